@@ -1,7 +1,9 @@
-"""The ways to gather and to reduce-scatter one flat tensor that are worth comparing; must not know who asks, nor time.
+"""The ways to gather and to reduce-scatter one flat tensor that are worth comparing; must not know
+who asks, nor time.
 
-Each algorithm is made once for its tensors, then called again and again: what can be prepared is not part of its time.
-Calling it starts the movement and returns what waits for its end, so that several may be in flight.
+Each algorithm is made once for its tensors, then called again and again: what can be prepared is
+not part of its time. Calling it starts the movement and returns what waits for its end, so that
+several may be in flight.
 """
 
 from __future__ import annotations
@@ -17,8 +19,12 @@ Finish = Callable[[], object]
 Move = Callable[[], Finish]
 
 # torch 2.13 renamed these two; both names mean the same collective.
-_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_reduce_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 def _waiting(work: dist.Work | None) -> Finish:
@@ -61,7 +67,9 @@ def reduce_tensor(source: Tensor, out: Tensor) -> Move:
 
 
 def reduce_pairs(source: Tensor, out: Tensor) -> Move:
-    """Every pair exchanges what the other owns; each rank adds up its own rows, in the order of ranks."""
+    """Every pair exchanges what the other owns; each rank adds up its own rows, in the order of
+    ranks.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = source.view(size, -1)
     incoming = torch.empty((size, out.numel()), dtype=out.dtype, device=out.device)
@@ -122,7 +130,9 @@ REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Move]]] = {
 }
 
 
-def gather_each(shards: list[Tensor], wholes: list[Tensor], gather: Callable[[Tensor, Tensor], Move]) -> Move:
+def gather_each(
+    shards: list[Tensor], wholes: list[Tensor], gather: Callable[[Tensor, Tensor], Move]
+) -> Move:
     """A message for every parameter, straight into place."""
     moves = [gather(shard, whole) for shard, whole in zip(shards, wholes, strict=True)]
 
@@ -133,11 +143,16 @@ def gather_each(shards: list[Tensor], wholes: list[Tensor], gather: Callable[[Te
     return move
 
 
-def gather_packed(shards: list[Tensor], wholes: list[Tensor], gather: Callable[[Tensor, Tensor], Move]) -> Move:
-    """One message for all parameters, whose shards lie side by side; then each is copied out to its place."""
+def gather_packed(
+    shards: list[Tensor], wholes: list[Tensor], gather: Callable[[Tensor, Tensor], Move]
+) -> Move:
+    """One message for all parameters, whose shards lie side by side; then each is copied out to its
+    place.
+    """
     size = dist.get_world_size()
     sizes = [shard.numel() for shard in shards]
-    packed = torch.cat(shards)  # a shard buffer holds them that way at rest, so packing costs nothing per step
+    # a shard buffer holds them that way at rest, so packing costs nothing per step
+    packed = torch.cat(shards)
     landed = packed.new_empty(size * packed.numel())
     columns = torch.split(landed.view(size, -1), sizes, dim=1)
     places = [whole.view(size, -1) for whole in wholes]

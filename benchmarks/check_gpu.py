@@ -1,13 +1,14 @@
-"""The first hour on a machine with a GPU: tests, the sanitizer and the figures that only a device gives, on one page.
+"""The first hour on a machine with a GPU: tests, the sanitizer and the figures that only a device
+gives, on one page.
 
 Usage:
 
-    make check-gpu                       # all of it; the page is benchmarks/results/gpu.md
-    make check-gpu ARGS="--only tests,memory"
-    make check-gpu ARGS=--rehearse       # without a device: shows that each check starts, and measures nothing
+    make check-gpu                       # all of it; the page is benchmarks/results/gpu.md make
+    check-gpu ARGS="--only tests,memory" make check-gpu ARGS=--rehearse       # without a device:
+    shows that each check starts, and measures nothing
 
-Each check is a command that can be repeated by itself: it stands on the page with what it printed and how it ended. It measures
-nothing itself.
+Each check is a command that can be repeated by itself: it stands on the page with what it printed
+and how it ended. It measures nothing itself.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from publish import table, versions
 FAKED = ("--device", "cuda", "--fake-world", "64")
 PAGE = "gpu.md"
 PAGE_LINES = 60  # of what a check printed, from the end
-NOT_ON_PAGE = ("{", "  building ", "  warm-up", "  round ")  # JSON, and how far a benchmark had come
+# JSON, and how far a benchmark had come
+NOT_ON_PAGE = ("{", "  building ", "  warm-up", "  round ")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +75,12 @@ _ON_CUDA = ("--device", "cuda", "-k", "cuda")
 _PATIENT = {"COMPOSABLE_TEST_TIMEOUT": "240"}
 _OURS = ("--contenders", "composable,composable-keep,composable-replicate")
 _AGAINST_RIVALS = ("--contenders", "un-annotated,composable*,fsdp2*,ddp-views")
-_LARGE = ("--model", "large", "--contenders", "un-annotated,composable,composable-keep,fsdp2,fsdp2-keep")
+_LARGE = (
+    "--model",
+    "large",
+    "--contenders",
+    "un-annotated,composable,composable-keep,fsdp2,fsdp2-keep",
+)
 
 CHECKS = (
     Check(
@@ -99,7 +106,8 @@ CHECKS = (
     ),
     Check(
         "sanitizer",
-        "no two kernels of different streams touch the same memory unordered (torch's CUDA sanitizer), 64 faked ranks",
+        "no two kernels of different streams touch the same memory unordered (torch's CUDA"
+        " sanitizer), 64 faked ranks",
         _benchmark("step", *FAKED, "--smoke", *_OURS),
         {"TORCH_CUDA_SANITIZER": "1"},
         rehearsal=_benchmark("step", "--smoke", *_OURS),
@@ -110,20 +118,36 @@ CHECKS = (
         _benchmark("step", "--device", "cuda", "--ranks", "1", "--smoke", *_OURS),
         {"TORCH_CUDA_SANITIZER": "1"},
     ),
-    Check("memory", "the allocator's peak against FSDP2's, 64 faked ranks", **_faked("memory", *_AGAINST_RIVALS)),
+    Check(
+        "memory",
+        "the allocator's peak against FSDP2's, 64 faked ranks",
+        **_faked("memory", *_AGAINST_RIVALS),
+    ),
     Check(
         "memory-large",
         "the same with six blocks of a 7B model in bfloat16",
         _benchmark("memory", *FAKED, *_LARGE),
     ),
-    Check("step", "a step's time against FSDP2's and DDP's, 64 faked ranks", **_faked("step", *_AGAINST_RIVALS)),
+    Check(
+        "step",
+        "a step's time against FSDP2's and DDP's, 64 faked ranks",
+        **_faked("step", *_AGAINST_RIVALS),
+    ),
     Check(
         "step-large",
         "the same with six blocks of a 7B model in bfloat16",
         _benchmark("step", *FAKED, *_LARGE),
     ),
-    Check("overhead", "the host's time against FSDP2's and DDP's, 64 faked ranks", **_faked("overhead", "--rounds", "5")),
-    Check("optimizer", "an optimizer on local shards against one on DTensors, 64 faked ranks", **_faked("optimizer")),
+    Check(
+        "overhead",
+        "the host's time against FSDP2's and DDP's, 64 faked ranks",
+        **_faked("overhead", "--rounds", "5"),
+    ),
+    Check(
+        "optimizer",
+        "an optimizer on local shards against one on DTensors, 64 faked ranks",
+        **_faked("optimizer"),
+    ),
     Check(
         "step-nccl",
         "a step's time against FSDP2's and DDP's over NCCL, two devices",
@@ -187,13 +211,24 @@ def page(outcomes: Mapping[Check, Outcome], *, rehearse: bool) -> str:
         f"{datetime.now(UTC):%Y-%m-%d}; {place}; {facts}",
         table(
             ["check", "what it shows", "outcome", "seconds"],
-            [[c.name, c.shows, found.verdict, f"{found.seconds:.0f}"] for c, found in outcomes.items()],
+            [
+                [c.name, c.shows, found.verdict, f"{found.seconds:.0f}"]
+                for c, found in outcomes.items()
+            ],
         ),
     ]
     for check, found in outcomes.items():
         if found.printed:
-            lines = [line for line in found.printed.rstrip().splitlines() if not line.startswith(NOT_ON_PAGE)][-PAGE_LINES:]
-            parts += [f"## {check.name}", f"`{_typed(check, rehearse)}`", "```text\n" + "\n".join(lines) + "\n```"]
+            lines = [
+                line
+                for line in found.printed.rstrip().splitlines()
+                if not line.startswith(NOT_ON_PAGE)
+            ][-PAGE_LINES:]
+            parts += [
+                f"## {check.name}",
+                f"`{_typed(check, rehearse)}`",
+                "```text\n" + "\n".join(lines) + "\n```",
+            ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -201,34 +236,62 @@ def _typed(check: Check, rehearse: bool) -> str:
     """The command, as one types it."""
     if rehearse:
         return " ".join(["python", *(check.rehearsal or ())])
-    return " ".join([*(f"{name}={value}" for name, value in check.environment.items()), "python", *check.arguments])
+    return " ".join(
+        [
+            *(f"{name}={value}" for name, value in check.environment.items()),
+            "python",
+            *check.arguments,
+        ]
+    )
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--only", help=f"checks, separated by commas; of: {', '.join(check.name for check in CHECKS)}")
-    options.add_argument("--out", type=Path, help=f"the page (default: benchmarks/results/{PAGE}; a rehearsal's is temporary)")
-    options.add_argument("--limit", type=float, default=1800.0, help="seconds that one check may take")
-    options.add_argument("--rehearse", action="store_true", help="without a device: shows that each check starts")
+    options.add_argument(
+        "--only",
+        help=f"checks, separated by commas; of: {', '.join(check.name for check in CHECKS)}",
+    )
+    options.add_argument(
+        "--out",
+        type=Path,
+        help=f"the page (default: benchmarks/results/{PAGE}; a rehearsal's is temporary)",
+    )
+    options.add_argument(
+        "--limit", type=float, default=1800.0, help="seconds that one check may take"
+    )
+    options.add_argument(
+        "--rehearse", action="store_true", help="without a device: shows that each check starts"
+    )
     found = options.parse_args()
     names = found.only.split(",") if found.only else [check.name for check in CHECKS]
     unknown = [name for name in names if name not in {check.name for check in CHECKS}]
     if unknown:
-        options.error(f"--only: no check named {', '.join(unknown)}; there are {', '.join(c.name for c in CHECKS)}")
+        options.error(
+            f"--only: no check named {', '.join(unknown)}; there are"
+            f" {', '.join(c.name for c in CHECKS)}"
+        )
     if not found.rehearse and not torch.cuda.is_available():
         options.error("this torch sees no CUDA device; --rehearse shows that each check starts")
     if found.out is None:  # a rehearsal must not overwrite figures that mean something
-        found.out = (Path(tempfile.mkdtemp(prefix="composable-bench-")) if found.rehearse else RESULTS) / PAGE
+        found.out = (
+            Path(tempfile.mkdtemp(prefix="composable-bench-")) if found.rehearse else RESULTS
+        ) / PAGE
     outcomes: dict[Check, Outcome] = {}
     for check in CHECKS:
         if check.name in names:
             print(f"{check.name}: {check.shows}", flush=True)
-            outcomes[check] = run(check, devices=torch.cuda.device_count(), rehearse=found.rehearse, limit=found.limit)
+            outcomes[check] = run(
+                check, devices=torch.cuda.device_count(), rehearse=found.rehearse, limit=found.limit
+            )
             print(f"  {outcomes[check].verdict}, {outcomes[check].seconds:.0f} s", flush=True)
             found.out.parent.mkdir(parents=True, exist_ok=True)
             found.out.write_text(page(outcomes, rehearse=found.rehearse))  # as far as it has come
     print(f"the page: {found.out}")
-    return 0 if all(o.verdict == "passes" or o.verdict.startswith("left out") for o in outcomes.values()) else 1
+    return (
+        0
+        if all(o.verdict == "passes" or o.verdict.startswith("left out") for o in outcomes.values())
+        else 1
+    )
 
 
 if __name__ == "__main__":

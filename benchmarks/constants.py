@@ -1,9 +1,10 @@
-"""Claim: constants that tune have values that others do not beat. Times steps with other ones; knows where constants stand.
+"""Claim: constants that tune have values that others do not beat. Times steps with other ones;
+knows where constants stand.
 
 Usage:
 
-    python benchmarks/constants.py                          # all constants, GPT of 43 M parameters, 2 ranks
-    python benchmarks/constants.py --only IN_FLIGHT --rounds 7
+    python benchmarks/constants.py                          # all constants, GPT of 43 M parameters,
+    2 ranks python benchmarks/constants.py --only IN_FLIGHT --rounds 7
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from publish import compared, emit, rounded, table
 
 
 class Constant(NamedTuple):
-    """Where one stands, who is timed with it, and with which values; the first is the one that the library has."""
+    """Where one stands, who is timed with it, and with which values; the first is the one that the
+    library has.
+    """
 
     module: str
     contender: str
@@ -31,7 +34,9 @@ class Constant(NamedTuple):
 
 CONSTANTS: Final = {
     "IN_FLIGHT": Constant("composable.engine.root", "composable", (1, 0, 3)),
-    "FIRST_BYTES": Constant("composable.engine.arrival", "composable-replicate", (1 << 20, 1 << 16, 25 << 20)),
+    "FIRST_BYTES": Constant(
+        "composable.engine.arrival", "composable-replicate", (1 << 20, 1 << 16, 25 << 20)
+    ),
 }
 
 
@@ -41,11 +46,16 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     constant = CONSTANTS[name]
     module = import_module(constant.module)
     if getattr(module, name) != constant.values[0]:
-        raise ValueError(f"{name} in {constant.module} is {getattr(module, name)}, this page says {constant.values[0]}")
+        raise ValueError(
+            f"{name} in {constant.module} is {getattr(module, name)}, this page says"
+            f" {constant.values[0]}"
+        )
     setattr(module, name, int(value))
     device = device_of(options)
     task = task_of(options.model, seed=options.seed, rank=dist.get_rank(), device=device)
-    model = scale(constant.contender, task.model, task.units, device=device, world=world_of(options))
+    model = scale(
+        constant.contender, task.model, task.units, device=device, world=world_of(options)
+    )
     optimizer = adamw(model.parameters(), "default")
     watch = Stopwatch(device)
     step = 0
@@ -77,13 +87,24 @@ def main() -> None:
         by_name = {each["ours"]: each for each in ratios}
         for each in (first, *others):
             ratio = by_name.get(each)
-            against = ["1.00", "", ""] if ratio is None else [f"{ratio[key]:.2f}" for key in ("median", "min", "max")]
+            against = (
+                ["1.00", "", ""]
+                if ratio is None
+                else [f"{ratio[key]:.2f}" for key in ("median", "min", "max")]
+            )
             step = spread(series(rounds, each, "step"))["median"]
             rows.append([each, CONSTANTS[name].contender, f"{step * 1e3:.1f}", *against])
         data[name] = rounded(rounds)
     header = ["constant", "contender", "step, ms", "/ the library's", "min", "max"]
     title = f"Constants: {title} per rank, AdamW, {found.ranks} ranks, {found.device}"
-    emit("constants", found, title=title, tables=[table(header, rows)], data={"model": found.model, "seconds": data}, draw=None)
+    emit(
+        "constants",
+        found,
+        title=title,
+        tables=[table(header, rows)],
+        data={"model": found.model, "seconds": data},
+        draw=None,
+    )
 
 
 if __name__ == "__main__":

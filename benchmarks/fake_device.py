@@ -1,8 +1,10 @@
-"""A device without memory: tensors on it have shapes and no numbers, for worlds of any size; must not know what is measured.
+"""A device without memory: tensors on it have shapes and no numbers, for worlds of any size; must
+not know what is measured.
 
-PrivateUse1 as a backend in Python, fake tensors and a fake process group. What the host would have to read raises; what lands
-on another device raises; memory is counted storage by storage, operation by operation. There are no numbers, streams or times.
-A process that has called `install` is good for nothing else, and ends by `leave`: torch's threads do not outlive such a device.
+PrivateUse1 as a backend in Python, fake tensors and a fake process group. What the host would have
+to read raises; what lands on another device raises; memory is counted storage by storage, operation
+by operation. There are no numbers, streams or times. A process that has called `install` is good
+for nothing else, and ends by `leave`: torch's threads do not outlive such a device.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -63,13 +70,15 @@ class _Module(backend_registration._DummyBackendModule):
 
 
 class Watch(TorchDispatchMode):
-    """Counts operations, bytes that storages of the device hold, and bytes per rank that collectives are given.
+    """Counts operations, bytes that storages of the device hold, and bytes per rank that
+    collectives are given.
 
     Attributes:
         peak: bytes at most, since `start`.
         operations: by name, since then.
         payloads: bytes per rank of each gather and reduction, by the name of the collective.
-        reads: how often the host asked who had gradients; it is told that everybody had all. All other reads raise.
+        reads: how often the host asked who had gradients; it is told that everybody had all. All
+            other reads raise.
     """
 
     looks_away = False
@@ -95,7 +104,9 @@ class Watch(TorchDispatchMode):
         if tensor.device.type == NAME:
             self._storages[tensor.untyped_storage()] = None
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if self.looks_away:
             return function(*args, **(kwargs or {}))
         if DTensor in types:
@@ -104,9 +115,12 @@ class Watch(TorchDispatchMode):
         tree_map_only(Tensor, self._note, (args, kwargs))
         if function.namespace == "c10d":
             self._note_payloads(function.name(), args)
-        if function.namespace == "c10d" and "coalesced" in function.name():  # which torch has no fake of
+        # which torch has no fake of
+        if function.namespace == "c10d" and "coalesced" in function.name():
             result = FakeWork().boxed()
-        elif function is torch.ops.aten._reshape_alias.default:  # whose decomposition asks for memory that kernels do without
+        elif (
+            function is torch.ops.aten._reshape_alias.default
+        ):  # whose decomposition asks for memory that kernels do without
             fake = args[0].fake_mode
             with in_kernel_invocation_manager(fake):
                 made = function(*args)
@@ -122,7 +136,9 @@ class Watch(TorchDispatchMode):
         if whole is None:
             return
         parts = args[whole] if isinstance(args[whole], list) else [args[whole]]
-        self.payloads += [(name, part.numel() * part.element_size() // self._ranks) for part in parts]
+        self.payloads += [
+            (name, part.numel() * part.element_size() // self._ranks) for part in parts
+        ]
 
 
 def _unfaked(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -141,7 +157,8 @@ def install() -> None:
 
     learn_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def unseen(*args: Any) -> Any:  # it makes tensors that are fake on every device, as large as what is sharded
+    # it makes tensors that are fake on every device, as large as what is sharded
+    def unseen(*args: Any) -> Any:
         Watch.looks_away = True
         try:
             return learn_shapes(*args)
@@ -164,10 +181,14 @@ def install() -> None:
     units: Any = sys.modules["composable.api.units"]
     spread_over, units.spread_over = units.spread_over, lambda *args: _unfaked(spread_over, *args)
     spread: Any = sys.modules["composable.api.mesh"].Spread  # type: ignore[attr-defined]
-    spread.rows = property(lambda self: torch.empty(0))  # told to the other ranks; a tensor of the mesh has no numbers here
+    # told to the other ranks; a tensor of the mesh has no numbers here
+    spread.rows = property(lambda self: torch.empty(0))
     comm_of_all, spread.comm_of_all = spread.comm_of_all, lambda *args: _unfaked(comm_of_all, *args)
     units.refuse_unfit = lambda *_: None  # parameters are of another class
-    info_of, units.mesh_info_of_shards = units.mesh_info_of_shards, lambda *args, **options: _unfaked(info_of, *args, **options)
+    info_of, units.mesh_info_of_shards = (
+        units.mesh_info_of_shards,
+        lambda *args, **options: _unfaked(info_of, *args, **options),
+    )
 
 
 @contextlib.contextmanager
@@ -177,7 +198,8 @@ def world_of(ranks: int) -> Iterator[tuple[DeviceMesh, Watch]]:
     try:
         mesh = init_device_mesh(NAME, (ranks,))
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        fake.cache_enabled = False  # a view that it remembers gives memory back to a storage that was freed
+        # a view that it remembers gives memory back to a storage that was freed
+        fake.cache_enabled = False
         with fake, Watch(ranks) as watch:
             yield mesh, watch
     finally:

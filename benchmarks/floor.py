@@ -1,9 +1,11 @@
-"""Claim: a step costs little more than it must. Compares it with its floor, shows where the rest goes; no internals.
+"""Claim: a step costs little more than it must. Compares it with its floor, shows where the rest
+goes; no internals.
 
-The floor is measured in the same run: the un-annotated forward and backward, then the bytes that have to move, unit by
-unit by the fastest algorithm at hand and with buffers that are never made anew, then AdamW on flat plain shards.
-Nothing overlaps in it: on CPU, moving bytes occupies the very cores that compute. Where devices can do both at once,
-the last column says what would remain if all of the movement were hidden.
+The floor is measured in the same run: the un-annotated forward and backward, then the bytes that
+have to move, unit by unit by the fastest algorithm at hand and with buffers that are never made
+anew, then AdamW on flat plain shards. Nothing overlaps in it: on CPU, moving bytes occupies the
+very cores that compute. Where devices can do both at once, the last column says what would remain
+if all of the movement were hidden.
 
     python benchmarks/floor.py
     python benchmarks/floor.py --keep              # reshard_after_forward=False: gathered once
@@ -62,8 +64,14 @@ def _floor(task: Task, options: argparse.Namespace) -> Measure:
     reductions: list[Move] = []
     for numel, shard in zip(padded, shards, strict=True):
         room, mine = whole[:numel], moved[: numel // size]
-        gathers.append(_fastest({name: make(shard, room) for name, make in GATHERS.items()}, watch, device))
-        makers = {name: make(room, mine) for name, make in REDUCTIONS.items() if not name.startswith("all-reduce")}
+        gathers.append(
+            _fastest({name: make(shard, room) for name, make in GATHERS.items()}, watch, device)
+        )
+        makers = {
+            name: make(room, mine)
+            for name, make in REDUCTIONS.items()
+            if not name.startswith("all-reduce")
+        }
         reductions.append(_fastest(makers, watch, device))
     flat = [nn.Parameter(shard) for shard in shards]
     for parameter in flat:
@@ -119,39 +127,70 @@ def _contender(name: str, task: Task, options: argparse.Namespace) -> Measure:
 
 
 def build(name: str, options: argparse.Namespace) -> Measure:
-    """One training step per call, in seconds; with `options.profile` the seconds inside each operator instead."""
-    task = task_of(options.model, seed=options.seed, rank=dist.get_rank(), device=device_of(options))
+    """One training step per call, in seconds; with `options.profile` the seconds inside each
+    operator instead.
+    """
+    task = task_of(
+        options.model, seed=options.seed, rank=dist.get_rank(), device=device_of(options)
+    )
     measure = _floor(task, options) if name == FLOOR else _contender(name, task, options)
     return Operators(measure) if options.profile else measure
 
 
 def floor_table(rounds: Rounds) -> tuple[str, dict[str, dict[str, float]]]:
-    """Milliseconds by phase, and above the floor; the contenders' communication is inside forward and backward."""
+    """Milliseconds by phase, and above the floor; the contenders' communication is inside forward
+    and backward.
+    """
     medians = {
-        name: {phase: spread(sample.get(phase, 0.0) for sample in samples)["median"] * 1e3 for phase in ("step", *PHASES)}
+        name: {
+            phase: spread(sample.get(phase, 0.0) for sample in samples)["median"] * 1e3
+            for phase in ("step", *PHASES)
+        }
         for name, samples in rounds.items()
     }
     floor = medians[FLOOR]
-    hidden = max(floor["forward"] + floor["backward"], floor["gather"] + floor["reduce"]) + floor["optimizer"]
+    hidden = (
+        max(floor["forward"] + floor["backward"], floor["gather"] + floor["reduce"])
+        + floor["optimizer"]
+    )
     rows = []
     for name, phases in medians.items():
         shown = [f"{phases[phase]:.1f}" if phase in rounds[name][0] else "" for phase in PHASES]
         above = phases["step"] - floor["step"]
-        rows.append([name, f"{phases['step']:.1f}", *shown, f"{above:+.1f}", f"{phases['step'] / hidden:.2f}"])
+        rows.append(
+            [
+                name,
+                f"{phases['step']:.1f}",
+                *shown,
+                f"{above:+.1f}",
+                f"{phases['step'] / hidden:.2f}",
+            ]
+        )
     header = ["ms", "step", *PHASES, "above the floor", "of all-hidden floor"]
-    pieces = {name: {phase: phases[phase] for phase in PHASES if phase in rounds[name][0]} for name, phases in medians.items()}
+    pieces = {
+        name: {phase: phases[phase] for phase in PHASES if phase in rounds[name][0]}
+        for name, phases in medians.items()
+    }
     return table(header, rows), pieces
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--model", choices=SIZES, default="gpt")
-    options.add_argument("--keep", action="store_true", help="reshard_after_forward=False: every unit is gathered once")
-    options.add_argument("--contenders", default=None, help="names or globs; by default composable and FSDP2")
+    options.add_argument(
+        "--keep",
+        action="store_true",
+        help="reshard_after_forward=False: every unit is gathered once",
+    )
+    options.add_argument(
+        "--contenders", default=None, help="names or globs; by default composable and FSDP2"
+    )
     add_adamw(options, "default")
     found = parse(options, model="tiny")
     if found.fake_world:
-        options.error("--fake-world: a faked process group moves no bytes, so there is no floor to measure")
+        options.error(
+            "--fake-world: a faked process group moves no bytes, so there is no floor to measure"
+        )
     end = "-keep" if found.keep else ""
     names = chosen(options, found.contenders or f"composable{end},fsdp2{end}")
     title = task_of(found.model, seed=0, rank=0, device=torch.device("cpu")).title
@@ -162,14 +201,33 @@ def main() -> None:
     claims = [(name, FLOOR, LIMIT if name.startswith("composable") else None) for name in names]
     ratio_table, ratio_data = compared(rounds, claims)
     # A profiler slows down whom it watches, so the operators' times come from turns of their own.
-    watched = argparse.Namespace(**{**vars(found), "profile": True, "rounds": 1, "steps": 1, "warmup": 1})
+    watched = argparse.Namespace(
+        **{**vars(found), "profile": True, "rounds": 1, "steps": 1, "warmup": 1}
+    )
     operators = operator_table(compete(build, [FLOOR, *names], watched), FLOOR)
 
     def draw(path: Path) -> None:
-        stacked(path, title, "milliseconds per step (contenders communicate inside forward and backward)", pieces)
+        stacked(
+            path,
+            title,
+            "milliseconds per step (contenders communicate inside forward and backward)",
+            pieces,
+        )
 
-    data = {"model": found.model, "keep": found.keep, "ratios": ratio_data, "seconds": rounded(rounds)}
-    emit(f"floor{end}", found, title=title, tables=[phases, ratio_table, operators], data=data, draw=draw)
+    data = {
+        "model": found.model,
+        "keep": found.keep,
+        "ratios": ratio_data,
+        "seconds": rounded(rounds),
+    }
+    emit(
+        f"floor{end}",
+        found,
+        title=title,
+        tables=[phases, ratio_table, operators],
+        data=data,
+        draw=draw,
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Predicts a step's peak of memory from shapes; must not run what it predicts, save for the activations of one forward.
+"""Predicts a step's peak of memory from shapes; must not run what it predicts, save for the
+activations of one forward.
 
-Arithmetic that can be checked with a pencil: what lives all the time (parameters, gradients, AdamW's two states), what a
-forward leaves for backward (activations), and what is passing through (unsharded parameters and gradients of the units
-at hand).
+Arithmetic that can be checked with a pencil: what lives all the time (parameters, gradients,
+AdamW's two states), what a forward leaves for backward (activations), and what is passing through
+(unsharded parameters and gradients of the units at hand).
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from torch import Tensor
 
 
 def saved_bytes(task: Task) -> int:
-    """Bytes that autograd keeps after one un-annotated forward, parameters and inputs of the model not counted."""
-    owned = {tensor.untyped_storage().data_ptr() for tensor in [*task.model.parameters(), *task.model.buffers()]}
+    """Bytes that autograd keeps after one un-annotated forward, parameters and inputs of the model
+    not counted.
+    """
+    owned = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in [*task.model.parameters(), *task.model.buffers()]
+    }
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -31,18 +37,22 @@ def saved_bytes(task: Task) -> int:
     return size
 
 
-TURNS: Final = 2  # buffers that units of one layout take turns in: one is computed with, one is on its way
+# buffers that units of one layout take turns in: one is computed with, one is on its way
+TURNS: Final = 2
 BLOCKS: Final = 2  # messages of a rank that are filled or read at the same time
 
 AROUND: Final = (
-    45e6  # bytes that a process which trains on a host has at rest above its tensors: workspaces of BLAS, the allocator
+    # bytes that a process which trains on a host has at rest above its tensors: workspaces of BLAS,
+    # the allocator
+    45e6
 )
 
 PREDICTABLE: Final = ("un-annotated", "composable", "composable-keep", "composable-replicate")
 
 
 def predicted(contender: str, task: Task, *, size: int, activations: int) -> float:
-    """Peak bytes of a rank's process on a host in a step of AdamW after the first one; `peak.py` predicts an accelerator's.
+    """Peak bytes of a rank's process on a host in a step of AdamW after the first one; `peak.py`
+    predicts an accelerator's.
 
     Args:
         contender: one of `PREDICTABLE`.
@@ -60,8 +70,10 @@ def predicted(contender: str, task: Task, *, size: int, activations: int) -> flo
         return 3 * total + max(activity, total + AROUND)
     if contender == "composable-replicate":
         return 4 * total + activity  # gradients live in buckets, which stay
-    # On the host, memory for what passes through is kept and used again, so it is there all the time.
+    # On the host, memory for what passes through is kept and used again, so it is there all the
+    # time.
     gathered = root + TURNS * unit if contender == "composable" else total
-    # Gradients of two units (one grows, one is being reduced), and what of them is on its way to other ranks.
+    # Gradients of two units (one grows, one is being reduced), and what of them is on its way to
+    # other ranks.
     reducing = 2 * unit + BLOCKS * unit * (size - 1) / size
     return 4 * total / size + gathered + reducing + activity

@@ -1,7 +1,8 @@
-"""Runs contenders turn by turn in one run, each in ranks of its own; must not know what is measured nor who competes.
+"""Runs contenders turn by turn in one run, each in ranks of its own; must not know what is measured
+nor who competes.
 
-Note [Living contenders, alternating turns]
-Every contender gets processes of its own, one per rank, all alive during the whole run. Only one contender works at a
+Note [Living contenders, alternating turns] Every contender gets processes of its own, one per rank,
+all alive during the whole run. Only one contender works at a
 time; the others block on a pipe and cost nothing. So a round A B C A B C ... sees the same weather on the machine,
 while no contender inherits another's heap, garbage or autograd threads. A turn is a few untimed steps (the caches are
 somebody else's), then the timed ones, with a barrier before each; a step lasts as long as its slowest rank.
@@ -33,7 +34,8 @@ from options import BEFORE
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # the checkout that the benchmarks lie in is the one that is measured
+    # the checkout that the benchmarks lie in is the one that is measured
+    sys.path.insert(0, str(ROOT))
 
 Sample = dict[str, float]
 Measure = Callable[[], Sample]
@@ -43,13 +45,20 @@ Rounds = dict[str, list[Sample]]
 BEST = "best"  # the turn's fastest step: the figure that other people's load disturbs least
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.parallel", "torch._dynamo"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch._dynamo",
+]
 
 
 class Stopwatch:
     """Splits one step into named phases; on CUDA by events, so that no phase waits for the device.
 
-    `host=True` reads the host's clock only: how long the program was busy telling the device what to do.
+    `host=True` reads the host's clock only: how long the program was busy telling the device what
+    to do.
     """
 
     def __init__(self, device: torch.device, *, host: bool = False) -> None:
@@ -79,10 +88,14 @@ class Stopwatch:
             self._marks.append(time.perf_counter())
 
     def stop(self) -> Sample:
-        """Seconds per phase, and `step`: their sum on the wall clock (on CUDA until the device is idle)."""
+        """Seconds per phase, and `step`: their sum on the wall clock (on CUDA until the device is
+        idle).
+        """
         if self._events:
             torch.cuda.synchronize(self._device)
-            spans = [a.elapsed_time(b) / 1e3 for a, b in zip(self._marks, self._marks[1:], strict=False)]
+            spans = [
+                a.elapsed_time(b) / 1e3 for a, b in zip(self._marks, self._marks[1:], strict=False)
+            ]
             total = time.perf_counter() - self._start
         else:
             spans = [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
@@ -91,7 +104,11 @@ class Stopwatch:
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if options.device == "cuda"
+        else torch.device("cpu")
+    )
 
 
 def world_of(options: argparse.Namespace) -> int:
@@ -101,20 +118,26 @@ def world_of(options: argparse.Namespace) -> int:
 def join_group(options: argparse.Namespace, rank: int, rendezvous: str) -> None:
     if options.device == "cuda":
         torch.cuda.set_device(rank)
-    # An accelerator is launched at by torch's fake group once per rank: at 64 ranks most of the host's time.
+    # An accelerator is launched at by torch's fake group once per rank: at 64 ranks most of the
+    # host's time.
     if options.fake_world and (options.hollow or options.device == "cuda"):
         hollow.register()
-        dist.init_process_group(hollow.NAME, rank=0, world_size=options.fake_world, store=dist.HashStore())
+        dist.init_process_group(
+            hollow.NAME, rank=0, world_size=options.fake_world, store=dist.HashStore()
+        )
         return
     if options.fake_world:
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+        # registers the backend "fake"
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=options.fake_world, store=FakeStore())
         return
     backend = "nccl" if options.device == "cuda" else "gloo"
     limit = timedelta(seconds=options.timeout)
     meet = f"file://{rendezvous}"
-    dist.init_process_group(backend, init_method=meet, rank=rank, world_size=options.ranks, timeout=limit)
+    dist.init_process_group(
+        backend, init_method=meet, rank=rank, world_size=options.ranks, timeout=limit
+    )
 
 
 def _turn(measure: Measure, options: argparse.Namespace) -> list[Sample]:
@@ -133,12 +156,20 @@ def _turn(measure: Measure, options: argparse.Namespace) -> list[Sample]:
         gc.enable()
 
 
-def _rank_main(build: Build, contender: str, options: argparse.Namespace, rank: int, rendezvous: str, pipe: Connection) -> None:
+def _rank_main(
+    build: Build,
+    contender: str,
+    options: argparse.Namespace,
+    rank: int,
+    rendezvous: str,
+    pipe: Connection,
+) -> None:
     try:
         torch.set_num_threads(1)
         if contender.startswith(BEFORE):
             sys.path.insert(0, str(options.before.resolve()))
-        # Under a fake process group nothing arrives, and stale memory full of denormals would slow down who reads it.
+        # Under a fake process group nothing arrives, and stale memory full of denormals would slow
+        # down who reads it.
         torch.set_flush_denormal(True)
         warnings.simplefilter("ignore")  # rivals deprecate themselves; that is no result
         join_group(options, rank, rendezvous)
@@ -162,7 +193,14 @@ class ContenderFailed(RuntimeError):
 class _Ranks:
     """The processes of one contender."""
 
-    def __init__(self, context: Any, build: Build, contender: str, options: argparse.Namespace, rendezvous: Path) -> None:
+    def __init__(
+        self,
+        context: Any,
+        build: Build,
+        contender: str,
+        options: argparse.Namespace,
+        rendezvous: Path,
+    ) -> None:
         self.contender = contender
         self._timeout = options.timeout
         self._pipes: list[Connection] = []
@@ -183,13 +221,18 @@ class _Ranks:
         while missing:
             ready: list[Any] = wait(list(missing), timeout=max(deadline - time.monotonic(), 0.0))
             if not ready:
-                raise ContenderFailed(f"{self.contender}: rank(s) {sorted(missing.values())} silent for {self._timeout} s")
+                raise ContenderFailed(
+                    f"{self.contender}: rank(s) {sorted(missing.values())} silent for"
+                    f" {self._timeout} s"
+                )
             for pipe in ready:
                 rank = missing.pop(pipe)
                 try:
                     kind, answers[rank] = pipe.recv()
                 except EOFError:
-                    raise ContenderFailed(f"{self.contender}: rank {rank} ended without a word") from None
+                    raise ContenderFailed(
+                        f"{self.contender}: rank {rank} ended without a word"
+                    ) from None
                 if kind != expected:
                     raise ContenderFailed(f"{self.contender}: rank {rank} raised\n{answers[rank]}")
         return answers
@@ -198,11 +241,15 @@ class _Ranks:
         self._answers("ready")
 
     def turn(self, key: str) -> Sample:
-        """One turn: per step the samples of its slowest rank, per metric the median over the steps."""
+        """One turn: per step the samples of its slowest rank, per metric the median over the
+        steps.
+        """
         for pipe in self._pipes:
             pipe.send(True)
         by_rank = self._answers("samples")
-        slowest = [max(samples, key=lambda sample: sample[key]) for samples in zip(*by_rank, strict=True)]
+        slowest = [
+            max(samples, key=lambda sample: sample[key]) for samples in zip(*by_rank, strict=True)
+        ]
         turn = {name: statistics.median(sample[name] for sample in slowest) for name in slowest[0]}
         return {**turn, BEST: min(sample[key] for sample in slowest)}
 
@@ -233,7 +280,8 @@ def compete(
         build: a module-level function, called in every rank's process: makes what takes one sample.
         contenders: names, in the order of their turns.
         key: the metric that decides which rank was the slowest.
-        together: False ends one contender before the next one starts, for what does not fit side by side.
+        together: False ends one contender before the next one starts, for what does not fit side by
+            side.
         each: options that differ from one contender to another.
 
     Returns:
@@ -254,7 +302,8 @@ def compete(
             try:
                 for number, contender in enumerate(group):
                     note(f"  building {contender}")
-                    meet = Path(folder) / f"{contender}-{number}"  # used twice, it would mix two groups
+                    # used twice, it would mix two groups
+                    meet = Path(folder) / f"{contender}-{number}"
                     own = argparse.Namespace(**{**vars(options), **each(contender)})
                     casts.append(_Ranks(context, build, contender, own, meet))
                     casts[-1].ready()

@@ -1,7 +1,9 @@
-"""A process group in which every other rank is a copy of this one, for worlds of any size; must not know who calls it.
+"""A process group in which every other rank is a copy of this one, for worlds of any size; must not
+know who calls it.
 
-torch's own fake process group copies the input of an all-gather once per rank, in a loop: 5 ms with 4096 ranks, more than the
-work that `scale.py` is after. This one fills the output in one kernel, so its time depends on the bytes and not on the ranks.
+torch's own fake process group copies the input of an all-gather once per rank, in a loop: 5 ms with
+4096 ranks, more than the work that `scale.py` is after. This one fills the output in one kernel, so
+its time depends on the bytes and not on the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ NAME = "hollow"
 
 
 class HollowGroup(dist.ProcessGroup):
-    """Rank 0 of `size`. What is gathered is this rank's part over and over; what is reduced is this rank's alone."""
+    """Rank 0 of `size`. What is gathered is this rank's part over and over; what is reduced is this
+    rank's alone.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -63,7 +67,8 @@ class HollowGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        # The base class asks a C++ backend for it, which there is none of; what torch calls this group is on record.
+        # The base class asks a C++ backend for it, which there is none of; what torch calls this
+        # group is on record.
         return str(dist.distributed_c10d._world.pg_names[self])
 
 

@@ -1,9 +1,12 @@
-"""Shows where composable's host time goes: pieces of one unit's way through a step. Looks into the library; compares nothing.
+"""Shows where composable's host time goes: pieces of one unit's way through a step. Looks into the
+library; compares nothing.
 
-Every piece is timed where it happens (`in place`), and in another process a few times more directly afterwards (`again`, the
-least): the same work on the same data, which the caches have by then. Pieces that cannot be done twice have no such figure.
-`torch's calls of empty hooks` is what hooks that do nothing add to an un-annotated model, in the places where composable has
-its own; `everything else` is what forward and backward add beside all these, as measured without any clock inside.
+Every piece is timed where it happens (`in place`), and in another process a few times more directly
+afterwards (`again`, the least): the same work on the same data, which the caches have by then.
+Pieces that cannot be done twice have no such figure. `torch's calls of empty hooks` is what hooks
+that do nothing add to an un-annotated model, in the places where composable has its own;
+`everything else` is what forward and backward add beside all these, as measured without any clock
+inside.
 
     python benchmarks/inside.py
 """
@@ -56,7 +59,11 @@ PIECES = (
         ),
         True,
     ),
-    Piece("which form modules hold", ("engine.param:ParameterSwap.swap_in", "engine.param:ParameterSwap.swap_out"), True),
+    Piece(
+        "which form modules hold",
+        ("engine.param:ParameterSwap.swap_in", "engine.param:ParameterSwap.swap_out"),
+        True,
+    ),
     Piece("outputs watched", ("engine.unit:watch",)),
     Piece("memory", ("memory.elastic:ElasticBuffer.allocate", "memory.elastic:ElasticBuffer.free")),
 )
@@ -112,7 +119,9 @@ class Clock:
 
 
 def hook(task: Task) -> None:
-    """Put a hook that does nothing wherever composable has one: around each unit, before its output, behind its gradients."""
+    """Put a hook that does nothing wherever composable has one: around each unit, before its
+    output, behind its gradients.
+    """
 
     def watch(module: nn.Module, args: Any, output: Tensor) -> None:
         assert output.grad_fn is not None
@@ -120,14 +129,18 @@ def hook(task: Task) -> None:
 
     for unit in task.model.modules():
         if isinstance(unit, task.units):
-            unit.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), prepend=True, with_kwargs=True)
+            unit.register_forward_pre_hook(
+                lambda module, args, kwargs: (args, kwargs), prepend=True, with_kwargs=True
+            )
             unit.register_forward_hook(watch, always_call=True)
             for parameter in unit.parameters():
                 parameter.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
 def build(label: str, options: argparse.Namespace) -> Measure:
-    """One training step per call, without an optimizer: seconds of the host for all of it, and for each piece."""
+    """One training step per call, without an optimizer: seconds of the host for all of it, and for
+    each piece.
+    """
     device = device_of(options)
     task = make_task(options)
     clock = Clock(again=label == AGAIN)
@@ -136,7 +149,13 @@ def build(label: str, options: argparse.Namespace) -> Measure:
             clock.attach(piece)
     if label == HOOKED:
         hook(task)
-    model = scale(LOCAL if label in (LOCAL, HOOKED) else PLAIN, task.model, task.units, device=device, world=world_of(options))
+    model = scale(
+        LOCAL if label in (LOCAL, HOOKED) else PLAIN,
+        task.model,
+        task.units,
+        device=device,
+        world=world_of(options),
+    )
     step = 0
 
     def measure() -> Sample:
@@ -175,7 +194,10 @@ def pieces_table(rounds: Rounds, units: int) -> tuple[str, dict[str, dict[str, f
         again = f"{per_unit(AGAIN, piece.title)['median']:.1f}" if piece.repeatable else ""
         rows.append([piece.title, f"{calls:.1f}", f"{shown[piece.title]['median']:.1f}", again])
     rows.append([HOOKS, "", f"{shown[HOOKS]['median']:.1f}", ""])
-    rows += [[REST, "", f"{rest:.1f}", ""], ["added by forward and backward", "", f"{total:.1f}", ""]]
+    rows += [
+        [REST, "", f"{rest:.1f}", ""],
+        ["added by forward and backward", "", f"{total:.1f}", ""],
+    ]
     shown[REST] = {"median": rest, "min": rest, "max": rest}
     return table(["microseconds per unit and step", "calls", IN_PLACE, AGAIN], rows), shown
 
@@ -184,12 +206,24 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0], rounds=11, steps=5, warmup=2)
     options.set_defaults(fake_world=8)
     options.add_argument("--units", type=int, default=32)
-    options.add_argument("--params", type=int, default=0, help="parameters per unit; 0: a transformer block, which has 12")
+    options.add_argument(
+        "--params",
+        type=int,
+        default=0,
+        help="parameters per unit; 0: a transformer block, which has 12",
+    )
     found = parse(options, units=2)
     rounds = compete(build, [LOCAL, PLAIN, IN_PLACE, AGAIN, HOOKED], found)
     pieces, shown = pieces_table(rounds, found.units)
-    what = f"{found.units} transformer blocks" if not found.params else f"{found.units} units of {found.params} parameters"
-    title = f"Where the host's time goes: {what}, fake process group of {found.fake_world} ranks, {found.device}"
+    what = (
+        f"{found.units} transformer blocks"
+        if not found.params
+        else f"{found.units} units of {found.params} parameters"
+    )
+    title = (
+        f"Where the host's time goes: {what}, fake process group of {found.fake_world} ranks,"
+        f" {found.device}"
+    )
 
     def draw(path: Path) -> None:
         bars(path, title, "microseconds per unit and step, in place", shown, digits=0)

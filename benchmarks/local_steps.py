@@ -1,9 +1,10 @@
-"""Claim: with local steps, bytes between replicas fall with the length of a round. Counts them, and draws the loss beside synchronous training.
+"""Claim: with local steps, bytes between replicas fall with the length of a round. Counts them, and
+draws the loss beside synchronous training.
 
 Usage:
 
-    python benchmarks/local_steps.py                 # 300 steps of a small model of the demo, 2 replicas of 2 ranks
-    python benchmarks/local_steps.py --every 1,10,50
+    python benchmarks/local_steps.py                 # 300 steps of a small model of the demo, 2
+    replicas of 2 ranks python benchmarks/local_steps.py --every 1,10,50
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ TURN: Final = 10  # steps in a turn, over which losses are averaged
 
 
 class Counting:
-    """A comm that counts the elements' bytes of what it reduces, if its ranks belong to different replicas."""
+    """A comm that counts the elements' bytes of what it reduces, if its ranks belong to different
+    replicas.
+    """
 
     def __init__(self, inner: Any, sent: list[int], shards: int) -> None:
         self._inner = inner
@@ -53,7 +56,9 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     shards = options.ranks // 2
     mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(options.seed)
-    model = demo.GPT(layers=options.layers, width=options.width, context=options.context).apply(demo.initialise)
+    model = demo.GPT(layers=options.layers, width=options.width, context=options.context).apply(
+        demo.initialise
+    )
     sent = [0]
     with comms_wrapped_by(partial(Counting, sent=sent, shards=shards)):
         fully_shard(model, mesh=mesh, policy={demo.Block})
@@ -66,7 +71,13 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
         nonlocal step
         sent[0], losses, start = 0, torch.zeros(()), time.perf_counter()
         for _ in range(TURN):
-            rows = batch(data, step=step * options.ranks + rank, seed=options.seed, size=4, context=options.context)
+            rows = batch(
+                data,
+                step=step * options.ranks + rank,
+                seed=options.seed,
+                size=4,
+                context=options.context,
+            )
             losses += demo.train_step(model, optimizer, *rows, peak=2e-3, step=step)
             step += 1
         seconds = time.perf_counter() - start
@@ -84,7 +95,15 @@ def _rows(rounds: Rounds, contenders: Sequence[str]) -> list[list[str]]:
         whole = whole or sent
         losses = series(rounds, contender, "loss")
         middle = losses[(len(losses) - 1) // 2]
-        rows.append([contender, f"{sent / 1024:.1f}", f"{sent / whole:.3f}", f"{middle:.3f}", f"{losses[-1]:.3f}"])
+        rows.append(
+            [
+                contender,
+                f"{sent / 1024:.1f}",
+                f"{sent / whole:.3f}",
+                f"{middle:.3f}",
+                f"{losses[-1]:.3f}",
+            ]
+        )
     return rows
 
 
@@ -99,12 +118,25 @@ def main() -> None:
     contenders = [SYNCHRONOUS, *(f"every {length}" for length in counts(found.every))]
     rounds = compete(build, contenders, found, together=False)
     steps = found.rounds * TURN
-    title = f"Local steps: {steps} steps of the demo's model (width {found.width}), 2 replicas of {found.ranks // 2} ranks, {found.device}"
+    title = (
+        f"Local steps: {steps} steps of the demo's model (width {found.width}), 2 replicas of"
+        f" {found.ranks // 2} ranks, {found.device}"
+    )
     header = ["contender", "KiB per step", "/ hybrid", f"loss at {steps // 2}", f"loss at {steps}"]
 
     def draw(path: Path) -> None:
-        losses = {c: {TURN * (i + 1): v for i, v in enumerate(series(rounds, c, "loss"))} for c in contenders}
-        curves(path, title, {"training loss": losses}, x_label="step", y_label="nats per byte", log_y=False)
+        losses = {
+            c: {TURN * (i + 1): v for i, v in enumerate(series(rounds, c, "loss"))}
+            for c in contenders
+        }
+        curves(
+            path,
+            title,
+            {"training loss": losses},
+            x_label="step",
+            y_label="nats per byte",
+            log_y=False,
+        )
 
     emit(
         "local-steps",

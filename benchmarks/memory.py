@@ -1,10 +1,12 @@
-"""Claim: the peak of memory is below FSDP2's, and known before the run. Measures bytes per phase; knows no internals.
+"""Claim: the peak of memory is below FSDP2's, and known before the run. Measures bytes per phase;
+knows no internals.
 
-On CPU a phase's peak is the kernel's high-water mark of resident memory, reset before each phase, above what the
-process held before the model was made; pages that several ranks map count in equal parts for each. On CUDA it is the
-allocator's peak. Every contender's ranks are fresh processes. glibc keeps freed blocks for later, so by default it is told
-to give large ones back at once: the mark then counts what lives. `--allocator default` leaves it alone and shows what a
-process really occupies.
+On CPU a phase's peak is the kernel's high-water mark of resident memory, reset before each phase,
+above what the process held before the model was made; pages that several ranks map count in equal
+parts for each. On CUDA it is the allocator's peak. Every contender's ranks are fresh processes.
+glibc keeps freed blocks for later, so by default it is told to give large ones back at once: the
+mark then counts what lives. `--allocator default` leaves it alone and shows what a process really
+occupies.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --device cuda --fake-world 64
@@ -51,7 +53,8 @@ class Gauge:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark starts again from here
+            # Linux: the high-water mark starts again from here
+            Path("/proc/self/clear_refs").write_text("5")
 
     def now(self) -> int:
         if self._device.type == "cuda":
@@ -76,7 +79,8 @@ def _kernel(file: str, name: str) -> int:
 def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: bytes at the peak of each phase; `rest`: after the step."""
     device, rank = device_of(options), dist.get_rank()
-    # Code that a first step loads is no contender's memory: load it before the gauge is set to zero.
+    # Code that a first step loads is no contender's memory: load it before the gauge is set to
+    # zero.
     first = task_of("tiny", seed=0, rank=rank, device=device)
     first.loss(first.model, 0).backward()
     adamw(first.model.parameters(), options.adamw).step()
@@ -119,10 +123,19 @@ def prediction_table(
             seen = spread(series(rounds, name, "peak"))["median"]
             error = forecast[name] / seen - 1
             verdict = "yes" if abs(error) <= PREDICTION_LIMIT else "no"
-            rows.append([name, f"{forecast[name] / 1e6:.0f}", f"{seen / 1e6:.0f}", f"{error:+.1%}", verdict])
-            data.append({"contender": name, "predicted": round(forecast[name]), "measured": round(seen)})
+            rows.append(
+                [name, f"{forecast[name] / 1e6:.0f}", f"{seen / 1e6:.0f}", f"{error:+.1%}", verdict]
+            )
+            data.append(
+                {"contender": name, "predicted": round(forecast[name]), "measured": round(seen)}
+            )
     return (
-        table(["peak", "predicted, MB", "measured, MB", "off by", f"within {PREDICTION_LIMIT:.0%}"], rows) if rows else ""
+        table(
+            ["peak", "predicted, MB", "measured, MB", "off by", f"within {PREDICTION_LIMIT:.0%}"],
+            rows,
+        )
+        if rows
+        else ""
     ), data
 
 
@@ -130,7 +143,12 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0], rounds=3, steps=1, warmup=2)
     options.add_argument("--model", choices=SIZES, default="gpt")
     add_adamw(options, "default")
-    options.add_argument("--allocator", choices=("exact", "default"), default="exact", help="glibc's habit, see above")
+    options.add_argument(
+        "--allocator",
+        choices=("exact", "default"),
+        default="exact",
+        help="glibc's habit, see above",
+    )
     add_choice(options, DEFAULT)
     found = parse(options, model="tiny")
     names = chosen(options, found.contenders)
@@ -138,26 +156,46 @@ def main() -> None:
     if found.device == "cpu":
         task = task_of(found.model, seed=found.seed, rank=0, device=torch.device("cpu"))
         activations = saved_bytes(task)
-        forecast = {name: predicted(name, task, size=size, activations=activations) for name in PREDICTABLE}
+        forecast = {
+            name: predicted(name, task, size=size, activations=activations) for name in PREDICTABLE
+        }
     task = task_of(found.model, seed=found.seed, rank=0, device=torch.device("meta"))
-    world = f"{found.fake_world} ranks, communication faked" if found.fake_world else f"{found.ranks} ranks"
+    world = (
+        f"{found.fake_world} ranks, communication faked"
+        if found.fake_world
+        else f"{found.ranks} ranks"
+    )
     allocator = ", glibc as it is" if found.allocator == "default" else ""
-    title = f"Peak memory per rank: {task.title} per rank, AdamW, {world}, {found.device}{allocator}"
+    title = (
+        f"Peak memory per rank: {task.title} per rank, AdamW, {world}, {found.device}{allocator}"
+    )
     if found.allocator == "exact":
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 << 10)  # read by every process at its start
     rounds = compete(build, names, found, key="peak", together=False)
     rows = []
     for name in names:
-        medians = {metric: spread(series(rounds, name, metric))["median"] / 1e6 for metric in rounds[name][0]}
-        rows.append([name, *[f"{medians[key]:.0f}" for key in ("peak", "annotate", *PHASES, "rest")]])
+        medians = {
+            metric: spread(series(rounds, name, metric))["median"] / 1e6
+            for metric in rounds[name][0]
+        }
+        rows.append(
+            [name, *[f"{medians[key]:.0f}" for key in ("peak", "annotate", *PHASES, "rest")]]
+        )
     ratio_table, ratio_data = compared(rounds, CLAIMS, metric="peak")
     prediction, prediction_data = prediction_table(rounds, names, forecast)
-    peaks = {name: {k: v / 1e6 for k, v in spread(series(rounds, name, "peak")).items()} for name in names}
+    peaks = {
+        name: {k: v / 1e6 for k, v in spread(series(rounds, name, "peak")).items()}
+        for name in names
+    }
 
     def draw(path: Path) -> None:
         bars(path, title, "megabytes at the peak of a step", peaks)
 
-    tables = [table(["MB", "peak of a step", "annotate", *PHASES, "at rest"], rows), ratio_table, prediction]
+    tables = [
+        table(["MB", "peak of a step", "annotate", *PHASES, "at rest"], rows),
+        ratio_table,
+        prediction,
+    ]
     data = {
         "model": found.model,
         "allocator": found.allocator,
@@ -165,7 +203,9 @@ def main() -> None:
         "predictions": prediction_data,
         "bytes": rounded(rounds),
     }
-    suffix = ("-large" if found.model == "large" else "") + ("" if found.allocator == "exact" else "-default")
+    suffix = ("-large" if found.model == "large" else "") + (
+        "" if found.allocator == "exact" else "-default"
+    )
     emit(f"memory{suffix}", found, title=title, tables=tables, data=data, draw=draw)
 
 

@@ -27,7 +27,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, time, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (batch, heads, time, width of a head) each
+        # (batch, heads, time, width of a head) each
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, width))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
@@ -36,7 +37,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A byte-level decoder. (batch, time) of int64 -> (batch, time, vocabulary)."""
 
-    def __init__(self, *, layers: int, width: int, heads: int, context: int, vocabulary: int = 256) -> None:
+    def __init__(
+        self, *, layers: int, width: int, heads: int, context: int, vocabulary: int = 256
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
@@ -52,7 +55,9 @@ class GPT(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """A residual block: 6 parameters. Group norm: it has no buffers, which only some contenders would synchronise."""
+    """A residual block: 6 parameters. Group norm: it has no buffers, which only some contenders
+    would synchronise.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -87,7 +92,9 @@ class Chain(nn.Module):
 
     def __init__(self, width: int, count: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(width, width) * width**-0.5 for _ in range(count))
+        self.weights = nn.ParameterList(
+            torch.randn(width, width) * width**-0.5 for _ in range(count)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
@@ -110,7 +117,9 @@ class Chains(nn.Module):
 
 
 class Tall(nn.Module):
-    """Two tall matrices: cheap to compute with, and yet every one of thousands of ranks owns a row of each."""
+    """Two tall matrices: cheap to compute with, and yet every one of thousands of ranks owns a row
+    of each.
+    """
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -135,7 +144,9 @@ class Talls(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """A block with grouped-query attention, heads 128 wide, and a gated MLP. (batch, time, width) -> the same."""
+    """A block with grouped-query attention, heads 128 wide, and a gated MLP. (batch, time, width)
+    -> the same.
+    """
 
     def __init__(self, width: int, hidden: int, key_width: int) -> None:
         super().__init__()
@@ -153,7 +164,8 @@ class WideBlock(nn.Module):
         normed = self.norm_attention(x)
         # (batch, heads, time, width of a head) each
         query, key, value = (
-            layer(normed).unflatten(-1, (-1, 128)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(normed).unflatten(-1, (-1, 128)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -162,9 +174,13 @@ class WideBlock(nn.Module):
 
 
 class WideModel(nn.Module):
-    """A decoder of 70.6 billion parameters (with 80 layers), for the meta device. (batch, time) -> (..., vocabulary)."""
+    """A decoder of 70.6 billion parameters (with 80 layers), for the meta device. (batch, time) ->
+    (..., vocabulary).
+    """
 
-    def __init__(self, layers: int = 80, width: int = 8192, hidden: int = 28672, vocabulary: int = 128256) -> None:
+    def __init__(
+        self, layers: int = 80, width: int = 8192, hidden: int = 28672, vocabulary: int = 128256
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(WideBlock(width, hidden, width // 8) for _ in range(layers))
@@ -219,11 +235,16 @@ def gpt_task(
 
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     kind = "" if dtype == torch.float32 else f" in {str(dtype).removeprefix('torch.')}"
-    title = f"GPT of {size:.1f} M parameters{kind} ({layers} layers, width {width}), {batch} x {time} tokens"
+    title = (
+        f"GPT of {size:.1f} M parameters{kind} ({layers} layers, width {width}), {batch} x {time}"
+        " tokens"
+    )
     return Task(model, Block, loss, title)
 
 
-def conv_task(*, channels: int, depth: int, batch: int, side: int, seed: int, rank: int, device: torch.device) -> Task:
+def conv_task(
+    *, channels: int, depth: int, batch: int, side: int, seed: int, rank: int, device: torch.device
+) -> Task:
     torch.manual_seed(seed)
     model = ConvNet(channels=channels, depth=depth).to(device)
     generator = torch.Generator().manual_seed(seed + 1 + rank)
@@ -234,12 +255,19 @@ def conv_task(*, channels: int, depth: int, batch: int, side: int, seed: int, ra
         return F.cross_entropy(called(images[step % BATCHES]), classes[step % BATCHES])
 
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    title = f"ConvNet of {size:.1f} M parameters ({depth} blocks, {channels} channels), {batch} images of {side} x {side}"
+    title = (
+        f"ConvNet of {size:.1f} M parameters ({depth} blocks, {channels} channels), {batch} images"
+        f" of {side} x {side}"
+    )
     return Task(model, ConvBlock, loss, title)
 
 
-def vector_task(model: nn.Module, units: type[nn.Module], *, width: int, device: torch.device, title: str) -> Task:
-    """A model of vectors, trained towards zero on one batch: for host time, where the computation hardly matters."""
+def vector_task(
+    model: nn.Module, units: type[nn.Module], *, width: int, device: torch.device, title: str
+) -> Task:
+    """A model of vectors, trained towards zero on one batch: for host time, where the computation
+    hardly matters.
+    """
     batch = torch.ones(2, width, device=device)
 
     def loss(called: nn.Module, step: int) -> Tensor:
@@ -252,9 +280,13 @@ SIZES = ("gpt", "large", "small", "conv", "tiny")
 
 
 def task_of(size: str, *, seed: int, rank: int, device: torch.device) -> Task:
-    """One of `SIZES`; `tiny` is for smoke runs, `large`, whose blocks are as large as those of 7B models, for accelerators."""
+    """One of `SIZES`; `tiny` is for smoke runs, `large`, whose blocks are as large as those of 7B
+    models, for accelerators.
+    """
     if size == "conv":
-        return conv_task(channels=256, depth=6, batch=4, side=64, seed=seed, rank=rank, device=device)
+        return conv_task(
+            channels=256, depth=6, batch=4, side=64, seed=seed, rank=rank, device=device
+        )
     layers, width, heads, batch, time = {
         "gpt": (6, 768, 12, 2, 128),
         "large": (6, 4096, 32, 1, 2048),
@@ -270,10 +302,19 @@ ADAMW_FLAGS = ("default", "foreach", "fused")
 
 
 def add_adamw(options: argparse.ArgumentParser, default: str) -> None:
-    """Add `--adamw`: torch's implementations; its default on CPU is a loop over the parameters, on CUDA `foreach`."""
-    options.add_argument("--adamw", choices=ADAMW_FLAGS, default=default, help="implementation of AdamW, for all alike")
+    """Add `--adamw`: torch's implementations; its default on CPU is a loop over the parameters, on
+    CUDA `foreach`.
+    """
+    options.add_argument(
+        "--adamw",
+        choices=ADAMW_FLAGS,
+        default=default,
+        help="implementation of AdamW, for all alike",
+    )
 
 
-def adamw(parameters: Iterable[nn.Parameter], flag: str, *, rate: float = 1e-4) -> torch.optim.AdamW:
+def adamw(
+    parameters: Iterable[nn.Parameter], flag: str, *, rate: float = 1e-4
+) -> torch.optim.AdamW:
     foreach, fused = (True if flag == "foreach" else None), (True if flag == "fused" else None)
     return torch.optim.AdamW(parameters, lr=rate, foreach=foreach, fused=fused)

@@ -1,12 +1,14 @@
-"""Claim: an optimizer's step over sharded parameters costs the host little. Times AdamW alone; no byte is communicated.
+"""Claim: an optimizer's step over sharded parameters costs the host little. Times AdamW alone; no
+byte is communicated.
 
-The models' gradients come from a real backward pass, so every contender's optimizer sees what it would see in training.
-`plain shards` are ordinary tensors of the shards' sizes: what a step on the local storage costs without any DTensor.
-`composable` steps local shards of its own accord; `composable-on-dtensors` refuses that, and its results are the same bit for
-bit.
+The models' gradients come from a real backward pass, so every contender's optimizer sees what it
+would see in training. `plain shards` are ordinary tensors of the shards' sizes: what a step on the
+local storage costs without any DTensor. `composable` steps local shards of its own accord;
+`composable-on-dtensors` refuses that, and its results are the same bit for bit.
 
-    python benchmarks/optimizer.py                 # 389 parameters over 8 ranks
-    python benchmarks/optimizer.py --width 2048 --units 3 --fake-world 2    # few, and larger than the caches
+    python benchmarks/optimizer.py                 # 389 parameters over 8 ranks python
+    benchmarks/optimizer.py --width 2048 --units 3 --fake-world 2    # few, and larger than the
+    caches
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
         parameters = _plain_shards(task.model, world)
     else:
         model = scale(
-            "composable" if contender == ON_DTENSORS else contender, task.model, task.units, device=device, world=world
+            "composable" if contender == ON_DTENSORS else contender,
+            task.model,
+            task.units,
+            device=device,
+            world=world,
         )
         task.loss(model, 0).backward()
         parameters = list(model.parameters())
@@ -77,13 +83,19 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
 
 
 def usable_flags(options: argparse.Namespace) -> list[str]:
-    return [flag for flag in ADAMW_FLAGS if flag != "default" or options.device == "cpu"]  # on CUDA it is `foreach`
+    # on CUDA it is `foreach`
+    return [flag for flag in ADAMW_FLAGS if flag != "default" or options.device == "cpu"]
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0], rounds=11, steps=5)
     options.set_defaults(fake_world=8)
-    options.add_argument("--units", type=int, default=32, help="transformer blocks of 12 parameters; the root has 5 more")
+    options.add_argument(
+        "--units",
+        type=int,
+        default=32,
+        help="transformer blocks of 12 parameters; the root has 5 more",
+    )
     options.add_argument("--width", type=int, default=WIDTH, help="of the transformer")
     add_choice(options, DEFAULT)
     found = parse(options, units=2)
@@ -91,19 +103,33 @@ def main() -> None:
     is_long = found.width > WIDTH
     names = [*chosen(options, found.contenders), ON_DTENSORS, PLAIN]
     rounds = compete(build, names, found)
-    medians = {name: [spread(series(rounds, name, flag))["median"] * 1e3 for flag in found.flags] for name in names}
+    medians = {
+        name: [spread(series(rounds, name, flag))["median"] * 1e3 for flag in found.flags]
+        for name in names
+    }
     rows = [[name, *[f"{value:.2f}" for value in values]] for name, values in medians.items()]
     ratio_tables, ratio_data = [], {}
     for flag in found.flags:
         limit = None if is_long or found.device != "cpu" else LIMITS[flag]
-        text, ratio_data[flag] = compared(rounds, [("composable", "fsdp2", limit), *COMPARED], metric=flag)
+        text, ratio_data[flag] = compared(
+            rounds, [("composable", "fsdp2", limit), *COMPARED], metric=flag
+        )
         ratio_tables.append(text)
     count = 12 * found.units + 5
     width = f" of width {found.width}" if is_long else ""
-    title = f"AdamW step over {count} parameters of a model{width} sharded {world_of(found)} ways, {found.device}"
-    best = {name: min(found.flags, key=lambda flag: spread(series(rounds, name, flag))["median"]) for name in names}
+    title = (
+        f"AdamW step over {count} parameters of a model{width} sharded {world_of(found)} ways,"
+        f" {found.device}"
+    )
+    best = {
+        name: min(found.flags, key=lambda flag: spread(series(rounds, name, flag))["median"])
+        for name in names
+    }
     values = {
-        f"{name} ({best[name]})": {k: v * 1e3 for k, v in spread(series(rounds, name, best[name])).items()} for name in names
+        f"{name} ({best[name]})": {
+            k: v * 1e3 for k, v in spread(series(rounds, name, best[name])).items()
+        }
+        for name in names
     }
 
     def draw(path: Path) -> None:
@@ -111,7 +137,14 @@ def main() -> None:
 
     tables = [table(["ms per step", *found.flags], rows), *ratio_tables]
     data = {"parameters": count, "ratios": ratio_data, "seconds": rounded(rounds)}
-    emit("optimizer-long" if is_long else "optimizer", found, title=title, tables=tables, data=data, draw=draw)
+    emit(
+        "optimizer-long" if is_long else "optimizer",
+        found,
+        title=title,
+        tables=tables,
+        data=data,
+        draw=draw,
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Claim: little Python stands between the user and the hardware. Times the host per unit and step; no byte is sent.
+"""Claim: little Python stands between the user and the hardware. Times the host per unit and step;
+no byte is sent.
 
-A fake process group answers every collective at once, and the units are so small that what remains is the host's work.
-`added` is a contender's time above the un-annotated model's in the same round, divided by the number of units.
-All clip with torch's own function on what their parameters are; FSDP1 has one of its own, and `composable-on-shards` is
-composable with its `clip_grad_norm_`, which does the same to the local shards. All step with torch's AdamW: FSDP2 DTensors,
-composable the local shards of its own accord. `un-annotated` clips and steps whole parameters, so what is added by work on
-shards may be less than nothing in these two phases.
+A fake process group answers every collective at once, and the units are so small that what remains
+is the host's work. `added` is a contender's time above the un-annotated model's in the same round,
+divided by the number of units. All clip with torch's own function on what their parameters are;
+FSDP1 has one of its own, and `composable-on-shards` is composable with its `clip_grad_norm_`, which
+does the same to the local shards. All step with torch's AdamW: FSDP2 DTensors, composable the local
+shards of its own accord. `un-annotated` clips and steps whole parameters, so what is added by work
+on shards may be less than nothing in these two phases.
 
     python benchmarks/overhead.py                          # 32 transformer blocks of 12 parameters
     python benchmarks/overhead.py --units 1..128           # how it grows with the units
@@ -59,7 +61,13 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: seconds of the host; `engine`: forward and backward only."""
     device = device_of(options)
     task = make_task(options)
-    model = scale(contender.replace(ON_SHARDS, "composable"), task.model, task.units, device=device, world=world_of(options))
+    model = scale(
+        contender.replace(ON_SHARDS, "composable"),
+        task.model,
+        task.units,
+        device=device,
+        world=world_of(options),
+    )
     parameters = list(model.parameters())
     optimizer = adamw(parameters, options.adamw, rate=1e-6)
     watch = Stopwatch(device, host=True)
@@ -105,27 +113,45 @@ def added_tables(rounds: Rounds, units: int) -> tuple[list[str], list[dict[str, 
     tables = [table(["added per unit, ms", "step", "min", "max", *PHASES], rows)]
     data: list[dict[str, object]] = []
     rows = []
-    before = [(ours, theirs, ("step", "engine")) for ours, theirs, _ in against_before(list(rounds))]
+    before = [
+        (ours, theirs, ("step", "engine")) for ours, theirs, _ in against_before(list(rounds))
+    ]
     for ours, theirs, metrics in [*RATIOS, *before]:
         for metric in metrics:
             if ours in rounds and theirs in rounds:
-                # The medians' ratio: a single round's difference of two near numbers may be anything.
-                ratio = added(rounds, ours, metric, units)["median"] / added(rounds, theirs, metric, units)["median"]
+                # The medians' ratio: a single round's difference of two near numbers may be
+                # anything.
+                ratio = (
+                    added(rounds, ours, metric, units)["median"]
+                    / added(rounds, theirs, metric, units)["median"]
+                )
                 limit = LIMIT if theirs == "fsdp2" else None
                 verdict = "" if limit is None else ("yes" if ratio <= limit else "no")
                 what = f"{WORDS.get(ours, ours)} / {theirs}, {WORDS[metric]}"
                 rows.append([what, f"{ratio:.2f}", f"{limit:.2f}" if limit else "", verdict])
-                data.append({"ours": ours, "theirs": theirs, "metric": metric, "limit": limit, "median": round(ratio, 4)})
+                data.append(
+                    {
+                        "ours": ours,
+                        "theirs": theirs,
+                        "metric": metric,
+                        "limit": limit,
+                        "median": round(ratio, 4),
+                    }
+                )
     if rows:
         tables.append(table(["ratio of added host time", "median", "limit", "reached"], rows))
     return tables, data
 
 
 def measure_one(names: list[str], options: argparse.Namespace, units: int, params: int) -> Rounds:
-    return compete(build, names, argparse.Namespace(**{**vars(options), "units": units, "params": params}))
+    return compete(
+        build, names, argparse.Namespace(**{**vars(options), "units": units, "params": params})
+    )
 
 
-def sweep(names: list[str], options: argparse.Namespace, units: list[int], params: list[int]) -> None:
+def sweep(
+    names: list[str], options: argparse.Namespace, units: list[int], params: list[int]
+) -> None:
     """The added time per unit for every combination."""
     others = [name for name in names if name != LOCAL]
     found = {(u, p): measure_one(names, options, u, p) for p in params for u in units}
@@ -133,9 +159,15 @@ def sweep(names: list[str], options: argparse.Namespace, units: list[int], param
     rows = []
     for (u, p), rounds in found.items():
         medians = {name: added(rounds, name, "step", u)["median"] for name in others}
-        rows.append([str(u), str(p) if p else "12 (block)", *[f"{medians[name]:.3f}" for name in others]])
+        rows.append(
+            [str(u), str(p) if p else "12 (block)", *[f"{medians[name]:.3f}" for name in others]]
+        )
         by_units = len(units) >= len(params)
-        panel = (f"{p} parameters per unit" if p else "transformer blocks") if by_units else f"{u} units"
+        panel = (
+            (f"{p} parameters per unit" if p else "transformer blocks")
+            if by_units
+            else f"{u} units"
+        )
         for name in others:
             lines.setdefault(panel, {}).setdefault(name, {})[u if by_units else p] = medians[name]
     x_label = "units" if len(units) >= len(params) else "parameters per unit"
@@ -159,22 +191,35 @@ def sweep(names: list[str], options: argparse.Namespace, units: list[int], param
 def main() -> None:
     options = parser(__doc__.splitlines()[0], rounds=11, steps=5, warmup=2)
     options.set_defaults(fake_world=8)
-    options.add_argument("--units", type=counts, default="32", help="number, list, or range such as 1..128")
-    options.add_argument("--params", type=counts, default="0", help="parameters per unit; 0: a transformer block, which has 12")
+    options.add_argument(
+        "--units", type=counts, default="32", help="number, list, or range such as 1..128"
+    )
+    options.add_argument(
+        "--params",
+        type=counts,
+        default="0",
+        help="parameters per unit; 0: a transformer block, which has 12",
+    )
     add_adamw(options, "foreach")
     add_before(options)
     add_choice(options, DEFAULT, also=[ON_SHARDS])
     found = parse(options, units=[2], rounds=2)
     names = with_before(chosen(options, found.contenders, also=[ON_SHARDS]), found.before)
     if LOCAL not in names:
-        options.error(f"--contenders: what is added is counted from {LOCAL!r}, which must be among them")
+        options.error(
+            f"--contenders: what is added is counted from {LOCAL!r}, which must be among them"
+        )
     units, params = (found.units, found.params)
     if len(units) * len(params) > 1:
         sweep(names, found, units, params)
         return
     rounds = measure_one(names, found, units[0], params[0])
     tables, ratio_data = added_tables(rounds, units[0])
-    what = f"{units[0]} transformer blocks of width {WIDTH}" if not params[0] else f"{units[0]} units of {params[0]} parameters"
+    what = (
+        f"{units[0]} transformer blocks of width {WIDTH}"
+        if not params[0]
+        else f"{units[0]} units of {params[0]} parameters"
+    )
     title = f"Host time: {what}, fake process group of {found.fake_world} ranks, {found.device}"
     bar_values = {name: added(rounds, name, "step", units[0]) for name in names if name != LOCAL}
 

@@ -1,13 +1,15 @@
-"""Claim: sharded training needs no more memory than FSDP2's, at any number of ranks. Predicted without an accelerator.
+"""Claim: sharded training needs no more memory than FSDP2's, at any number of ranks. Predicted
+without an accelerator.
 
-Six blocks of Llama 7B in bfloat16 on a device whose tensors have no numbers. The unit is one block's unsharded parameters
-(386 MiB) with their padding. Counted is what lies above the shards at the peak of forward and of backward; in backward sharded
-gradients come up, as many as the last column says. Activations are those of one token.
+Six blocks of Llama 7B in bfloat16 on a device whose tensors have no numbers. The unit is one
+block's unsharded parameters (386 MiB) with their padding. Counted is what lies above the shards at
+the peak of forward and of backward; in backward sharded gradients come up, as many as the last
+column says. Activations are those of one token.
 
-    python benchmarks/peak.py                  # 8, 64, 128 and 512 ranks
-    python benchmarks/peak.py --ranks 1024
-    python benchmarks/peak.py --contenders composable-hybrid,fsdp2-hybrid
-    python benchmarks/peak.py --json           # all that was counted, also operations and payloads, for tests
+    python benchmarks/peak.py                  # 8, 64, 128 and 512 ranks python benchmarks/peak.py
+    --ranks 1024 python benchmarks/peak.py --contenders composable-hybrid,fsdp2-hybrid python
+    benchmarks/peak.py --json           # all that was counted, also operations and payloads, for
+    tests
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ WIDTH, HIDDEN, BLOCKS = 4096, 11008, 6
 
 
 class Block(nn.Module):
-    """The parameters of a block of Llama 7B. What it computes has the shapes of one token, and no sense."""
+    """The parameters of a block of Llama 7B. What it computes has the shapes of one token, and no
+    sense.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         made: dict[str, Any] = {"device": NAME, "dtype": torch.bfloat16}
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False, **made) for _ in range(4))
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(WIDTH, WIDTH, bias=False, **made) for _ in range(4)
+        )
         self.gate, self.up = (nn.Linear(WIDTH, HIDDEN, bias=False, **made) for _ in range(2))
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False, **made)
         self.first, self.second = (nn.RMSNorm(WIDTH, **made) for _ in range(2))
@@ -50,7 +56,13 @@ class Block(nn.Module):
 def ours(model: nn.Module, mesh: Any, keep: bool) -> None:
     from composable import fully_shard
 
-    fully_shard(model, mesh=mesh, policy={Block}, reshard_after_forward=False if keep else None, sync_module_states="off")
+    fully_shard(
+        model,
+        mesh=mesh,
+        policy={Block},
+        reshard_after_forward=False if keep else None,
+        sync_module_states="off",
+    )
 
 
 def fsdp2(model: nn.Module, mesh: Any, keep: bool) -> None:
@@ -67,7 +79,13 @@ def replicated(model: nn.Module, mesh: Any, keep: bool) -> None:
     replicate(model, mesh=mesh, sync_module_states="off")
 
 
-CONTENDERS = {"composable": ours, "fsdp2": fsdp2, "composable-hybrid": ours, "fsdp2-hybrid": fsdp2, "replicate": replicated}
+CONTENDERS = {
+    "composable": ours,
+    "fsdp2": fsdp2,
+    "composable-hybrid": ours,
+    "fsdp2-hybrid": fsdp2,
+    "replicate": replicated,
+}
 DEFAULT = "composable,fsdp2"
 
 
@@ -86,7 +104,9 @@ def local(tensor: Tensor) -> Tensor:
 def measure(name: str, ranks: int, keep: bool) -> dict[str, Any]:
     with world_of(ranks) as (mesh, watch):
         model = nn.Sequential(*[Block() for _ in range(BLOCKS)])
-        unit = sum(2 * -(-p.shape[0] // ranks) * ranks * p.shape[1:].numel() for p in model[0].parameters())
+        unit = sum(
+            2 * -(-p.shape[0] // ranks) * ranks * p.shape[1:].numel() for p in model[0].parameters()
+        )
         gc.collect()
         whole = watch.held
         watch.start()
@@ -148,7 +168,11 @@ def main() -> None:
             peaks = [f"{cell[phase]:.2f}" for phase in ("forward", "backward") for cell in cells]
             rows.append([str(ranks), after, *peaks, f"{cells[0]['gradients']:.2f}"])
     if not found.json:
-        names = [f"{phase}, {name}" for phase in ("forward", "backward") for name in found.contenders.split(",")]
+        names = [
+            f"{phase}, {name}"
+            for phase in ("forward", "backward")
+            for name in found.contenders.split(",")
+        ]
         print(table(["ranks", "after forward", *names, "sharded gradients"], rows))
 
 

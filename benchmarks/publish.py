@@ -33,12 +33,21 @@ def _processor() -> str:
 
 
 def machine(options: argparse.Namespace) -> dict[str, Any]:
-    """What a reader must know to judge a figure; nothing that identifies the machine or its user."""
-    facts: dict[str, Any] = {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()}
+    """What a reader must know to judge a figure; nothing that identifies the machine or its
+    user.
+    """
+    facts: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": platform.system(),
+    }
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        facts["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+        facts["memory_gib"] = round(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+        )
     if hasattr(os, "getloadavg"):
-        facts["load"] = round(os.getloadavg()[0], 1)  # above the ranks' own number: somebody else was at work too
+        # above the ranks' own number: somebody else was at work too
+        facts["load"] = round(os.getloadavg()[0], 1)
     if options.device == "cuda":
         facts["device"] = torch.cuda.get_device_name()
     return facts
@@ -60,13 +69,16 @@ def command() -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table that is aligned in plain text too: the first column to the left, the others to the right."""
+    """A Markdown table that is aligned in plain text too: the first column to the left, the others
+    to the right.
+    """
     cells = [list(header), *[list(row) for row in rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
         padded = [
-            cell.ljust(width) if not i else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if not i else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         return "| " + " | ".join(padded) + " |"
 
@@ -74,8 +86,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(header), line(rule), *[line(row) for row in rows]])
 
 
-def times(rounds: Rounds, metrics: Sequence[str], *, scale: float = 1e3, unit: str = "ms", digits: int = 1) -> str:
-    """Per contender the first metric's median, minimum and maximum over the rounds, and the other metrics' medians."""
+def times(
+    rounds: Rounds, metrics: Sequence[str], *, scale: float = 1e3, unit: str = "ms", digits: int = 1
+) -> str:
+    """Per contender the first metric's median, minimum and maximum over the rounds, and the other
+    metrics' medians.
+    """
     first, *others = metrics
     header = ["contender", f"{first}, {unit}", "min", "max", *others]
     rows = []
@@ -90,10 +106,14 @@ def times(rounds: Rounds, metrics: Sequence[str], *, scale: float = 1e3, unit: s
 Claim = tuple[str, str, float | None]
 
 
-def compared(rounds: Rounds, claims: Sequence[Claim], *, metric: str = "step") -> tuple[str, list[dict[str, Any]]]:
-    """The ratio of each pair `(ours, theirs, limit)` that competed, round by round: a table and its data.
+def compared(
+    rounds: Rounds, claims: Sequence[Claim], *, metric: str = "step"
+) -> tuple[str, list[dict[str, Any]]]:
+    """The ratio of each pair `(ours, theirs, limit)` that competed, round by round: a table and its
+    data.
 
-    The last ratio but one is that of the two fastest steps (rounds), which a busy machine disturbs least.
+    The last ratio but one is that of the two fastest steps (rounds), which a busy machine disturbs
+    least.
     """
     best = BEST if metric == "step" else metric
     rows, data = [], []
@@ -104,17 +124,33 @@ def compared(rounds: Rounds, claims: Sequence[Claim], *, metric: str = "step") -
         seen["best"] = min(series(rounds, ours, best)) / min(series(rounds, theirs, best))
         verdict = "" if limit is None else ("yes" if seen["median"] <= limit else "no")
         figures = [f"{seen[name]:.2f}" for name in ("median", "min", "max", "best")]
-        rows.append([f"{ours} / {theirs}", *figures, "" if limit is None else f"{limit:.2f}", verdict])
-        data.append({"ours": ours, "theirs": theirs, "limit": limit, **{k: round(v, 4) for k, v in seen.items()}})
+        rows.append(
+            [f"{ours} / {theirs}", *figures, "" if limit is None else f"{limit:.2f}", verdict]
+        )
+        data.append(
+            {
+                "ours": ours,
+                "theirs": theirs,
+                "limit": limit,
+                **{k: round(v, 4) for k, v in seen.items()},
+            }
+        )
     if not rows:
         return "", data
-    return table([f"ratio of {metric}", "median", "min", "max", "best/best", "limit", "reached"], rows), data
+    return (
+        table(
+            [f"ratio of {metric}", "median", "min", "max", "best/best", "limit", "reached"], rows
+        ),
+        data,
+    )
 
 
 def rounded(rounds: Rounds) -> dict[str, dict[str, list[float]]]:
     """All rounds, for the JSON line."""
     return {
-        contender: {metric: [round(sample[metric], 7) for sample in samples] for metric in samples[0]}
+        contender: {
+            metric: [round(sample[metric], 7) for sample in samples] for metric in samples[0]
+        }
         for contender, samples in rounds.items()
     }
 
@@ -128,7 +164,9 @@ def emit(
     data: Mapping[str, Any],
     draw: Callable[[Path], None] | None = None,
 ) -> None:
-    """Print the tables and one JSON line; write the tables, the line and the chart into `options.out`."""
+    """Print the tables and one JSON line; write the tables, the line and the chart into
+    `options.out`.
+    """
     options.out.mkdir(parents=True, exist_ok=True)
     text = "\n\n".join(part for part in tables if part)
     line = {
@@ -162,9 +200,19 @@ def emit(
 def _figure(width: float, height: float, title: str, columns: int = 1) -> tuple[Any, list[Any]]:
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK})
-    figure, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
-    figure.suptitle("\n".join(textwrap.wrap(title, int(width * 11))), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    plt.rcParams.update(
+        {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.labelcolor": INK}
+    )
+    figure, axes = plt.subplots(
+        1, columns, figsize=(width, height), layout="constrained", squeeze=False
+    )
+    figure.suptitle(
+        "\n".join(textwrap.wrap(title, int(width * 11))),
+        x=0.01,
+        ha="left",
+        fontsize=11,
+        fontweight="bold",
+    )
     for axis in axes[0]:
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color(ALONE)
@@ -180,13 +228,29 @@ def _save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
-def bars(path: Path, title: str, label: str, values: Mapping[str, Mapping[str, float]], *, digits: int = 0) -> None:
-    """Horizontal bars with medians, thin lines from minimum to maximum; composable in its own colour."""
+def bars(
+    path: Path,
+    title: str,
+    label: str,
+    values: Mapping[str, Mapping[str, float]],
+    *,
+    digits: int = 0,
+) -> None:
+    """Horizontal bars with medians, thin lines from minimum to maximum; composable in its own
+    colour.
+    """
     figure, (axis,) = _figure(8, 0.9 + 0.36 * len(values), title)
     names = list(values)
     medians = [values[name]["median"] for name in names]
     colours = [
-        OURS if name.startswith("composable") else ALONE if name in ("un-annotated", "floor") else THEIRS for name in names
+        (
+            OURS
+            if name.startswith("composable")
+            else ALONE
+            if name in ("un-annotated", "floor")
+            else THEIRS
+        )
+        for name in names
     ]
     below = [max(values[name]["median"] - values[name]["min"], 0) for name in names]
     above = [max(values[name]["max"] - values[name]["median"], 0) for name in names]
@@ -203,23 +267,41 @@ def bars(path: Path, title: str, label: str, values: Mapping[str, Mapping[str, f
     _save(figure, path)
 
 
-def stacked(path: Path, title: str, label: str, values: Mapping[str, Mapping[str, float]], *, digits: int = 0) -> None:
+def stacked(
+    path: Path,
+    title: str,
+    label: str,
+    values: Mapping[str, Mapping[str, float]],
+    *,
+    digits: int = 0,
+) -> None:
     """Horizontal bars whose pieces add up: contender -> piece -> value."""
     figure, (axis,) = _figure(8, 1.3 + 0.36 * len(values), title)
     pieces = list(dict.fromkeys(piece for pieces in values.values() for piece in pieces))
     left = dict.fromkeys(values, 0.0)
     for index, piece in enumerate(pieces):
         widths = [values[name].get(piece, 0.0) for name in values]
-        axis.barh(list(values), widths, left=list(left.values()), color=SERIES[index % len(SERIES)], height=0.66, label=piece)
+        axis.barh(
+            list(values),
+            widths,
+            left=list(left.values()),
+            color=SERIES[index % len(SERIES)],
+            height=0.66,
+            label=piece,
+        )
         for name, width in zip(values, widths, strict=True):
             left[name] += width
     for row, total in enumerate(left.values()):
-        axis.text(total + max(left.values()) * 0.012, row, f"{total:.{digits}f}", va="center", fontsize=9)
+        axis.text(
+            total + max(left.values()) * 0.012, row, f"{total:.{digits}f}", va="center", fontsize=9
+        )
     axis.set_xlim(0, max(left.values()) * 1.1)
     axis.invert_yaxis()
     axis.set_xlabel(label)
     axis.grid(axis="x", color=ALONE, linewidth=0.5)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(pieces), frameon=False, fontsize=9)
+    axis.legend(
+        loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=len(pieces), frameon=False, fontsize=9
+    )
     _save(figure, path)
 
 
@@ -241,7 +323,11 @@ def curves(
     for axis, (panel, lines) in zip(axes, panels.items(), strict=True):
         for name, points in lines.items():
             rivals = [other for other in names if not other.startswith("composable")]
-            lap, place = divmod(rivals.index(name), len(SERIES) - 1) if name in rivals else (int(name != "composable"), -1)
+            lap, place = (
+                divmod(rivals.index(name), len(SERIES) - 1)
+                if name in rivals
+                else (int(name != "composable"), -1)
+            )
             colour, style = SERIES[1 + place] if place >= 0 else OURS, STYLES[lap % len(STYLES)]
             axis.plot(
                 list(points),

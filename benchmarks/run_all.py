@@ -1,10 +1,11 @@
-"""Runs a selection of the benchmarks and puts their tables and charts into README.md; must not measure anything itself.
+"""Runs a selection of the benchmarks and puts their tables and charts into README.md; must not
+measure anything itself.
 
 Usage:
 
-    python benchmarks/run_all.py                   # under ten minutes on two cores
-    python benchmarks/run_all.py --only step,memory
-    python benchmarks/run_all.py --smoke           # shows that every benchmark runs; README.md stays as it is
+    python benchmarks/run_all.py                   # under ten minutes on two cores python
+    benchmarks/run_all.py --only step,memory python benchmarks/run_all.py --smoke           # shows
+    that every benchmark runs; README.md stays as it is
 """
 
 from __future__ import annotations
@@ -30,29 +31,51 @@ README = Path(__file__).resolve().parent / "README.md"
 
 @dataclass(frozen=True)
 class Job:
-    """One section of README.md: `name` is its marker, and the name under which the benchmark stores its results."""
+    """One section of README.md: `name` is its marker, and the name under which the benchmark stores
+    its results.
+    """
 
     name: str
     script: str
     arguments: tuple[str, ...] = ()
-    smoke: tuple[str, ...] | None = ()  # beside --smoke; None: another job shows already that this script runs
+    # beside --smoke; None: another job shows already that this script runs
+    smoke: tuple[str, ...] | None = ()
     selected: bool = True  # part of what runs when nobody asks for more
 
 
 SWEEP = ("--contenders", "un-annotated,composable,fsdp2")
 JOBS = (
-    Job("step", "step.py", ("--rounds", "5", "--steps", "2", "--settle", "2", "--contenders", "[!f]*,fsdp2*,fsdp1")),
+    Job(
+        "step",
+        "step.py",
+        ("--rounds", "5", "--steps", "2", "--settle", "2", "--contenders", "[!f]*,fsdp2*,fsdp1"),
+    ),
     Job("step-small", "step.py", ("--model", "small", "--rounds", "5"), None, selected=False),
     Job(
         "step-conv",
         "step.py",
-        ("--model", "conv", "--rounds", "3", "--steps", "2", "--contenders", "un-annotated,*composable*,fsdp2,fsdp1,ddp-views"),
+        (
+            "--model",
+            "conv",
+            "--rounds",
+            "3",
+            "--steps",
+            "2",
+            "--contenders",
+            "un-annotated,*composable*,fsdp2,fsdp1,ddp-views",
+        ),
         None,
         selected=False,
     ),
     Job("overhead", "overhead.py", ("--rounds", "11")),
     Job("inside", "inside.py", ("--rounds", "7")),
-    Job("overhead-units", "overhead.py", ("--rounds", "3", "--units", "1,8,32,128", *SWEEP), None, selected=False),
+    Job(
+        "overhead-units",
+        "overhead.py",
+        ("--rounds", "3", "--units", "1,8,32,128", *SWEEP),
+        None,
+        selected=False,
+    ),
     Job(
         "overhead-params",
         "overhead.py",
@@ -60,28 +83,66 @@ JOBS = (
         ("--units", "2", "--params", "1,2", "--contenders", "un-annotated,composable"),
         selected=False,
     ),
-    Job("memory", "memory.py", ("--rounds", "1"), ("--contenders", "un-annotated,composable*,fsdp2"), selected=False),
+    Job(
+        "memory",
+        "memory.py",
+        ("--rounds", "1"),
+        ("--contenders", "un-annotated,composable*,fsdp2"),
+        selected=False,
+    ),
     Job(
         "memory-default",
         "memory.py",
-        ("--rounds", "1", "--warmup", "5", "--allocator", "default", "--contenders", "composable*,fsdp2*,fsdp1,ddp-views"),
+        (
+            "--rounds",
+            "1",
+            "--warmup",
+            "5",
+            "--allocator",
+            "default",
+            "--contenders",
+            "composable*,fsdp2*,fsdp1,ddp-views",
+        ),
         None,
     ),
     Job("floor", "floor.py", ("--rounds", "3", "--steps", "2")),
-    Job("floor-keep", "floor.py", ("--keep", "--rounds", "3", "--steps", "2"), None, selected=False),
+    Job(
+        "floor-keep", "floor.py", ("--keep", "--rounds", "3", "--steps", "2"), None, selected=False
+    ),
     Job("optimizer", "optimizer.py", ("--rounds", "7")),
     Job(
         "optimizer-long",
         "optimizer.py",
-        ("--rounds", "5", "--steps", "2", "--width", "2048", "--units", "3", "--fake-world", "2", "--contenders", PAIR),
+        (
+            "--rounds",
+            "5",
+            "--steps",
+            "2",
+            "--width",
+            "2048",
+            "--units",
+            "3",
+            "--fake-world",
+            "2",
+            "--contenders",
+            PAIR,
+        ),
         None,
         selected=False,
     ),
-    Job("scale", "scale.py", ("--rounds", "21", "--worlds", "8,1024,16384", "--contenders", "composable")),
+    Job(
+        "scale",
+        "scale.py",
+        ("--rounds", "21", "--worlds", "8,1024,16384", "--contenders", "composable"),
+    ),
     Job("timeline", "timeline.py", selected=False),
     Job("local-steps", "local_steps.py", selected=False),
     Job("constants", "constants.py", ("--rounds", "5", "--steps", "2"), selected=False),
-    Job("collectives", "collectives.py", ("--rounds", "3", "--sizes", "1024,16384,262144,4194304,67108864")),
+    Job(
+        "collectives",
+        "collectives.py",
+        ("--rounds", "3", "--sizes", "1024,16384,262144,4194304,67108864"),
+    ),
 )
 
 
@@ -92,13 +153,16 @@ def run(job: Job, out: Path, *, smoke: bool, limit: float) -> bool:
     print(f"{job.name}: {job.script} {' '.join(arguments)}", flush=True)
     started = time.monotonic()
     try:
-        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            call, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False
+        )
     except subprocess.TimeoutExpired:
         print(f"  did not end within {limit:.0f} s", flush=True)
         return False
     if done.returncode or not (out / f"{job.name}.json").exists():
         print(
-            "  failed:\n" + "\n".join("  " + line for line in (done.stdout + done.stderr).splitlines()[-25:]),
+            "  failed:\n"
+            + "\n".join("  " + line for line in (done.stdout + done.stderr).splitlines()[-25:]),
             flush=True,
         )
         return False
@@ -109,9 +173,14 @@ def run(job: Job, out: Path, *, smoke: bool, limit: float) -> bool:
 def conditions(line: dict[str, Any]) -> str:
     """One sentence on where, when and how a result was obtained."""
     machine = line["machine"]
-    place = f"{machine['processor']}, {machine['cores']} cores" + (f", {machine['device']}" if "device" in machine else "")
+    place = f"{machine['processor']}, {machine['cores']} cores" + (
+        f", {machine['device']}" if "device" in machine else ""
+    )
     versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
-    return f"`{line['command']}`  \n{line['when'][:10]}; {place}; load {machine.get('load', '?')} at the end; {versions}"
+    return (
+        f"`{line['command']}`  \n{line['when'][:10]}; {place}; load {machine.get('load', '?')} at"
+        f" the end; {versions}"
+    )
 
 
 def section(name: str, out: Path) -> str:
@@ -130,14 +199,21 @@ def put(readme: str, name: str, text: str) -> str:
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     if not 0 <= readme.find(begin) < readme.find(end):
         raise ValueError(f"README.md lacks the markers {begin} and {end}, in this order")
-    return f"{readme[: readme.index(begin) + len(begin)]}\n\n{text}\n\n{readme[readme.index(end) :]}"
+    return (
+        f"{readme[: readme.index(begin) + len(begin)]}\n\n{text}\n\n{readme[readme.index(end) :]}"
+    )
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--only", help="sections, separated by commas; 'all': every one, which takes some twenty minutes")
+    options.add_argument(
+        "--only",
+        help="sections, separated by commas; 'all': every one, which takes some twenty minutes",
+    )
     options.add_argument("--out", type=Path, default=RESULTS)
-    options.add_argument("--limit", type=float, default=400.0, help="seconds that one benchmark may take")
+    options.add_argument(
+        "--limit", type=float, default=400.0, help="seconds that one benchmark may take"
+    )
     options.add_argument("--smoke", action="store_true")
     found = options.parse_args()
     everything = found.only == "all" or (found.smoke and not found.only)
@@ -145,7 +221,10 @@ def main() -> int:
     names = names or [job.name for job in JOBS if job.selected or everything]
     unknown = [name for name in names if name not in {job.name for job in JOBS}]
     if unknown:
-        options.error(f"--only: no section named {', '.join(unknown)}; there are {', '.join(job.name for job in JOBS)}")
+        options.error(
+            f"--only: no section named {', '.join(unknown)}; there are"
+            f" {', '.join(job.name for job in JOBS)}"
+        )
     out = Path(tempfile.mkdtemp(prefix="composable-bench-")) if found.smoke else found.out
     sections = {"contenders": table(["name", "what it is"], [[k, v] for k, v in MEANING.items()])}
     failed = []

@@ -1,7 +1,9 @@
-"""Claim: a rank's work does not depend on how many ranks there are. Fakes worlds of 8 to 16384; no byte is sent.
+"""Claim: a rank's work does not depend on how many ranks there are. Fakes worlds of 8 to 16384; no
+byte is sent.
 
-`annotate`: a model of 70 B parameters on the meta device, once per process. `first step`, `step`: host time with a small
-model of tall matrices, so that up to 1024 ranks each own a row; beyond, a rank's message is padded with rows of nobody.
+`annotate`: a model of 70 B parameters on the meta device, once per process. `first step`, `step`:
+host time with a small model of tall matrices, so that up to 1024 ranks each own a row; beyond, a
+rank's message is padded with rows of nobody.
 
     python benchmarks/scale.py
 """
@@ -63,10 +65,16 @@ def build(label: str, options: argparse.Namespace) -> Measure:
 def main() -> None:
     options = parser(__doc__.splitlines()[0], rounds=7, steps=3)
     options.set_defaults(fake_world=FROM, hollow=True)
-    options.add_argument("--worlds", type=counts, default="8,64,512,1024,4096,16384", help="numbers of faked ranks")
+    options.add_argument(
+        "--worlds", type=counts, default="8,64,512,1024,4096,16384", help="numbers of faked ranks"
+    )
     options.add_argument("--units", type=int, default=16, help="units of the small model")
-    options.add_argument("--rows", type=int, default=TO, help="height of the small model's matrices")
-    options.add_argument("--layers", type=int, default=80, help="layers of the large one; 80 make 70 B parameters")
+    options.add_argument(
+        "--rows", type=int, default=TO, help="height of the small model's matrices"
+    )
+    options.add_argument(
+        "--layers", type=int, default=80, help="layers of the large one; 80 make 70 B parameters"
+    )
     add_choice(options, DEFAULT)
     found = parse(options, worlds=[FROM, TO], units=2, layers=2)
     names = chosen(options, found.contenders)
@@ -84,7 +92,10 @@ def main() -> None:
     rows = []
     for name in names:
         for world in found.worlds:
-            seconds = [f"{middle(name, world, metric) * 1e3:.1f}" for metric in ("annotate", "first step", "step")]
+            seconds = [
+                f"{middle(name, world, metric) * 1e3:.1f}"
+                for metric in ("annotate", "first step", "step")
+            ]
             size = middle(name, world, "bytes") * ADAM_BYTES
             rows.append([f"{name}, {world} ranks", *seconds, f"{size / 2**30:.3f}"])
     header = ["", "annotate, ms", "first step, ms", "step, ms", "state, GiB per rank"]
@@ -99,9 +110,14 @@ def main() -> None:
             ]
             for row in ratio_data
         ]
-        tables.append(table(["ratio", "median", "min", "max"], shown) + f"\n\nLimit for composable's step: {LIMIT:.2f}.")
+        tables.append(
+            table(["ratio", "median", "min", "max"], shown)
+            + f"\n\nLimit for composable's step: {LIMIT:.2f}."
+        )
     panels = {
-        metric: {name: {float(w): middle(name, w, metric) * 1e3 for w in found.worlds} for name in names}
+        metric: {
+            name: {float(w): middle(name, w, metric) * 1e3 for w in found.worlds} for name in names
+        }
         for metric in ("annotate", "step")
     }
     title = f"Host time by number of ranks (faked), {found.device}"
@@ -110,8 +126,20 @@ def main() -> None:
         curves(path, title, panels, x_label="ranks", y_label="milliseconds", log_y=False)
 
     parameters = sum(p.numel() for p in _wide(found.layers).parameters())
-    data = {"parameters": parameters, "worlds": found.worlds, "ratios": ratio_data, "seconds": rounded(rounds)}
-    emit("scale", found, title=f"{title}; {parameters / 1e9:.1f} B parameters", tables=tables, data=data, draw=draw)
+    data = {
+        "parameters": parameters,
+        "worlds": found.worlds,
+        "ratios": ratio_data,
+        "seconds": rounded(rounds),
+    }
+    emit(
+        "scale",
+        found,
+        title=f"{title}; {parameters / 1e9:.1f} B parameters",
+        tables=tables,
+        data=data,
+        draw=draw,
+    )
 
 
 def _wide(layers: int) -> nn.Module:

@@ -1,4 +1,5 @@
-"""Claim: a training step is faster than with FSDP2, FSDP1 and DDP. Times steps and their phases; knows no internals.
+"""Claim: a training step is faster than with FSDP2, FSDP1 and DDP. Times steps and their phases;
+knows no internals.
 
 Usage:
 
@@ -17,7 +18,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from contenders import CONTENDERS, LOCAL, add_choice, against_before, chosen, scale, with_before
-from harness import ContenderFailed, Measure, Sample, Stopwatch, compete, device_of, series, spread, world_of
+from harness import (
+    ContenderFailed,
+    Measure,
+    Sample,
+    Stopwatch,
+    compete,
+    device_of,
+    series,
+    spread,
+    world_of,
+)
 from models import SIZES, adamw, add_adamw, task_of
 from options import add_before, parse, parser
 from publish import Claim, bars, compared, emit, rounded, times
@@ -32,8 +43,10 @@ CLAIMS: list[Claim] = [
     ("composable-replicate-views", "ddp", None),
     ("composable-replicate-views", "ddp-views", None),
 ]
-REPLICATE_LIMITS = {"composable-replicate": 1.0, "composable-replicate-views": 0.95}  # of DDP at its better setting
-LOSS_TOLERANCE = 1e-3  # relative, after the warm-up: Adam magnifies the rounding of different summation orders
+# of DDP at its better setting
+REPLICATE_LIMITS = {"composable-replicate": 1.0, "composable-replicate-views": 0.95}
+# relative, after the warm-up: Adam magnifies the rounding of different summation orders
+LOSS_TOLERANCE = 1e-3
 DEFAULT = [name for name in CONTENDERS if name != "fsdp1-flat"]
 
 
@@ -69,8 +82,13 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
 
 def better_ddp(rounds: dict[str, list[Sample]]) -> list[Claim]:
     settings = [name for name in ("ddp", "ddp-views") if name in rounds]
-    best = min(settings, key=lambda name: spread(series(rounds, name, "step"))["median"], default=None)
-    return [(ours, theirs, REPLICATE_LIMITS[ours] if theirs == best else limit) for ours, theirs, limit in CLAIMS]
+    best = min(
+        settings, key=lambda name: spread(series(rounds, name, "step"))["median"], default=None
+    )
+    return [
+        (ours, theirs, REPLICATE_LIMITS[ours] if theirs == best else limit)
+        for ours, theirs, limit in CLAIMS
+    ]
 
 
 def check_losses(rounds: dict[str, list[Sample]]) -> None:
@@ -79,12 +97,15 @@ def check_losses(rounds: dict[str, list[Sample]]) -> None:
     Raises:
         ContenderFailed: naming the two contenders and their losses.
     """
-    # Not the first step's, which no gradient has touched yet; not the last one's, as rounding adds up.
+    # Not the first step's, which no gradient has touched yet; not the last one's, as rounding adds
+    # up.
     losses = {name: samples[:2][-1]["loss"] for name, samples in rounds.items() if name != LOCAL}
     for name, loss in losses.items():
         first = next(iter(losses))
         if not math.isclose(loss, losses[first], rel_tol=LOSS_TOLERANCE):
-            raise ContenderFailed(f"different training: {name} has loss {loss:.6f}, {first} {losses[first]:.6f}")
+            raise ContenderFailed(
+                f"different training: {name} has loss {loss:.6f}, {first} {losses[first]:.6f}"
+            )
 
 
 def main() -> None:
@@ -96,21 +117,40 @@ def main() -> None:
     found = parse(options, model="tiny")
     names = with_before(chosen(options, found.contenders), found.before)
     title = task_of(found.model, seed=0, rank=0, device=torch.device("meta")).title
-    world = f"{found.fake_world} ranks, communication faked" if found.fake_world else f"{found.ranks} ranks"
+    world = (
+        f"{found.fake_world} ranks, communication faked"
+        if found.fake_world
+        else f"{found.ranks} ranks"
+    )
     title = f"Training step: {title} per rank, AdamW, {world}, {found.device}"
     rounds = compete(build, names, found)
     if not found.fake_world:
         check_losses(rounds)
     ratio_table, ratio_data = compared(rounds, [*better_ddp(rounds), *against_before(names)])
-    steps = {name: {k: v * 1e3 for k, v in spread(series(rounds, name, "step")).items()} for name in names}
+    steps = {
+        name: {k: v * 1e3 for k, v in spread(series(rounds, name, "step")).items()}
+        for name in names
+    }
 
     def draw(path: Path) -> None:
         bars(path, title, "milliseconds per step (line: fastest and slowest round)", steps)
 
     metrics = ["step", "forward", "backward", "optimizer"]
     suffix = "" if found.model in ("gpt", "tiny") else f"-{found.model}"
-    data = {"model": found.model, "adamw": found.adamw, "ratios": ratio_data, "seconds": rounded(rounds)}
-    emit(f"step{suffix}", found, title=title, tables=[times(rounds, metrics), ratio_table], data=data, draw=draw)
+    data = {
+        "model": found.model,
+        "adamw": found.adamw,
+        "ratios": ratio_data,
+        "seconds": rounded(rounds),
+    }
+    emit(
+        f"step{suffix}",
+        found,
+        title=title,
+        tables=[times(rounds, metrics), ratio_table],
+        data=data,
+        draw=draw,
+    )
 
 
 if __name__ == "__main__":

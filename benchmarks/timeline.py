@@ -1,7 +1,9 @@
-"""Claim: on accelerators that are told what to do in time, no more communication is exposed than with FSDP2. Virtual time.
+"""Claim: on accelerators that are told what to do in time, no more communication is exposed than
+with FSDP2. Virtual time.
 
-No accelerator and no values: both libraries run as they are, over the clocks of `virtual.py`. What these say is when things
-are launched and what waits for what; they know nothing of kernels' true speed. See the section in README.md.
+No accelerator and no values: both libraries run as they are, over the clocks of `virtual.py`. What
+these say is when things are launched and what waits for what; they know nothing of kernels' true
+speed. See the section in README.md.
 
     python benchmarks/timeline.py
 """
@@ -18,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from harness import ROOT  # noqa: F401 - the checkout that the benchmarks lie in is the one that is looked at
+from harness import ROOT  # noqa: F401 - the checkout of these benchmarks is the one looked at
 from options import counts, parse, parser
 from publish import emit, table
 from torch import Tensor, nn
@@ -65,8 +67,14 @@ class Block(nn.Module):
         linear, width = partial(nn.Linear, bias=False), shape.width
         self.shape = shape
         self.query, self.output = linear(width, width), linear(width, width)
-        self.key, self.value = (linear(width, width // shape.heads * shape.groups) for _ in range(2))
-        self.up, self.gate, self.down = linear(width, shape.hidden), linear(width, shape.hidden), linear(shape.hidden, width)
+        self.key, self.value = (
+            linear(width, width // shape.heads * shape.groups) for _ in range(2)
+        )
+        self.up, self.gate, self.down = (
+            linear(width, shape.hidden),
+            linear(width, shape.hidden),
+            linear(shape.hidden, width),
+        )
         self.before_attention, self.before_feed = nn.RMSNorm(width), nn.RMSNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,7 +88,11 @@ class Block(nn.Module):
         batch, length, width = x.shape
         query, key, value = (
             part(y).view(batch, length, heads, -1).transpose(1, 2)
-            for part, heads in ((self.query, shape.heads), (self.key, shape.groups), (self.value, shape.groups))
+            for part, heads in (
+                (self.query, shape.heads),
+                (self.key, shape.groups),
+                (self.value, shape.groups),
+            )
         )
         if shape.groups < shape.heads:
             wide = (batch, shape.groups, shape.heads // shape.groups, length, -1)
@@ -96,7 +108,10 @@ class Llama(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
-        self.norm, self.head = nn.RMSNorm(shape.width), nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.norm, self.head = (
+            nn.RMSNorm(shape.width),
+            nn.Linear(shape.width, shape.vocabulary, bias=False),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -106,17 +121,22 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), tokens.view(-1))
 
 
-# --- contenders -------------------------------------------------------------------------------------------------------
+# --- contenders ---------------------------------------------------------------------------------
 
 
-def _composable(model: Llama, mesh: DeviceMesh, machine: Machine, prefetch: int = 1) -> list[AbstractContextManager[Any]]:
+def _composable(
+    model: Llama, mesh: DeviceMesh, machine: Machine, prefetch: int = 1
+) -> list[AbstractContextManager[Any]]:
     from composable import fully_shard
 
     def accelerated(comm: Comm) -> Comm:
         return comm if comm.group is None else AcceleratorComm(comm.group, CPU, Streams(machine))
 
     # As on an accelerator with NCCL: the mean is the backend's, and storages are resized.
-    averages, resizes = mock.patch.object(base, "_AVERAGING", (BACKEND,)), mock.patch.object(elastic, "CAN_SWAP", False)
+    averages, resizes = (
+        mock.patch.object(base, "_AVERAGING", (BACKEND,)),
+        mock.patch.object(elastic, "CAN_SWAP", False),
+    )
     with comms_wrapped_by(accelerated), averages, resizes:
         fully_shard(model, policy={Block}, mesh=mesh, prefetch=prefetch, sync_module_states="off")
     return []
@@ -124,7 +144,12 @@ def _composable(model: Llama, mesh: DeviceMesh, machine: Machine, prefetch: int 
 
 def _fsdp2(model: Llama, mesh: DeviceMesh, machine: Machine) -> list[AbstractContextManager[Any]]:
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state
+    from torch.distributed.fsdp._fully_shard import (
+        _fsdp_collectives,
+        _fsdp_init,
+        _fsdp_param_group,
+        _fsdp_state,
+    )
 
     module = DeviceModule(machine)
     rooms = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
@@ -149,7 +174,7 @@ ANNOTATE: dict[str, Callable[[Llama, DeviceMesh, Machine], list[AbstractContextM
 } | {name: partial(_composable, prefetch=ahead) for name, ahead in PREFETCH.items()}
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
+# --- a run --------------------------------------------------------------------------------------
 
 Sample = dict[str, Any]
 
@@ -192,14 +217,18 @@ def _sample(machine: Machine, start: float, end: float) -> Sample:
         "host": machine.host - start,
         "peak": machine.peak,
         "memory": _thinned([(moment - start, size) for moment, size in machine.memory]),
-        "spans": [(span.stream, span.start - start, span.end - start, span.what) for span in machine.spans],
+        "spans": [
+            (span.stream, span.start - start, span.end - start, span.what) for span in machine.spans
+        ],
     }
 
 
 def _thinned(points: list[tuple[float, int]], most: int = 400) -> list[tuple[float, int]]:
     """At most so many points: the highest of each stretch."""
     size = -(-len(points) // most)
-    return [max(points[k : k + size], key=lambda point: point[1]) for k in range(0, len(points), size)]
+    return [
+        max(points[k : k + size], key=lambda point: point[1]) for k in range(0, len(points), size)
+    ]
 
 
 def _work(connection: Any, *job: Any) -> None:
@@ -222,11 +251,13 @@ def _in_a_process(*job: Any) -> list[Sample]:
     return found
 
 
-# --- what comes of it -------------------------------------------------------------------------------------------------
+# --- what comes of it ---------------------------------------------------------------------------
 
 
 def exposed(sample: Sample, alone: Sample) -> float:
-    """What a step takes longer than the model's own operations: waits, and copies for the sake of messages."""
+    """What a step takes longer than the model's own operations: waits, and copies for the sake of
+    messages.
+    """
     return float(sample["step"] - alone["step"])
 
 
@@ -238,36 +269,76 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.set_defaults(fake_world=64)
     options.add_argument("--models", default="7B,70B", help=f"some of {', '.join(SHAPES)}")
-    options.add_argument("--bandwidths", type=counts, default="50,150,350", help="of a rank in collectives, GB/s")
+    options.add_argument(
+        "--bandwidths", type=counts, default="50,150,350", help="of a rank in collectives, GB/s"
+    )
     found = parse(options, models="tiny", bandwidths=[50])
     runs: dict[tuple[str, int, str], Sample] = {}
     models = found.models.split(",")
     for model in models:
         for contender in (*CONTENDERS, *PREFETCH):
             samples = _in_a_process(contender, model, found.fake_world, found.bandwidths)
-            runs |= {(model, bandwidth, contender): s for bandwidth, s in zip(found.bandwidths, samples, strict=True)}
+            runs |= {
+                (model, bandwidth, contender): s
+                for bandwidth, s in zip(found.bandwidths, samples, strict=True)
+            }
     rows, claims = [], []
     for model in models:
         for bandwidth in found.bandwidths:
             alone, ours, theirs = (runs[model, bandwidth, contender] for contender in CONTENDERS)
             for contender in (*CONTENDERS[1:], *PREFETCH):
                 sample = runs[model, bandwidth, contender]
-                times = [sample["step"], exposed(sample, alone), sample["waits"], sample["communication"], sample["host"]]
-                rows.append([f"{model}, {bandwidth} GB/s, {contender}", *map(_ms, times), f"{sample['peak'] / 2**30:.2f}"])
+                times = [
+                    sample["step"],
+                    exposed(sample, alone),
+                    sample["waits"],
+                    sample["communication"],
+                    sample["host"],
+                ]
+                rows.append(
+                    [
+                        f"{model}, {bandwidth} GB/s, {contender}",
+                        *map(_ms, times),
+                        f"{sample['peak'] / 2**30:.2f}",
+                    ]
+                )
             ratio = exposed(ours, alone) / exposed(theirs, alone)
             steps = ours["step"] / theirs["step"]
             reached = "yes" if ratio <= 1.0 else "no"
-            claims.append([f"{model}, {bandwidth} GB/s", f"{ratio:.3f}", f"{steps:.3f}", "1.00", reached])
-    header = ["", "step, ms", "exposed, ms", "of it waiting, ms", "communication, ms", "host, ms", "peak, GiB"]
+            claims.append(
+                [f"{model}, {bandwidth} GB/s", f"{ratio:.3f}", f"{steps:.3f}", "1.00", reached]
+            )
+    header = [
+        "",
+        "step, ms",
+        "exposed, ms",
+        "of it waiting, ms",
+        "communication, ms",
+        "host, ms",
+        "peak, GiB",
+    ]
     ratios = ["composable / fsdp2", "exposed", "step", "limit of exposed", "reached"]
     title = f"Virtual time of a step (forward and backward) at {found.fake_world} ranks"
     figures = {
-        ", ".join(map(str, key)): {k: round(v, 7) for k, v in sample.items() if k not in ("memory", "spans")}
+        ", ".join(map(str, key)): {
+            k: round(v, 7) for k, v in sample.items() if k not in ("memory", "spans")
+        }
         for key, sample in runs.items()
     }
-    data = {"device": asdict(Device()), "shapes": {name: asdict(SHAPES[name]) for name in models}, "figures": figures}
+    data = {
+        "device": asdict(Device()),
+        "shapes": {name: asdict(SHAPES[name]) for name in models},
+        "figures": figures,
+    }
     tables = [table(header, rows), table(ratios, claims)]
-    emit("timeline", found, title=title, tables=tables, data=data, draw=partial(_draw, title=title, runs=runs))
+    emit(
+        "timeline",
+        found,
+        title=title,
+        tables=tables,
+        data=data,
+        draw=partial(_draw, title=title, runs=runs),
+    )
 
 
 def _draw(path: Path, *, title: str, runs: dict[tuple[str, int, str], Sample]) -> None:

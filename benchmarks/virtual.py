@@ -1,11 +1,12 @@
-"""A machine that computes nothing and keeps time: streams, events, a process group and tensors without values; knows no model.
+"""A machine that computes nothing and keeps time: streams, events, a process group and tensors
+without values; knows no model.
 
-Note [Virtual time]
-Programs run as they are, in one process, over tensors of the host whose memory nobody touches. Every operation and every
-collective is skipped; what it would take on the device is added to the clock of the stream that it was given to. An
-operation starts when its stream is free, what the stream was told to wait for is over, and the host has launched it. What is
-modelled, and with which figures, says `Device`. Collectives of one process group run one after the other, in the order in
-which they were launched, whatever their streams, as NCCL's do on one communicator.
+Note [Virtual time] Programs run as they are, in one process, over tensors of the host whose memory
+nobody touches. Every operation and every collective is skipped; what it would take on the device is
+added to the clock of the stream that it was given to. An operation starts when its stream is free,
+what the stream was told to wait for is over, and the host has launched it. What is modelled, and
+with which figures, says `Device`. Collectives of one process group run one after the other, in the
+order in which they were launched, whatever their streams, as NCCL's do on one communicator.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Device:
-    """What operations take, in seconds: like an H100, as matrix products and copies in training programs reach it.
+    """What operations take, in seconds: like an H100, as matrix products and copies in training
+    programs reach it.
 
-    flops: of products per second, 60 % of the peak of 989 T in bfloat16.
-    memory: bytes per second read and written, 80 % of 3.35 T.
-    launch: of a kernel on its stream, at least.
-    host: of an operation on the host, until the device may begin.
-    bandwidth: bytes per second that a rank gets and gives in collectives, at most ("bus bandwidth").
-    latency: of one launch of collectives. part: of each tensor in it.
+    flops: of products per second, 60 % of the peak of 989 T in bfloat16. memory: bytes per second
+    read and written, 80 % of 3.35 T. launch: of a kernel on its stream, at least. host: of an
+    operation on the host, until the device may begin. bandwidth: bytes per second that a rank gets
+    and gives in collectives, at most ("bus bandwidth"). latency: of one launch of collectives.
+    part: of each tensor in it.
     """
 
     flops: float = 0.6 * 989e12
@@ -73,10 +74,11 @@ class Machine:
     ended: float = 0.0  # the last operation on the compute stream
     exposed: float = 0.0  # how long the compute stream had work, and waited for another stream
     spans: list[Span] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)  # when, and bytes that are allocated
+    # when, and bytes that are allocated
+    memory: list[tuple[float, int]] = field(default_factory=list)
     _sizes: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
-    # --- time -------------------------------------------------------------------------------------------------------
+    # --- time ------------------------------------------------------------------------------------
 
     def run(self, seconds: float, what: str, *, on_links: bool = False) -> None:
         """An operation is launched on the current stream."""
@@ -118,12 +120,14 @@ class Machine:
         self.exposed += max(0.0, self.ready[COMPUTE] - max(self.ended, self.host))
         return max(self.ready[COMPUTE], self.host)
 
-    # --- memory -----------------------------------------------------------------------------------------------------
+    # --- memory ----------------------------------------------------------------------------------
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """A storage has got memory, or another amount."""
         key, size = storage._cdata, storage.nbytes()
-        before = self._sizes[key][1] if key in self._sizes and not self._sizes[key][0].expired() else 0
+        before = (
+            self._sizes[key][1] if key in self._sizes and not self._sizes[key][0].expired() else 0
+        )
         if before or size:
             self._sizes[key] = (StorageWeakRef(storage), size)
         if abs(size - before) >= MIB:
@@ -214,11 +218,13 @@ class DeviceModule:
         return 0
 
 
-# --- a process group --------------------------------------------------------------------------------------------------
+# --- a process group ----------------------------------------------------------------------------
 
 
 class VirtualGroup(dist.ProcessGroup):
-    """Rank 0 of `size`. What is sent takes time and brings nothing; numbers of checks are this rank's."""
+    """Rank 0 of `size`. What is sent takes time and brings nothing; numbers of checks are this
+    rank's.
+    """
 
     machine: Machine
 
@@ -233,12 +239,22 @@ class VirtualGroup(dist.ProcessGroup):
 
     def _take(self, what: str, wholes: Sequence[Tensor]) -> dist.Work:
         device = self.machine.device
-        nbytes = sum(whole.numel() * whole.element_size() for whole in wholes) * (self._num - 1) / self._num
-        self.machine.run(device.latency + device.part * len(wholes) + nbytes / device.bandwidth, what, on_links=True)
+        nbytes = (
+            sum(whole.numel() * whole.element_size() for whole in wholes)
+            * (self._num - 1)
+            / self._num
+        )
+        self.machine.run(
+            device.latency + device.part * len(wholes) + nbytes / device.bandwidth,
+            what,
+            on_links=True,
+        )
         return FakeWork()
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> dist.Work:
-        return FakeWork() if tensors[0].dtype is torch.int64 else self._take("all-reduce", tensors * 2)
+        return (
+            FakeWork() if tensors[0].dtype is torch.int64 else self._take("all-reduce", tensors * 2)
+        )
 
     def _gather(self, output: Tensor, part: Tensor, *_: Any) -> dist.Work:
         if output.dtype is torch.int64:
@@ -272,19 +288,42 @@ def form_group(machine: Machine, size: int) -> None:
     """Make a process group of `size` ranks, of which this is the first."""
     VirtualGroup.machine = machine
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, lambda _, rank, size, __: VirtualGroup(rank, size), devices=["cpu"])
+        dist.Backend.register_backend(
+            BACKEND, lambda _, rank, size, __: VirtualGroup(rank, size), devices=["cpu"]
+        )
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=size)
 
 
-# --- tensors without values -------------------------------------------------------------------------------------------
+# --- tensors without values ---------------------------------------------------------------------
 
-_REAL = ("set_", "resize_", "_unsafe_view", "_fused_sdp_choice", "is_pinned", "lift", "_local_scalar_dense", "equal")
+_REAL = (
+    "set_",
+    "resize_",
+    "_unsafe_view",
+    "_fused_sdp_choice",
+    "is_pinned",
+    "lift",
+    "_local_scalar_dense",
+    "equal",
+)
 _MADE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
-_FILLED = ("zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros", "new_ones", "full_like", "new_full")
+_FILLED = (
+    "zeros",
+    "ones",
+    "full",
+    "zeros_like",
+    "ones_like",
+    "new_zeros",
+    "new_ones",
+    "full_like",
+    "new_full",
+)
 
 
 class NoValues(TorchDispatchMode):
-    """Operations of the body take time and leave memory as it is. Small numbers, which programs read, are computed."""
+    """Operations of the body take time and leave memory as it is. Small numbers, which programs
+    read, are computed.
+    """
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -317,7 +356,8 @@ class NoValues(TorchDispatchMode):
         ):
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
-        if name == "all_gather_copy_in":  # its input is a part of its output, which its schema does not say
+        # its input is a part of its output, which its schema does not say
+        if name == "all_gather_copy_in":
             self._take(name, 2 * _bytes_of(args[0]), 0.0)
             return args[1].narrow(0, args[3] * args[4], args[3]), args[1]
         if any(t.is_meta for t in given) or torch.device("meta") == kwargs.get("device"):
@@ -331,9 +371,17 @@ class NoValues(TorchDispatchMode):
             return self._make(func, name, args, kwargs)
         if all(t.dtype is torch.int64 and t.numel() < 1000 for t in given):
             return func(*args, **kwargs)
-        made = self._outputs(func, args, kwargs) if returns and not all(r.alias_info for r in returns) else None
-        written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        result = made if made is not None else _written(func, args, kwargs, written) if returns else None
+        made = (
+            self._outputs(func, args, kwargs)
+            if returns and not all(r.alias_info for r in returns)
+            else None
+        )
+        written = [
+            a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        ]
+        result = (
+            made if made is not None else _written(func, args, kwargs, written) if returns else None
+        )
         outputs = _tensors(made)
         for tensor in outputs:
             self.machine.hold(tensor.untyped_storage())
@@ -342,7 +390,9 @@ class NoValues(TorchDispatchMode):
 
     def _make(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in _FILLED:
-            made = tree_map_only(Tensor, _hollow, func(*_on_meta(args), **{**_on_meta(kwargs), "device": "meta"}))
+            made = tree_map_only(
+                Tensor, _hollow, func(*_on_meta(args), **{**_on_meta(kwargs), "device": "meta"})
+            )
             self._take(name, _bytes_of([made]), 0.0)
         else:
             made = func(*args, **kwargs)
@@ -352,7 +402,8 @@ class NoValues(TorchDispatchMode):
     @staticmethod
     def _outputs(func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {
-            key: torch.device("meta") if key == "device" and value is not None else value for key, value in kwargs.items()
+            key: torch.device("meta") if key == "device" and value is not None else value
+            for key, value in kwargs.items()
         }
         return tree_map_only(Tensor, _hollow, func(*_on_meta(args), **_on_meta(kwargs)))
 
@@ -366,7 +417,11 @@ def _hollow(like: Tensor) -> Tensor:
 
 
 def _on_meta(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), value)
+    return tree_map_only(
+        Tensor,
+        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
+        value,
+    )
 
 
 def _written(func: Any, args: Any, kwargs: Any, written: Sequence[Any]) -> Any:
@@ -380,7 +435,11 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    return (
+        [tensor for item in value for tensor in _tensors(item)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> int:

@@ -3,8 +3,12 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from composable import errors, traversal
-from composable.algorithms import traced as _traced  # noqa: F401  (compiled autograd: it takes its place in the engine)
-from composable.algorithms.averaging import HierarchicalAverager, PeriodicAverager, average_parameters
+from composable.algorithms import traced as _traced  # noqa: F401  (takes its place in the engine)
+from composable.algorithms.averaging import (
+    HierarchicalAverager,
+    PeriodicAverager,
+    average_parameters,
+)
 from composable.algorithms.join import join, joinable
 from composable.algorithms.outer_steps import LocalSteps, local_steps
 from composable.algorithms.skipped import skipped

@@ -11,8 +11,12 @@ from composable.demo.options import DemoError, OneLineParser, Options, add_argum
 
 
 def main(command_line: Sequence[str]) -> int:
-    """Run one command; returns the exit status: 0 done, 1 failed, 2 asked for something that cannot be done."""
-    parser = OneLineParser(prog="python -m composable", description="Scale PyTorch models by annotating them in place.")
+    """Run one command; returns the exit status: 0 done, 1 failed, 2 asked for something that cannot
+    be done.
+    """
+    parser = OneLineParser(
+        prog="python -m composable", description="Scale PyTorch models by annotating them in place."
+    )
     parser.add_argument("--version", action="version", version=f"composable {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     about = "train a small language model on real text over several processes"
@@ -20,15 +24,16 @@ def main(command_line: Sequence[str]) -> int:
     add_arguments(command)
     options = parser.parse_args(command_line, Options())
     try:
-        # Imported here, because its dependencies are an extra of the package, and `--help` works without them.
+        # Imported here, because its dependencies are an extra of the package, and `--help` works
+        # without them.
         demo = import_module("composable.demo.command")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("rich", "matplotlib", "numpy"):
             raise
         sys.exit(
-            f"python -m composable demo: {missing} is missing; pip install 'torch-composable[demo]' brings it, "
-            "or pip install -e '.[demo]' in a checkout"
+            f"python -m composable demo: {missing} is missing; pip install 'torch-composable[demo]'"
+            " brings it, or pip install -e '.[demo]' in a checkout"
         )
     try:
         status: int = demo.run(options, command_line)

@@ -1,14 +1,16 @@
 """What torch.compile must not trace, and what it put around a module.
 
-The only use of torch's private parts for that. All of them exist in torch 2.11.0, 2.13.0 and 2.14.1.
+The only use of torch's private parts for that. All of them exist in torch 2.11.0, 2.13.0 and
+2.14.1.
 
-Note [Between graphs]
-Our callbacks move memory, count and talk to other ranks: they run as they are, between compiled graphs. Dynamo, which traces
-Python for torch.compile, meets a function in two ways. It finds a call of it while it traces the caller: then an attribute of
-the function decides. Or code that is not traced calls it, and the interpreter asks Dynamo before it runs the frame: then a
-mark on the function's code decides, for the frame and for those below it. `torch.compiler.disable` sets the attribute and makes
-a wrapper in place of the mark. Wrappers cost every call of a model that nobody compiles 0.8 us, and import Dynamo, which
-takes a second, when they are made. Marks cost nothing.
+Note [Between graphs] Our callbacks move memory, count and talk to other ranks: they run as they
+are, between compiled graphs. Dynamo, which traces Python for torch.compile, meets a function in two
+ways. It finds a call of it while it traces the caller: then an attribute of the function decides.
+Or code that is not traced calls it, and the interpreter asks Dynamo before it runs the frame: then
+a mark on the function's code decides, for the frame and for those below it.
+`torch.compiler.disable` sets the attribute and makes a wrapper in place of the mark. Wrappers cost
+every call of a model that nobody compiles 0.8 us, and import Dynamo, which takes a second, when
+they are made. Marks cost nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 _WHY: Final = (
-    "composable gathers parameters and reduces gradients between compiled graphs; fullgraph=True can hold what is inside one "
-    "annotated module: for block in model.blocks: block.compile(fullgraph=True)"
+    "composable gathers parameters and reduces gradients between compiled graphs; fullgraph=True"
+    " can hold what is inside one annotated module: for block in model.blocks:"
+    " block.compile(fullgraph=True)"
 )
 _frames: Final[Any] = torch._C._dynamo.eval_frame
 
@@ -39,12 +42,16 @@ def untraced_alone(function: F) -> F:
 
 
 def traceable(function: F) -> F:
-    """Let torch.compile see what `function` does where it traces a call of it, and run it as it is where code calls it."""
+    """Let torch.compile see what `function` does where it traces a call of it, and run it as it is
+    where code calls it.
+    """
     return _mark_code(function, callees="DEFAULT")
 
 
 def _mark_code(function: F, callees: str) -> F:
-    strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.__members__[callees])
+    strategy = _frames._FrameExecStrategy(
+        _frames._FrameAction.SKIP, _frames._FrameAction.__members__[callees]
+    )
     _frames.set_code_exec_strategy(function.__code__, strategy)
     return function
 
@@ -56,14 +63,17 @@ def _mark(function: F, callees: str) -> F:
     return function
 
 
-# What compiles the frames that this thread is about to run; None where nothing does. Known inside `untraced_alone` only.
+# What compiles the frames that this thread is about to run; None where nothing does. Known inside
+# `untraced_alone` only.
 running_compiler: Final[Callable[[], Any]] = _frames.get_eval_frame_callback
 
 
 def call_compiled(compiler: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `function` with `compiler` at work: what runs twice must be compiled both times, or neither.
+    """Call `function` with `compiler` at work: what runs twice must be compiled both times, or
+    neither.
 
-    A call from inside a backward is outside of the compiled region that called forward, and there is no public way back in.
+    A call from inside a backward is outside of the compiled region that called forward, and there
+    is no public way back in.
     """
     if compiler is None:
         return function(*args, **kwargs)
@@ -75,17 +85,25 @@ def call_compiled(compiler: Any, function: Callable[..., Any], args: Any, kwargs
 
 
 def backward_is_compiled() -> bool:
-    """Whether compiled autograd runs the backward that this is called in. There is no public way to ask."""
-    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
+    """Whether compiled autograd runs the backward that this is called in. There is no public way to
+    ask.
+    """
+    return getattr(
+        sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False
+    )
 
 
 def backward_will_be_compiled() -> bool:
     """Whether compiled autograd would run a backward that began here."""
-    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
+    return getattr(
+        sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False
+    )
 
 
 def unwrapped(module: Any) -> Any:
-    """The module itself, if `module` is what `torch.compile` returned for it; of a list, its members."""
+    """The module itself, if `module` is what `torch.compile` returned for it; of a list, its
+    members.
+    """
     if type(module) in (list, tuple):
         return type(module)(map(unwrapped, module))
     dynamo = sys.modules.get("torch._dynamo")
@@ -95,8 +113,11 @@ def unwrapped(module: Any) -> Any:
 
 
 def drop_compiled() -> None:
-    """Let everything be compiled anew: graphs do not notice hooks that come later, and would compute without them."""
+    """Let everything be compiled anew: graphs do not notice hooks that come later, and would
+    compute without them.
+    """
     frames = sys.modules.get("torch._dynamo.convert_frame")
-    # Dynamo may be here and idle, since optimizers import it. To reset it then would import inductor, which takes seconds.
+    # Dynamo may be here and idle, since optimizers import it. To reset it then would import
+    # inductor, which takes seconds.
     if frames is not None and frames.input_codes.seen:
         torch.compiler.reset()

@@ -1,4 +1,6 @@
-"""The values that users pass to the verbs: policies, dtypes and modes, checked when they are made."""
+"""The values that users pass to the verbs: policies, dtypes and modes, checked when they are
+made.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ GradReduce = str | float
 
 
 def divisor_of(verb: str, grad_reduce: object) -> float | None:
-    """Return what the sum of gradients over all ranks is divided by; None stands for the number of ranks.
+    """Return what the sum of gradients over all ranks is divided by; None stands for the number of
+    ranks.
 
     Raises:
         AnnotationError: it is neither "mean" nor "sum" nor a positive number.
@@ -29,10 +32,12 @@ def divisor_of(verb: str, grad_reduce: object) -> float | None:
         return 1.0
     if type(grad_reduce) in (int, float) and 0.0 < float(grad_reduce) < math.inf:  # type: ignore[arg-type]
         return float(grad_reduce)  # type: ignore[arg-type]
-    near = "".join(f"; did you mean '{name}'?" for name in closest(str(grad_reduce), ("mean", "sum")))
+    near = "".join(
+        f"; did you mean '{name}'?" for name in closest(str(grad_reduce), ("mean", "sum"))
+    )
     raise AnnotationError(
-        f"{verb}: grad_reduce must be 'mean', 'sum' or a positive number to divide the sum over all ranks by, got "
-        f"{grad_reduce!r}{near}"
+        f"{verb}: grad_reduce must be 'mean', 'sum' or a positive number to divide the sum over all"
+        f" ranks by, got {grad_reduce!r}{near}"
     )
 
 
@@ -59,7 +64,8 @@ def real_dtype(value: object, what: str) -> torch.dtype:
     found = DTYPES_BY_NAME.get(value.removeprefix("torch.")) if isinstance(value, str) else value
     if not any(found is dtype for dtype in _REAL.values()):
         raise AnnotationError(
-            f"{what} must be one of torch.float64, float32, bfloat16 and float16, or its name, e.g. 'bf16'; got {value!r}"
+            f"{what} must be one of torch.float64, float32, bfloat16 and float16, or its name, e.g."
+            f" 'bf16'; got {value!r}"
         )
     assert isinstance(found, torch.dtype)
     return found
@@ -67,21 +73,28 @@ def real_dtype(value: object, what: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """The dtypes in which a unit computes, reduces gradients, and takes and returns tensors. At rest parameters keep their own.
+    """The dtypes in which a unit computes, reduces gradients, and takes and returns tensors. At
+    rest parameters keep their own.
 
     Each is a dtype or its name ("bf16", "float32"); attributes are dtypes.
 
     Args:
-        param_dtype: parameters are gathered and computed with in it. None: in the dtype that they have.
-        reduce_dtype: gradients are communicated and summed in it. None: in `param_dtype`. `.grad` has the parameter's dtype.
-        buffer_dtype: modules compute with buffers cast to it; at rest buffers keep their own. What forward writes
-            to them is kept. A dict maps FQNs and globs to dtypes: the last one that matches counts; others are not cast.
-        output_dtype: floating-point tensors that the annotated module's forward returns are cast to it. Units inside that a
-            policy picks return what they compute, unless the policy gives them an `mp_policy` of their own.
+        param_dtype: parameters are gathered and computed with in it. None: in the dtype that they
+            have.
+        reduce_dtype: gradients are communicated and summed in it. None: in `param_dtype`. `.grad`
+            has the parameter's dtype.
+        buffer_dtype: modules compute with buffers cast to it; at rest buffers keep their own. What
+            forward writes to them is kept. A dict maps FQNs and globs to dtypes: the last one that
+            matches counts; others are not cast.
+        output_dtype: floating-point tensors that the annotated module's forward returns are cast to
+            it. Units inside that a policy picks return what they compute, unless the policy gives
+            them an `mp_policy` of their own.
         cast_forward_inputs: floating-point tensors that forward is given are cast to `param_dtype`.
-        keep_grads_in_reduce_dtype: `.grad` has the `reduce_dtype`; the optimizer must be one that takes such gradients.
-        full_precision_classes: classes of modules that keep their dtype, with all modules below them, inside a unit that
-            computes in another one: their inputs are cast to it, and their outputs are cast back.
+        keep_grads_in_reduce_dtype: `.grad` has the `reduce_dtype`; the optimizer must be one that
+            takes such gradients.
+        full_precision_classes: classes of modules that keep their dtype, with all modules below
+            them, inside a unit that computes in another one: their inputs are cast to it, and their
+            outputs are cast back.
 
     Example:
         >>> fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32"))
@@ -101,7 +114,9 @@ class MixedPrecisionPolicy:
             if field.name == "full_precision_classes":
                 object.__setattr__(self, field.name, _classes(value, what))
             elif field.name == "buffer_dtype" and isinstance(value, Mapping):
-                named = {name: real_dtype(dtype, f"{what}['{name}']") for name, dtype in value.items()}
+                named = {
+                    name: real_dtype(dtype, f"{what}['{name}']") for name, dtype in value.items()
+                }
                 object.__setattr__(self, field.name, named)
             elif field.name.endswith("_dtype") and field.default is None:
                 if value is not None:
@@ -111,7 +126,11 @@ class MixedPrecisionPolicy:
 
     def __str__(self) -> str:
         """Name the fields that differ from their defaults."""
-        said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
+        said = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
         if self.full_precision_classes:
             said["full_precision_classes"] = [each.__name__ for each in self.full_precision_classes]
         return ", ".join(f"{name}={value}".replace("torch.", "") for name, value in said.items())
@@ -122,7 +141,9 @@ class MixedPrecisionPolicy:
         return self.full_precision_classes if self.param_dtype is not None else ()
 
     def in_full_precision(self) -> MixedPrecisionPolicy:
-        """Return the same policy for a module that computes, and reduces gradients, in its own dtype."""
+        """Return the same policy for a module that computes, and reduces gradients, in its own
+        dtype.
+        """
         return replace(self, param_dtype=None, reduce_dtype=None, buffer_dtype=None)
 
 
@@ -139,11 +160,12 @@ def _classes(value: object, what: str) -> tuple[type[nn.Module], ...]:
 class CPUOffloadPolicy:
     """Keep sharded parameters, their gradients and the optimizer's state in the host's memory.
 
-    The device holds unsharded parameters, and shards while they are copied. On a mesh of CPUs the policy has no effect.
+    The device holds unsharded parameters, and shards while they are copied. On a mesh of CPUs the
+    policy has no effect.
 
     Args:
-        pin_memory: use pinned memory, so that copies overlap with computation. False: use ordinary memory, for hosts with
-            little of it; then the host waits for each copy.
+        pin_memory: use pinned memory, so that copies overlap with computation. False: use ordinary
+            memory, for hosts with little of it; then the host waits for each copy.
 
     Example:
         >>> fully_shard(model, policy={Block}, mesh=init_device_mesh("cuda", (8,)), offload_policy=CPUOffloadPolicy())
@@ -153,4 +175,6 @@ class CPUOffloadPolicy:
 
     def __post_init__(self) -> None:
         if type(self.pin_memory) is not bool:
-            raise AnnotationError(f"CPUOffloadPolicy: pin_memory must be True or False, got {self.pin_memory!r}")
+            raise AnnotationError(
+                f"CPUOffloadPolicy: pin_memory must be True or False, got {self.pin_memory!r}"
+            )

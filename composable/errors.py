@@ -1,7 +1,7 @@
 """What can go wrong, by name and by whose fault it is; knows no torch and decides nothing.
 
-Every error of the package is a `ComposableError`, and also the built-in exception that a caller would expect: a refused
-annotation is a `ValueError`, trouble while running is a `RuntimeError`.
+Every error of the package is a `ComposableError`, and also the built-in exception that a caller
+would expect: a refused annotation is a `ValueError`, trouble while running is a `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class ComposableError(Exception):
     """The root of all errors that this package raises on purpose."""
 
 
-# --- refused at annotation: the call, or the module it was made on ---------------------------------------------------
+# --- refused at annotation: the call, or the module it was made on ------------------------------
 
 
 class AnnotationError(ComposableError, ValueError):
@@ -22,7 +22,9 @@ class AnnotationError(ComposableError, ValueError):
 
 
 class AlreadyAnnotatedError(AnnotationError):
-    """The caller's: the same annotation was applied to the module, or to what it contains, before."""
+    """The caller's: the same annotation was applied to the module, or to what it contains,
+    before.
+    """
 
 
 class ClashError(AnnotationError):
@@ -34,15 +36,21 @@ class NotAnnotatedError(AnnotationError):
 
 
 class NamesChangedError(AnnotationError):
-    """The verb's author's: the verb changed the names of parameters, buffers or modules, or their order."""
+    """The verb's author's: the verb changed the names of parameters, buffers or modules, or their
+    order.
+    """
 
 
 class PolicyError(AnnotationError):
-    """The policy's author's: a policy picks nothing, or is not one, or returns what is no answer."""
+    """The policy's author's: a policy picks nothing, or is not one, or returns what is no
+    answer.
+    """
 
 
 class UnknownArgumentError(AnnotationError, TypeError):
-    """The caller's: an argument that the function does not have, or a positional one where a keyword is meant."""
+    """The caller's: an argument that the function does not have, or a positional one where a
+    keyword is meant.
+    """
 
 
 class TiedParametersError(AnnotationError):
@@ -50,7 +58,9 @@ class TiedParametersError(AnnotationError):
 
 
 class MeshError(AnnotationError):
-    """The caller's: the mesh or the process group does not fit the annotation, or does not exist."""
+    """The caller's: the mesh or the process group does not fit the annotation, or does not
+    exist.
+    """
 
 
 class OptimizerError(ComposableError, ValueError):
@@ -61,11 +71,13 @@ class ClippingError(ComposableError, ValueError):
     """The caller's: gradients cannot be clipped as asked; they are as they were before."""
 
 
-# --- found while running ---------------------------------------------------------------------------------------------
+# --- found while running ------------------------------------------------------------------------
 
 
 class RanksDisagreeError(ComposableError, RuntimeError):
-    """The program's: ranks differ in what they annotated, in their weights, or in the order in which they run."""
+    """The program's: ranks differ in what they annotated, in their weights, or in the order in
+    which they run.
+    """
 
 
 class CommunicationError(ComposableError, RuntimeError):
@@ -77,7 +89,9 @@ class PhaseError(ComposableError, RuntimeError):
 
 
 class ForeignParameterError(ComposableError, RuntimeError):
-    """The caller's: a parameter was put into a sharded module that cannot take the place of the sharded one."""
+    """The caller's: a parameter was put into a sharded module that cannot take the place of the
+    sharded one.
+    """
 
 
 class OutputError(ComposableError, RuntimeError):
@@ -85,7 +99,9 @@ class OutputError(ComposableError, RuntimeError):
 
 
 class DifferentiationError(ComposableError, RuntimeError):
-    """The caller's: gradients were asked for in a way in which sharded parameters cannot give them."""
+    """The caller's: gradients were asked for in a way in which sharded parameters cannot give
+    them.
+    """
 
 
 class SavedTensorError(ComposableError, RuntimeError):
@@ -101,14 +117,18 @@ class CommHookError(ComposableError, RuntimeError):
 
 
 class NonFiniteError(ComposableError, RuntimeError):
-    """The program's: gradients are infinite or NaN where they must not be; they are as they were before."""
+    """The program's: gradients are infinite or NaN where they must not be; they are as they were
+    before.
+    """
 
 
-# --- words for messages ----------------------------------------------------------------------------------------------
+# --- words for messages -------------------------------------------------------------------------
 
 
 def describe_module(module: object, fqn: str | None = None) -> str:
-    """Name a module in a few words: `Block 'layers.3'`, or `Block` where its FQN is not known. Never its repr."""
+    """Name a module in a few words: `Block 'layers.3'`, or `Block` where its FQN is not known.
+    Never its repr.
+    """
     kind = type(module).__name__
     return f"{kind} '{fqn}'" if fqn else kind
 
@@ -133,9 +153,10 @@ def few(names: Sequence[str], limit: int = 8) -> str:
 def still_on_meta(fqn: str, unit: str) -> str:
     """Tell of a parameter that is to be computed with before it has values."""
     return (
-        f"parameter '{fqn}' of unit '{unit}' is still on the meta device: it has a shape, but no values to compute with. "
-        "Materialise the model before its first forward: call model.to_empty(device=...) and initialise it, or "
-        "model.load_state_dict(state_dict, assign=True)"
+        f"parameter '{fqn}' of unit '{unit}' is still on the meta device: it has a shape, but no"
+        " values to compute with. Materialise the model before its first forward: call"
+        " model.to_empty(device=...) and initialise it, or model.load_state_dict(state_dict,"
+        " assign=True)"
     )
 
 

@@ -1,11 +1,12 @@
 """Keep the generated parts of the pages true: diagrams, the reference, and what programs print.
 
-    python -m docs.generate            # rewrite the pages
-    python -m docs.generate --check    # change nothing; name the pages that are out of date
-    python -m docs.generate --measure docs/decisions/0003-elastic-buffers.md     # repeat a measurement
+    python -m docs.generate            # rewrite the pages python -m docs.generate --check    #
+    change nothing; name the pages that are out of date python -m docs.generate --measure
+    docs/decisions/0003-elastic-buffers.md     # repeat a measurement
 
-Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the top of `root.py`, `param_group.py` and
-`reduction.py`; between the same marks with `reference`, what `docs.reference` makes of the docstrings. A code block that
+Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the
+top of `root.py`, `param_group.py` and `reduction.py`; between the same marks with `reference`, what
+`docs.reference` makes of the docstrings. A code block that
 opens with "```python run" is a program: the programs of a page run one after the other and share their variables, and a block
 "```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two ranks, each with variables of
 its own; `raises` says that it ends with an error, whose name and message are printed. Programs that open with
@@ -34,7 +35,9 @@ from composable.engine import param_group, reduction, root
 from docs.reference import reference
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-_PROGRAM: Final = re.compile(r"^```python (run|measure)([^\n]*)\n(.*?)^```\n(?:\n```text output\n(.*?)^```\n)?", re.M | re.S)
+_PROGRAM: Final = re.compile(
+    r"^```python (run|measure)([^\n]*)\n(.*?)^```\n(?:\n```text output\n(.*?)^```\n)?", re.M | re.S
+)
 _MADE: Final = re.compile(r"(<!-- (states|reference):begin -->\n).*?(<!-- \2:end -->)", re.S)
 
 
@@ -64,7 +67,9 @@ def programs_in(text: str, kind: str = "run") -> list[Program]:
         if match[1] != kind:
             continue
         words = match[2].split()
-        unknown = [word for word in words if word != "raises" and not re.fullmatch(r"ranks=\d", word)]
+        unknown = [
+            word for word in words if word != "raises" and not re.fullmatch(r"ranks=\d", word)
+        ]
         if unknown:
             raise ValueError(f"'python {kind}' does not know {unknown[0]!r}")
         ranks = next((int(word[-1]) for word in words if word.startswith("ranks=")), 0)
@@ -99,7 +104,9 @@ def _show_error(code: Any, variables: dict[str, Any]) -> None:
 
 
 def merged(by_rank: Sequence[Outputs]) -> Outputs:
-    """One output per program: what all ranks printed alike, what the only one that did printed, or each rank's lines."""
+    """One output per program: what all ranks printed alike, what the only one that did printed, or
+    each rank's lines.
+    """
     together = []
     for printed in zip(*by_rank, strict=True):
         spoken = [text for text in printed if text]
@@ -107,7 +114,11 @@ def merged(by_rank: Sequence[Outputs]) -> Outputs:
             together.append(spoken[0] if spoken else "")
         else:
             together.append(
-                "".join(f"[rank {rank}] {line}\n" for rank, text in enumerate(printed) for line in text.splitlines())
+                "".join(
+                    f"[rank {rank}] {line}\n"
+                    for rank, text in enumerate(printed)
+                    for line in text.splitlines()
+                )
             )
     return together
 
@@ -136,7 +147,9 @@ def regenerated(text: str, on_ranks: OnRanks, kind: str = "run") -> str:
 
 
 def transitions(table_of: ModuleType) -> list[tuple[str, str, str]]:
-    """The rows (state, next state, event) of the state table in a module's docstring. A cell `-` means that nothing changes."""
+    """The rows (state, next state, event) of the state table in a module's docstring. A cell `-`
+    means that nothing changes.
+    """
     lines = [line for line in (table_of.__doc__ or "").splitlines() if line.startswith("|")]
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     events = [cell.strip("`") for cell in header]
@@ -153,19 +166,27 @@ def transitions(table_of: ModuleType) -> list[tuple[str, str, str]]:
 def diagrams() -> str:
     """Steps, parameters and gradients change state on their own, so there are three diagrams."""
     parts = []
-    titles = {"A `Root`": root, "Parameters of a `ParamGroup`": param_group, "Gradients in a `Reduction`": reduction}
+    titles = {
+        "A `Root`": root,
+        "Parameters of a `ParamGroup`": param_group,
+        "Gradients in a `Reduction`": reduction,
+    }
     for title, module in titles.items():
         lines = [f"    {state} --> {after}: {event}" for state, after, event in transitions(module)]
-        parts.append(f"{title}:\n\n```mermaid\n" + "\n".join(["stateDiagram-v2", *lines]) + "\n```\n\n")
+        parts.append(
+            f"{title}:\n\n```mermaid\n" + "\n".join(["stateDiagram-v2", *lines]) + "\n```\n\n"
+        )
     return "".join(parts)
 
 
-# --- ranks of this script's own; tests bring theirs -------------------------------------------------------------------
+# --- ranks of this script's own; tests bring theirs ---------------------------------------------
 
 
 def _serve(rank: int, ranks: int, programs: Sequence[Program], meeting: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=ranks
+    )
     torch.save(execute(programs), f"{meeting}/{rank}")
     dist.destroy_process_group()
 
@@ -177,9 +198,15 @@ def spawned(ranks: int, programs: Sequence[Program]) -> list[Outputs]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Regenerate what stands on the pages of the documentation.")
-    parser.add_argument("--check", action="store_true", help="change nothing; name the pages that are out of date")
-    parser.add_argument("--measure", action="store_true", help="repeat the measurements of the pages instead")
+    parser = argparse.ArgumentParser(
+        description="Regenerate what stands on the pages of the documentation."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; name the pages that are out of date"
+    )
+    parser.add_argument(
+        "--measure", action="store_true", help="repeat the measurements of the pages instead"
+    )
     parser.add_argument("pages", nargs="*", type=Path, help="only these pages")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -189,7 +216,10 @@ def main() -> int:
         fresh = regenerated(text, spawned, "measure" if options.measure else "run")
         if fresh != text:
             stale += 1
-            sys.stdout.write(f"{page.relative_to(ROOT)} {'is out of date' if options.check else 'was rewritten'}\n")
+            sys.stdout.write(
+                f"{page.relative_to(ROOT)}"
+                f" {'is out of date' if options.check else 'was rewritten'}\n"
+            )
             if not options.check:
                 page.write_text(fresh)
     return 1 if stale and options.check else 0

@@ -12,10 +12,25 @@ from composable import errors
 
 CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Verbs": ("fully_shard", "replicate", "checkpoint", "offload_activations", "remove"),
-    "Around annotated modules": ("unshard", "reshard", "keep_unsharded", "register_forward_method", "reset"),
+    "Around annotated modules": (
+        "unshard",
+        "reshard",
+        "keep_unsharded",
+        "register_forward_method",
+        "reset",
+    ),
     "Accumulation of gradients": ("no_sync", "reduce_gradients"),
     "Communication hooks": ("register_comm_hook",),
-    "State": ("materialize", "unsharded", "full_state_dict", "stream_full", "export", "EMA", "rebind_optimizer", "refresh"),
+    "State": (
+        "materialize",
+        "unsharded",
+        "full_state_dict",
+        "stream_full",
+        "export",
+        "EMA",
+        "rebind_optimizer",
+        "refresh",
+    ),
     "Inspection": ("describe", "registry"),
     "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
     "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),
@@ -27,7 +42,13 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
         "clip_grad_norm_",
     ),
     "Ranks that are not alike": ("join", "joinable", "skipped"),
-    "Ranks that train apart": ("average_parameters", "PeriodicAverager", "HierarchicalAverager", "local_steps", "LocalSteps"),
+    "Ranks that train apart": (
+        "average_parameters",
+        "PeriodicAverager",
+        "HierarchicalAverager",
+        "local_steps",
+        "LocalSteps",
+    ),
     "Verbs of your own": ("contract", "on_undo"),
 }
 MODULES: Final = ("errors", "traversal")  # the rest of the public names, with chapters of their own
@@ -46,16 +67,31 @@ def reference() -> str:
     lines += ["## traversal", "", *_paragraphs(composable.traversal), ""]
     for name in composable.traversal.__all__:
         lines += _entry(f"traversal.{name}", getattr(composable.traversal, name))
-    lines += ["## errors", "", *_paragraphs(errors), "", "| error | is also | meaning |", "|---|---|---|"]
+    lines += [
+        "## errors",
+        "",
+        *_paragraphs(errors),
+        "",
+        "| error | is also | meaning |",
+        "|---|---|---|",
+    ]
     for error in public_errors():
-        kinds = ", ".join(f"`{base.__name__}`" for base in error.__mro__[1:] if base not in (Exception, BaseException, object))
+        kinds = ", ".join(
+            f"`{base.__name__}`"
+            for base in error.__mro__[1:]
+            if base not in (Exception, BaseException, object)
+        )
         lines.append(f"| `{error.__name__}` | {kinds or '`Exception`'} | {inspect.getdoc(error)} |")
     return "\n".join(lines) + "\n"
 
 
 def public_errors() -> list[type[Exception]]:
     """In the order of their file."""
-    return [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    return [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, Exception)
+    ]
 
 
 def signature_of(thing: Any) -> str:
@@ -88,13 +124,33 @@ def documented_arguments(thing: Any) -> list[str]:
 
 def _entry(name: str, thing: Any) -> list[str]:
     kind = "class " if isinstance(thing, type) else ""
-    lines = [f"### {name}", "", "```python", f"{kind}{name}{signature_of(thing)}", "```", "", *_paragraphs(thing), ""]
+    lines = [
+        f"### {name}",
+        "",
+        "```python",
+        f"{kind}{name}{signature_of(thing)}",
+        "```",
+        "",
+        *_paragraphs(thing),
+        "",
+    ]
     if isinstance(thing, type):
-        shared = [vars(base) for base in reversed(thing.__mro__[1:]) if base.__name__.startswith("_")]
-        for method, value in {k: v for table in (*shared, vars(thing)) for k, v in table.items()}.items():
-            if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+        shared = [
+            vars(base) for base in reversed(thing.__mro__[1:]) if base.__name__.startswith("_")
+        ]
+        for method, value in {
+            k: v for table in (*shared, vars(thing)) for k, v in table.items()
+        }.items():
+            if not method.startswith("_") and (
+                inspect.isfunction(value) or isinstance(value, property)
+            ):
                 called = signature_of(value) if inspect.isfunction(value) else ""
-                lines += [f"**`{name}.{method}{called}`**", "", *_paragraphs(getattr(thing, method)), ""]
+                lines += [
+                    f"**`{name}.{method}{called}`**",
+                    "",
+                    *_paragraphs(getattr(thing, method)),
+                    "",
+                ]
     return lines
 
 

@@ -1,4 +1,5 @@
-"""Train small adapters on a frozen model: frozen shards have no gradients, no optimizer state and no reduction.
+"""Train small adapters on a frozen model: frozen shards have no gradients, no optimizer state and
+no reduction.
 
 torchrun --standalone --nproc-per-node=2 examples/adapters.py
 """
@@ -27,7 +28,10 @@ class Adapted(nn.Module):
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width).requires_grad_(False), Adapted(nn.Linear(width, width))
+        self.norm, self.linear = (
+            nn.LayerNorm(width).requires_grad_(False),
+            Adapted(nn.Linear(width, width)),
+        )
 
     def forward(self, x):
         return x + self.linear(self.norm(x)).relu()

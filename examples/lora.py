@@ -1,4 +1,5 @@
-"""Train LoRA adapters of PEFT on a frozen Hugging Face model; needs `pip install transformers peft`.
+"""Train LoRA adapters of PEFT on a frozen Hugging Face model; needs `pip install transformers
+peft`.
 
 torchrun --standalone --nproc-per-node=2 examples/lora.py
 """
@@ -23,11 +24,22 @@ except ImportError:
 def make_model():
     """Your own: `from_pretrained` in place of a configuration."""
     config = LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
-    adapters = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], modules_to_save=["lm_head"])
+    adapters = LoraConfig(
+        r=4,
+        lora_alpha=16,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        modules_to_save=["lm_head"],
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is going away
+        # peft asks transformers by a name that is going away
+        warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(LlamaForCausalLM(config), adapters)
 
 

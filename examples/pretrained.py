@@ -1,4 +1,5 @@
-"""Shard a Hugging Face model, built from a configuration here, and feed it rank by rank; needs `pip install transformers`.
+"""Shard a Hugging Face model, built from a configuration here, and feed it rank by rank; needs `pip
+install transformers`.
 
 torchrun --standalone --nproc-per-node=2 examples/pretrained.py
 """
@@ -25,7 +26,8 @@ def main():
     model = LlamaForCausalLM(config)  # or from_pretrained(...) on every rank
 
     checkpoint(model, policy={LlamaDecoderLayer})
-    fully_shard(model, policy={LlamaDecoderLayer})  # embedding and head are one tied parameter: it belongs to the model itself
+    # embedding and head are one tied parameter: it belongs to the model itself
+    fully_shard(model, policy={LlamaDecoderLayer})
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     torch.manual_seed(1 + dist.get_rank())

@@ -27,7 +27,8 @@ def main():
     torch.manual_seed(0)
     model = Tagger()
     replicate(model.embedding)  # small and read often: every rank keeps all of it
-    fully_shard(model.lstm)  # a unit of its own, with the flat weights that cuDNN wants kept in order
+    # a unit of its own, with the flat weights that cuDNN wants kept in order
+    fully_shard(model.lstm)
     fully_shard(model)  # what is left: the head
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
@@ -35,7 +36,9 @@ def main():
     for step in range(30):
         words = torch.randint(0, 64, (16, 12))
         target = words.roll(1, dims=1)  # the word before: it takes memory
-        loss = nn.functional.cross_entropy(model(words)[:, 1:].flatten(0, 1), target[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            model(words)[:, 1:].flatten(0, 1), target[:, 1:].flatten()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

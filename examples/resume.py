@@ -1,4 +1,5 @@
-"""Stop anywhere and go on, with as many ranks as there are: run it twice, the second time with another number of ranks.
+"""Stop anywhere and go on, with as many ranks as there are: run it twice, the second time with
+another number of ranks.
 
 torchrun --standalone --nproc-per-node=2 examples/resume.py runs/resume
 torchrun --standalone --nproc-per-node=4 examples/resume.py runs/resume
@@ -28,15 +29,20 @@ def main(folder):
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1)
+    )
     fully_shard(model, policy={nn.Linear})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     step, counter = 0, {"step": torch.zeros((), dtype=torch.int64)}
-    whole = sorted(path.parent for path in folder.glob("*/.metadata"))  # written last: without it a checkpoint is not whole
+    # written last: without it a checkpoint is not whole
+    whole = sorted(path.parent for path in folder.glob("*/.metadata"))
     if whole:
         weights, state = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": state, "counter": counter}, checkpoint_id=whole[-1])
+        dcp.load(
+            {"model": weights, "optimizer": state, "counter": counter}, checkpoint_id=whole[-1]
+        )
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         step = int(counter["step"])
         if rank == 0:
@@ -45,7 +51,8 @@ def main(folder):
     for number in range(step, step + 10):
         rows = batch_of(number, rank, ranks)
         loss = (model(rows) - rows.sum(dim=1, keepdim=True)).square().mean()
-        loss.backward()  # the mean over ranks, which is that over the batch if all of them have as many rows
+        # the mean over ranks, which is that over the batch if all of them have as many rows
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -55,7 +62,10 @@ def main(folder):
         print(f"step {step + 10}: loss {mean.item() / ranks:.4f}")
     weights, state = get_state_dict(model, optimizer)
     counter["step"].fill_(step + 10)
-    dcp.save({"model": weights, "optimizer": state, "counter": counter}, checkpoint_id=folder / f"step{step + 10:06}")
+    dcp.save(
+        {"model": weights, "optimizer": state, "counter": counter},
+        checkpoint_id=folder / f"step{step + 10:06}",
+    )
     dist.barrier()  # all ranks have written before one leaves
     dist.destroy_process_group()
 

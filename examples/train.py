@@ -17,7 +17,11 @@ from composable import checkpoint, describe, fully_shard
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x):
         return x + self.down(self.up(self.norm(x)).relu())
@@ -25,12 +29,14 @@ class Block(nn.Module):
 
 def main():
     dist.init_process_group("gloo")
-    torch.manual_seed(0)  # the same weights everywhere: fully_shard compares them and names the first that differs
+    # the same weights everywhere: fully_shard compares them and names the first that differs
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, 64), *(Block(64) for _ in range(4)), nn.Linear(64, 256))
 
     checkpoint(model, policy={Block})  # forget activations, recompute them in backward
     fully_shard(model, policy={Block})  # each block a unit; the rest belongs to the model itself
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # after fully_shard: it holds the sharded parameters
+    # after fully_shard: it holds the sharded parameters
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     torch.manual_seed(1 + dist.get_rank())  # other data on every rank from here on
     for step in range(20):
@@ -41,14 +47,19 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 5 == 4:
-            print(f"step {step + 1:2}: loss {loss.item():.3f}, norm of the gradients {norm.item():.3f}")
+            print(
+                f"step {step + 1:2}: loss {loss.item():.3f}, norm of the gradients"
+                f" {norm.item():.3f}"
+            )
 
     with tempfile.TemporaryDirectory() as folder:  # a real run takes a folder that all ranks see
         folders = [folder]
         dist.broadcast_object_list(folders)
         weights, state = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folders[0])  # every rank writes its shards
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folders[0])  # also into another number of ranks
+        # every rank writes its shards
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folders[0])
+        # also into another number of ranks
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folders[0])
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
         dist.barrier()
     if dist.get_rank() == 0:

@@ -19,12 +19,17 @@ ACCELERATOR: Final = Path(__file__).parent / "accelerator"  # whose tests run on
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    devices = "what tests run on; sim: a simulated accelerator; cuda: tests that name their device, with -k cuda"
+    devices = (
+        "what tests run on; sim: a simulated accelerator; cuda: tests that name their device, with"
+        " -k cuda"
+    )
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=devices)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide CUDA devices, also from workers: where torch sees one, tensors of the host are not all it uses."""
+    """Hide CUDA devices, also from workers: where torch sees one, tensors of the host are not all
+    it uses.
+    """
     if config.getoption("--device") != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -45,7 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         elif (beyond := item.get_closest_marker("beyond_sim")) is not None and is_simulated(config):
             item.add_marker(pytest.mark.skip(reason=beyond.args[0]))
         elif item.get_closest_marker("sparse") is not None and is_simulated(config):
-            item.add_marker(pytest.mark.skip(reason="the simulated accelerator has no sparse tensors"))
+            item.add_marker(
+                pytest.mark.skip(reason="the simulated accelerator has no sparse tensors")
+            )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -66,7 +73,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
     """Workers that live as long as the session, under the session's warning filters."""
     simulated = is_simulated(pytestconfig)
-    extension = build(pytestconfig.rootpath / ".pytest_cache/simulated-accelerator") if simulated else None
+    extension = (
+        build(pytestconfig.rootpath / ".pytest_cache/simulated-accelerator") if simulated else None
+    )
     ranks = Pool(pytestconfig.getini("filterwarnings"), "sim" if simulated else "cpu", extension)
     yield ranks
     ranks.stop()

@@ -1,4 +1,6 @@
-"""The documentation is true: programs print what pages say, links lead somewhere, and quoted messages exist."""
+"""The documentation is true: programs print what pages say, links lead somewhere, and quoted
+messages exist.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from composable.engine import param_group, reduction, root
 from composable.engine.param_group import ShardedState
 from composable.engine.reduction import ReductionState
 from composable.engine.root import Phase
-from docs.generate import ROOT, Outputs, Program, execute, pages, programs_in, regenerated, transitions
+from docs.generate import (
+    ROOT,
+    Outputs,
+    Program,
+    execute,
+    pages,
+    programs_in,
+    regenerated,
+    transitions,
+)
 from tests.helpers.world import Pool
 
 PAGES = pages()
@@ -61,7 +72,9 @@ def broken_links(page: Path, text: str) -> list[str]:
         inside = target == ROOT or ROOT in target.parents
         missing = not (inside and target.exists())
         if missing or (
-            anchor and target.suffix == ".md" and anchor not in _anchors(text if target == page else target.read_text())
+            anchor
+            and target.suffix == ".md"
+            and anchor not in _anchors(text if target == page else target.read_text())
         ):
             broken.append(link)
     return broken
@@ -80,7 +93,8 @@ def test_a_page_without_ranks_is_up_to_date(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if _ranked(page)], ids=_name)
 def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
     def on_pool(ranks: int, programs: Sequence[Program]) -> list[Outputs]:
-        # Programs may leave groups, hooks and half-finished steps behind: the next test gets workers of its own.
+        # Programs may leave groups, hooks and half-finished steps behind: the next test gets
+        # workers of its own.
         outputs: list[Outputs] = pool.run(ranks, _on_this_rank, list(programs), spoils=True)
         return outputs
 
@@ -88,7 +102,8 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
     assert regenerated(text, on_pool) == text, "run python -m docs.generate"
 
 
-# Programs of guides that need more than a page has: how many there are, and the test that runs them.
+# Programs of guides that need more than a page has: how many there are, and the test that runs
+# them.
 _RUN_ELSEWHERE = {
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
     "docs/guides/trainers.md": (2, "tests/whole/test_trainers.py"),
@@ -123,7 +138,9 @@ def test_measurements_are_programs_with_their_figures_below(page: Path) -> None:
 def test_every_decision_says_what_it_should_and_is_on_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-    assert [path.name[:4] for path in decisions] == [f"{number:04}" for number in range(1, len(decisions) + 1)]
+    assert [path.name[:4] for path in decisions] == [
+        f"{number:04}" for number in range(1, len(decisions) + 1)
+    ]
     for path in decisions:
         headings = re.findall(r"^## (.+)$", path.read_text(), re.M)
         assert headings == ["Context", "Decision", "Measurement", "Consequences"], path.name
@@ -134,7 +151,9 @@ def test_the_architecture_names_every_folder_and_every_file_of_the_engine() -> N
     page = (ROOT / "docs" / "architecture.md").read_text()
     package = ROOT / "composable"
     folders = [f"`{path.name}/`" for path in package.iterdir() if (path / "__init__.py").exists()]
-    files = [f"`{path.name}`" for path in (package / "engine").glob("*.py") if path.name != "__init__.py"]
+    files = [
+        f"`{path.name}`" for path in (package / "engine").glob("*.py") if path.name != "__init__.py"
+    ]
     assert [name for name in (*folders, *files) if name not in page] == []
 
 
@@ -145,7 +164,9 @@ def test_the_architecture_names_every_folder_and_every_file_of_the_engine() -> N
 )
 def test_a_state_table_has_the_states_of_its_enum(module: object, states: type[enum.Enum]) -> None:
     found = transitions(module)  # type: ignore[arg-type]
-    assert {state for state, _, _ in found} | {after for _, after, _ in found} == {state.name for state in states}
+    assert {state for state, _, _ in found} | {after for _, after, _ in found} == {
+        state.name for state in states
+    }
 
 
 @cache
@@ -157,20 +178,29 @@ def _messages() -> str:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return node.value.replace("\n", " ")
         if isinstance(node, ast.JoinedStr):
-            return "".join(text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+            return "".join(
+                text(part) if isinstance(part, ast.Constant) else "…" for part in node.values
+            )
         return ""
 
     files = sorted((ROOT / "composable").rglob("*.py"))
-    return "\n".join(filter(None, (text(node) for path in files for node in ast.walk(ast.parse(path.read_text())))))
+    return "\n".join(
+        filter(
+            None, (text(node) for path in files for node in ast.walk(ast.parse(path.read_text())))
+        )
+    )
 
 
 def unknown_messages(page: str) -> list[str]:
-    """The messages in the first column of tables that the code does not have. Those of torch are not looked for."""
+    """The messages in the first column of tables that the code does not have. Those of torch are
+    not looked for.
+    """
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     quoted = [re.findall(r"`([^`]+)`", row.split(" | ")[0]) for row in rows]
     found = []
     for message in (messages[0] for messages in quoted):
-        pattern = "[^\\n]*".join(map(re.escape, message.strip("…").split("…")))  # a wildcard in front makes the search slow
+        # a wildcard in front makes the search slow
+        pattern = "[^\\n]*".join(map(re.escape, message.strip("…").split("…")))
         if not re.search(pattern, _messages()):
             found.append(message)
     return found
@@ -181,7 +211,9 @@ def test_every_message_in_the_tables_of_errors_is_one_of_the_code() -> None:
 
 
 def test_a_message_that_is_in_no_code_is_noticed() -> None:
-    page = "| `…() has no argument '…'` | x |\n| `…() has no such thing` | y |\n| torch: `z` | z |\n"
+    page = (
+        "| `…() has no argument '…'` | x |\n| `…() has no such thing` | y |\n| torch: `z` | z |\n"
+    )
     assert unknown_messages(page) == ["…() has no such thing"]
 
 
@@ -199,5 +231,8 @@ def test_a_program_that_should_raise_and_does_not_is_noticed() -> None:
 
 def test_a_broken_link_is_noticed() -> None:
     page = ROOT / "docs" / "index.md"
-    text = "# Top\n[a](nowhere.md) [b](#top) [c](#bottom) [d](tour.md#the-states) [e](tour.md#no) `[f](g.md)` [h](../../x)\n"
+    text = (
+        "# Top\n[a](nowhere.md) [b](#top) [c](#bottom) [d](tour.md#the-states) [e](tour.md#no)"
+        " `[f](g.md)` [h](../../x)\n"
+    )
     assert broken_links(page, text) == ["nowhere.md", "#bottom", "tour.md#no", "../../x"]

@@ -1,4 +1,6 @@
-"""The examples run, one of them as its first lines say, and README shows it as it is; knows nothing of what they train."""
+"""The examples run, one of them as its first lines say, and README shows it as it is; knows nothing
+of what they train.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ TRAIN, RESUME, LORA = (ROOT / "examples" / f"{name}.py" for name in ("train", "r
 
 def by_torchrun(example: Path) -> str:
     """What it prints on rank 0, launched as a person would."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(example),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -30,7 +39,9 @@ def losses_in(printed: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step +\d+: loss ([\d.]+)", printed, re.M)]
 
 
-@pytest.mark.parametrize("example", [path for path in EXAMPLES if path != RESUME], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "example", [path for path in EXAMPLES if path != RESUME], ids=lambda path: path.stem
+)
 def test_an_example_learns_and_describes_its_model(pool: Pool, example: Path) -> None:
     printed = by_torchrun(example) if example == TRAIN else launched(pool, 2, example)
     losses = losses_in(printed)
@@ -41,14 +52,26 @@ def test_an_example_learns_and_describes_its_model(pool: Pool, example: Path) ->
 
 
 def test_the_example_with_peft_says_so_where_that_is_missing() -> None:
-    program = f"import runpy, sys; sys.modules['peft'] = None; runpy.run_path({str(LORA)!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    program = (
+        f"import runpy, sys; sys.modules['peft'] = None; runpy.run_path({str(LORA)!r},"
+        " run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "peft is not installed, so there are no adapters to train: pip install peft\n"
+    assert (
+        done.stdout
+        == "peft is not installed, so there are no adapters to train: pip install peft\n"
+    )
 
 
-def test_a_run_that_is_resumed_with_more_ranks_ends_as_one_that_is_not(pool: Pool, tmp_path: Path) -> None:
-    first, others = (losses_in(launched(pool, ranks, RESUME, str(tmp_path / "two"))) for ranks in (2, 4))
+def test_a_run_that_is_resumed_with_more_ranks_ends_as_one_that_is_not(
+    pool: Pool, tmp_path: Path
+) -> None:
+    first, others = (
+        losses_in(launched(pool, ranks, RESUME, str(tmp_path / "two"))) for ranks in (2, 4)
+    )
     alone = [losses_in(launched(pool, 1, RESUME, str(tmp_path / "one")))[0] for _ in range(2)]
     assert others < first  # who watches it sees that it goes on
     assert [*first, *others] == pytest.approx(alone, rel=1e-3)
@@ -56,9 +79,15 @@ def test_a_run_that_is_resumed_with_more_ranks_ends_as_one_that_is_not(pool: Poo
 
 def test_every_example_says_how_to_run_it() -> None:
     for path in EXAMPLES:
-        assert f"torchrun --standalone --nproc-per-node=2 examples/{path.name}" in path.read_text(), path.name
+        assert (
+            f"torchrun --standalone --nproc-per-node=2 examples/{path.name}" in path.read_text()
+        ), path.name
 
 
 def test_readme_shows_the_example_as_it_is() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert any(textwrap.indent(block, "    ") in TRAIN.read_text() for block in blocks if "init_process_group" in block)
+    assert any(
+        textwrap.indent(block, "    ") in TRAIN.read_text()
+        for block in blocks
+        if "init_process_group" in block
+    )

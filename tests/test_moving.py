@@ -18,7 +18,15 @@ from composable.errors import UnknownArgumentError
 from docs.generate import ROOT
 
 GUIDE: Final = (ROOT / "docs" / "guides" / "moving.md").read_text()
-_OF_ALL_MODULES: Final = {"self", "module", "apply", "forward", "named_buffers", "named_parameters", "train"}
+_OF_ALL_MODULES: Final = {
+    "self",
+    "module",
+    "apply",
+    "forward",
+    "named_buffers",
+    "named_parameters",
+    "train",
+}
 
 
 def _arguments(function: Callable[..., Any]) -> list[str]:
@@ -31,7 +39,9 @@ def _methods(cls: type) -> list[str]:
 
 def _left_column(heading: str) -> str:
     """The left column of the table below a heading."""
-    (text,) = [part for part in re.split(r"^## ", GUIDE, flags=re.M) if part.startswith(heading + "\n")]
+    (text,) = [
+        part for part in re.split(r"^## ", GUIDE, flags=re.M) if part.startswith(heading + "\n")
+    ]
     return "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| "))
 
 
@@ -41,7 +51,9 @@ def _left_column(heading: str) -> str:
         ("FSDP2", _arguments(fsdp2) + _methods(FSDPModule)),
         (
             "FSDP1",
-            _arguments(FullyShardedDataParallel.__init__) + _methods(FullyShardedDataParallel) + _arguments(MixedPrecision),
+            _arguments(FullyShardedDataParallel.__init__)
+            + _methods(FullyShardedDataParallel)
+            + _arguments(MixedPrecision),
         ),
         ("DDP", _arguments(DistributedDataParallel.__init__) + _methods(DistributedDataParallel)),
     ],
@@ -49,7 +61,11 @@ def _left_column(heading: str) -> str:
 )
 def test_every_name_of_the_other_library_has_an_answer(heading: str, names: Iterable[str]) -> None:
     table = _left_column(heading)
-    missing = [name for name in names if name not in _OF_ALL_MODULES and not re.search(rf"\b{name}\b", table)]
+    missing = [
+        name
+        for name in names
+        if name not in _OF_ALL_MODULES and not re.search(rf"\b{name}\b", table)
+    ]
     assert missing == []
 
 
@@ -62,7 +78,9 @@ def test_every_name_of_the_other_library_has_an_answer(heading: str, names: Iter
     ],
     ids=["FSDP1", "FSDP2", "DDP"],
 )
-def test_a_keyword_of_another_library_is_taken_or_answered(verb: Callable[..., Any], names: Iterable[str]) -> None:
+def test_a_keyword_of_another_library_is_taken_or_answered(
+    verb: Callable[..., Any], names: Iterable[str]
+) -> None:
     """A message of its own, in place of a guess by spelling."""
     unanswered = []
     for name in names:

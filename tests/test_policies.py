@@ -1,4 +1,6 @@
-"""Policies: what they pick, and in which order; what is no policy is refused with words; one of the user's own works."""
+"""Policies: what they pick, and in which order; what is no policy is refused with words; one of the
+user's own works.
+"""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -66,7 +68,7 @@ def refused(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-# --- what is picked ---------------------------------------------------------------------------------------------------
+# --- what is picked -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,9 @@ def refused(call: Callable[[], Any]) -> str:
 )
 def test_every_policy_gives_what_enumerating_by_hand_gives_in_the_same_order(policy: Policy):
     model = GPT()
-    by_hand: dict[nn.Module, dict[str, Any]] = {module: {} for module in model.modules() if isinstance(module, Block)}
+    by_hand: dict[nn.Module, dict[str, Any]] = {
+        module: {} for module in model.modules() if isinstance(module, Block)
+    }
     picked = policy.select(model)
     assert picked == by_hand
     assert list(picked) == list(by_hand)
@@ -102,7 +106,9 @@ def test_every_policy_gives_what_enumerating_by_hand_gives_in_the_same_order(pol
 )
 def test_the_order_is_that_of_modules_and_the_root_may_be_picked(policy: Policy):
     model = GPT()
-    expected = [module for module in model.modules() if isinstance(module, (GPT, nn.Embedding, nn.Linear))]
+    expected = [
+        module for module in model.modules() if isinstance(module, (GPT, nn.Embedding, nn.Linear))
+    ]
     assert list(policy.select(model)) == expected
     assert expected[0] is model
     assert len(expected) == 1 + 1 + 3 * 3 + 1
@@ -129,7 +135,9 @@ def test_a_shared_module_is_picked_once_at_its_first_place(index: int):
 def test_overrides_come_with_the_modules_and_are_the_callers_to_change():
     model = GPT()
     shared = {"reshard_after_forward": False}
-    policy = CustomPolicy(lambda module: shared if isinstance(module, WideBlock) else isinstance(module, Block))
+    policy = CustomPolicy(
+        lambda module: shared if isinstance(module, WideBlock) else isinstance(module, Block)
+    )
     picked = policy.select(model)
     assert list(picked.values()) == [{}, {"reshard_after_forward": False}, {}]
     picked[model.blocks[1]]["more"] = 1
@@ -143,7 +151,7 @@ def test_a_function_is_asked_once_for_every_module():
     assert asked == list(model.modules())
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,13 @@ def test_a_function_is_asked_once_for_every_module():
         ("**.mlp", ["blocks.0.mlp", "blocks.1.mlp", "blocks.2.mlp"]),
         (
             "blocks.0.**",
-            ["blocks.0", *[f"blocks.0.{n}" for n in ("attn", "attn.out_proj", "mlp", "mlp.0", "mlp.1", "mlp.2")]],
+            [
+                "blocks.0",
+                *[
+                    f"blocks.0.{n}"
+                    for n in ("attn", "attn.out_proj", "mlp", "mlp.0", "mlp.1", "mlp.2")
+                ],
+            ],
         ),
         ("blocks.**.2", ["blocks.0.mlp.2", "blocks.1.mlp.2", "blocks.2", "blocks.2.mlp.2"]),
         ("h*", ["head"]),
@@ -162,7 +176,9 @@ def test_a_function_is_asked_once_for_every_module():
         ("", [""]),
     ],
 )
-def test_a_glob_matches_within_one_part_and_two_stars_over_any_number(pattern: str, expected: list[str]):
+def test_a_glob_matches_within_one_part_and_two_stars_over_any_number(
+    pattern: str, expected: list[str]
+):
     model = GPT()
     assert fqns(model, NamePolicy([pattern]).select(model)) == expected
 
@@ -174,8 +190,15 @@ def test_globs_see_case():
 def test_overrides_of_several_globs_are_merged_and_the_later_counts():
     model = GPT()
     policy = NamePolicy({"blocks.*": {"a": 1, "b": 1}, "blocks.1": {"b": 2}, "emb": True})
-    assert list(policy.select(model).values()) == [{}, {"a": 1, "b": 1}, {"a": 1, "b": 2}, {"a": 1, "b": 1}]
-    assert NamePolicy({"blocks.1": {"b": 2}, "blocks.*": {"b": 1}}).select(model)[model.blocks[1]] == {"b": 1}
+    assert list(policy.select(model).values()) == [
+        {},
+        {"a": 1, "b": 1},
+        {"a": 1, "b": 2},
+        {"a": 1, "b": 1},
+    ]
+    assert NamePolicy({"blocks.1": {"b": 2}, "blocks.*": {"b": 1}}).select(model)[
+        model.blocks[1]
+    ] == {"b": 1}
 
 
 def test_every_glob_must_match_something():
@@ -189,7 +212,7 @@ def test_every_glob_must_match_something():
     )
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
+# --- sizes --------------------------------------------------------------------------------------
 
 
 def _sized(**sizes: int) -> nn.Module:
@@ -201,7 +224,8 @@ def _sized(**sizes: int) -> nn.Module:
 
 def test_sizes_are_counted_from_the_bottom_and_what_is_picked_does_not_count_above():
     model = nn.Sequential(_sized(a=10, b=4), _sized(c=5, d=4), _sized(e=1))
-    # a is large enough; b alone is not and neither is [b], so it is left to the root with e; c and d are, together.
+    # a is large enough; b alone is not and neither is [b], so it is left to the root with e; c and
+    # d are, together.
     assert fqns(model, SizePolicy(9).select(model)) == ["0.a", "1"]
     assert fqns(model, SizePolicy(5).select(model)) == ["", "0.a", "1.c"]
     assert fqns(model, SizePolicy(24).select(model)) == [""]
@@ -219,7 +243,9 @@ def test_containers_without_a_forward_and_excluded_classes_are_not_picked_but_wh
     assert fqns(model, SizePolicy(12).select(model)) == [""]
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 1, bias=False)))
     assert fqns(model, SizePolicy(6).select(model)) == ["0.0"]
-    assert "matched 0 modules" in refused(lambda: SizePolicy(6, exclude=[nn.Linear, nn.Sequential]).select(model))
+    assert "matched 0 modules" in refused(
+        lambda: SizePolicy(6, exclude=[nn.Linear, nn.Sequential]).select(model)
+    )
 
 
 def test_attention_is_picked_as_a_whole_since_it_does_not_call_its_projection():
@@ -236,7 +262,7 @@ def test_a_size_that_nothing_reaches_is_refused_with_what_there_is():
     )
 
 
-# --- shorthands -------------------------------------------------------------------------------------------------------
+# --- shorthands ---------------------------------------------------------------------------------
 
 
 def test_shorthands_stand_for_policies():
@@ -244,9 +270,20 @@ def test_shorthands_stand_for_policies():
         return isinstance(module, Block)
 
     policy = SizePolicy(1)
-    shorthands = [Block, {Block}, frozenset({Block}), (Block,), [Block, nn.Linear], {"blocks.*": {}}, blocks, policy]
+    shorthands = [
+        Block,
+        {Block},
+        frozenset({Block}),
+        (Block,),
+        [Block, nn.Linear],
+        {"blocks.*": {}},
+        blocks,
+        policy,
+    ]
     assert_text(
-        "\n".join(repr(as_policy(each)) for each in shorthands).replace(blocks.__qualname__, "blocks"),
+        "\n".join(repr(as_policy(each)) for each in shorthands).replace(
+            blocks.__qualname__, "blocks"
+        ),
         """\
 ModuleWrapPolicy(Block)
 ModuleWrapPolicy(Block)
@@ -266,19 +303,23 @@ def test_a_set_of_classes_reads_the_same_whatever_its_order():
     assert texts == {"ModuleWrapPolicy(Block, Linear, LayerNorm, Embedding)"}
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 def _model_with_counts() -> nn.Module:
     model = nn.Sequential(*[nn.Sequential(*[nn.Linear(1, 1) for _ in range(4)]) for _ in range(12)])
     for child in model:
-        child.__class__ = type("Block", (nn.Sequential,), {}) if child is model[0] else type(model[0])
+        child.__class__ = (
+            type("Block", (nn.Sequential,), {}) if child is model[0] else type(model[0])
+        )
     model.append(nn.Linear(1, 1))
     return model
 
 
 @pytest.mark.parametrize(
-    "policy", [ModuleWrapPolicy(nn.Conv2d), CustomPolicy(lambda module: False)], ids=["classes", "function"]
+    "policy",
+    [ModuleWrapPolicy(nn.Conv2d), CustomPolicy(lambda module: False)],
+    ids=["classes", "function"],
 )
 def test_a_policy_that_matches_nothing_lists_the_classes_that_are_there(policy: Policy):
     model = _model_with_counts()
@@ -320,19 +361,31 @@ def test_what_is_no_policy_is_refused_with_what_it_is(make: Callable[[], Any], t
 def test_an_auto_wrap_policy_of_fsdp1_is_refused_with_what_to_use():
     old = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
     text = refused(lambda: as_policy(old))
-    assert text.startswith("a policy's function takes one argument, the module; this one takes (module: ")
+    assert text.startswith(
+        "a policy's function takes one argument, the module; this one takes (module: "
+    )
     assert text.endswith("For an auto-wrap policy of FSDP1, use ModuleWrapPolicy or SizePolicy")
 
 
 @pytest.mark.parametrize(
     ("answer", "what"),
-    [(None, "None"), (1, "1"), ("yes", "the str 'yes'"), (torch.ones(1), "a Tensor"), ([], "a list")],
+    [
+        (None, "None"),
+        (1, "1"),
+        ("yes", "the str 'yes'"),
+        (torch.ones(1), "a Tensor"),
+        ([], "a list"),
+    ],
 )
 def test_an_answer_that_is_none_is_refused_with_the_name_of_the_module(answer: Any, what: str):
     model = GPT()
-    text = refused(lambda: CustomPolicy(lambda module: answer if module is model.blocks[1].mlp else True).select(model))
-    assert text == (
-        f"the policy's function returned {what} for Sequential 'blocks.1.mlp'; "
+    text = refused(
+        lambda: CustomPolicy(
+            lambda module: answer if module is model.blocks[1].mlp else True
+        ).select(model)
+    )
+    assert (
+        text == f"the policy's function returned {what} for Sequential 'blocks.1.mlp'; "
         "it must return True, False or a dict of keyword overrides"
     )
 
@@ -347,7 +400,7 @@ def test_policy_itself_cannot_be_made():
         Policy()  # type: ignore[abstract]
 
 
-# --- policies of the user's own ---------------------------------------------------------------------------------------
+# --- policies of the user's own -----------------------------------------------------------------
 
 
 class Answering(Policy):
@@ -383,6 +436,8 @@ def test_select_modules_takes_shorthands():
         (lambda root: {}, "policy matched 0 modules; classes present: GPT x1, Embedding x1, ModuleList x1, Block x2, MultiheadAttention x3, NonDynamicallyQuantizableLinear x3, Sequential x3, Linear x7, GELU x3, WideBlock x1"),
     ],
 )  # fmt: skip
-def test_an_answer_of_a_policy_of_ones_own_is_checked(answer: Callable[[nn.Module], Any], text: str):
+def test_an_answer_of_a_policy_of_ones_own_is_checked(
+    answer: Callable[[nn.Module], Any], text: str
+):
     model = GPT()
     assert refused(lambda: select_modules(Answering(answer), model)) == text

@@ -9,7 +9,14 @@ from typing import Any, Final
 import pytest
 
 import composable
-from docs.reference import CHAPTERS, MODULES, documented_arguments, public_errors, reference, signature_of
+from docs.reference import (
+    CHAPTERS,
+    MODULES,
+    documented_arguments,
+    public_errors,
+    reference,
+    signature_of,
+)
 
 NAMES: Final = [name for name in composable.__all__ if name not in (*MODULES, "__version__")]
 OBVIOUS: Final = ("module", "self", "optimizer", "root")  # the first sentence says what they are
@@ -32,18 +39,29 @@ def test_the_reference_has_every_public_name_once() -> None:
         assert f"| `{error.__name__}` |" in page
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(f"traversal.{name}" for name in composable.traversal.__all__), *METHODS])
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(f"traversal.{name}" for name in composable.traversal.__all__), *METHODS]
+)
 def test_a_docstring_explains_every_argument(name: str) -> None:
     thing: Any = attrgetter(name)(composable)
     assert inspect.getdoc(thing)
     if not isinstance(thing, property):
-        arguments = [argument for argument in inspect.signature(thing).parameters if argument not in OBVIOUS]
-        assert [argument for argument in arguments if argument not in documented_arguments(thing)] == []
+        arguments = [
+            argument for argument in inspect.signature(thing).parameters if argument not in OBVIOUS
+        ]
+        assert [
+            argument for argument in arguments if argument not in documented_arguments(thing)
+        ] == []
 
 
 def test_methods_and_properties_are_among_what_is_checked() -> None:
     page = reference()
-    for name in ("OptimizerInBackward.step", "OptimizerInBackward.remove", "ShardStepping.remove", "Policy.select"):
+    for name in (
+        "OptimizerInBackward.step",
+        "OptimizerInBackward.remove",
+        "ShardStepping.remove",
+        "Policy.select",
+    ):
         assert name in METHODS
     for name in METHODS:
         assert f"**`{name}" in page, name

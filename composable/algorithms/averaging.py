@@ -1,4 +1,6 @@
-"""Averages of parameters over ranks that train apart: at once, every so many steps, or in groups within groups."""
+"""Averages of parameters over ranks that train apart: at once, every so many steps, or in groups
+within groups.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,21 @@ Over = str | DeviceMesh | dist.ProcessGroup
 
 REPLICAS: Final = "replicate"
 
-# --- over which ranks -------------------------------------------------------------------------------------------------
+# --- over which ranks ----------------------------------------------------------------------------
 
 
 def mesh_info_around(unit: Unit) -> MeshInfo:
-    """The mesh that tells a unit's replicas: of a replicated unit next to hybrid shards over the same ranks, it is theirs."""
+    """The mesh that tells a unit's replicas: of a replicated unit next to hybrid shards over the
+    same ranks, it is theirs.
+    """
     if unit.rest_mesh is not None:
         for around in unit.within:
             for each in (around, *around.found):
-                if each.is_sharded and each.spec.mesh_info.mesh is unit.rest_mesh and unit.rest_mesh.ndim == 2:
+                if (
+                    each.is_sharded
+                    and each.spec.mesh_info.mesh is unit.rest_mesh
+                    and unit.rest_mesh.ndim == 2
+                ):
                     return each.spec.mesh_info
     return unit.spec.mesh_info
 
@@ -49,12 +57,17 @@ def comm_over(caller: str, unit: Unit, over: Over) -> Comm:
     group = _group_over(caller, unit, info, over)
     if unit.is_sharded and info.mesh is not None and group is not None:
         ranks = dist.get_process_group_ranks(group)
-        parts = info.mesh.mesh.movedim(info.shard_dim, 0).reshape(info.mesh.size(info.shard_dim), -1).tolist()
+        parts = (
+            info.mesh.mesh.movedim(info.shard_dim, 0)
+            .reshape(info.mesh.size(info.shard_dim), -1)
+            .tolist()
+        )
         if sum(any(rank in ranks for rank in part) for part in parts) > 1:
             raise MeshError(
-                f"{caller}: unit '{unit.name}' is sharded over ranks {few([str(rank) for rank in ranks])} (over={over!r}), "
-                "which hold different parts of its parameters. Average over the dimension of the mesh that replicates, or over "
-                "a group of ranks that hold the same part"
+                f"{caller}: unit '{unit.name}' is sharded over ranks"
+                f" {few([str(rank) for rank in ranks])} (over={over!r}), which hold different parts"
+                " of its parameters. Average over the dimension of the mesh that replicates, or"
+                " over a group of ranks that hold the same part"
             )
     return comm_of(group, info.device)
 
@@ -67,8 +80,8 @@ def _group_over(caller: str, unit: Unit, info: MeshInfo, over: Over) -> dist.Pro
     if not isinstance(over, str):
         dims = f" of {over.ndim} dimensions" if hasattr(over, "ndim") else ""
         raise MeshError(
-            f"{caller}: over must be the name of a dimension, a mesh of one dimension or a process group, got "
-            f"{type(over).__name__}{dims}"
+            f"{caller}: over must be the name of a dimension, a mesh of one dimension or a process"
+            f" group, got {type(over).__name__}{dims}"
         )
     mesh = info.mesh
     if mesh is None:
@@ -82,21 +95,26 @@ def _group_over(caller: str, unit: Unit, info: MeshInfo, over: Over) -> dist.Pro
         return mesh.get_group()
     near = "".join(f"; did you mean '{name}'?" for name in closest(over, names))
     raise MeshError(
-        f"{caller}: the mesh of unit '{unit.name}', {describe_mesh(mesh)}, has no dimension '{over}'{near}. Its dimensions are "
-        f"{', '.join(map(repr, names)) or 'without names'}; for ranks outside of it, pass their process group or mesh"
+        f"{caller}: the mesh of unit '{unit.name}', {describe_mesh(mesh)}, has no dimension"
+        f" '{over}'{near}. Its dimensions are {', '.join(map(repr, names)) or 'without names'}; for"
+        " ranks outside of it, pass their process group or mesh"
     )
 
 
-# --- one average ------------------------------------------------------------------------------------------------------
+# --- one average --------------------------------------------------------------------------------
 
 
 class _Average:
-    """One all-reduce of tensors of one dtype. A single flat one, such as the shards of a unit, is reduced where it is."""
+    """One all-reduce of tensors of one dtype. A single flat one, such as the shards of a unit, is
+    reduced where it is.
+    """
 
     def __init__(self, tensors: list[Tensor], comm: Comm, label: str) -> None:
         self._tensors = tensors
         alone = len(tensors) == 1 and tensors[0].is_contiguous()
-        self._flat = (tensors[0] if alone else torch.cat([each.reshape(-1) for each in tensors])).to(comm.device)
+        self._flat = (
+            tensors[0] if alone else torch.cat([each.reshape(-1) for each in tensors])
+        ).to(comm.device)
         self._work = comm.all_reduce([self._flat], label, 1.0 / comm.size)
 
     def land(self) -> None:
@@ -104,17 +122,24 @@ class _Average:
         if self._flat is self._tensors[0]:
             increment_version(self._flat)  # what was gathered from it is out of date
         else:
-            torch._foreach_copy_(self._tensors, cut_flat(self._flat, [each.shape for each in self._tensors]))
+            torch._foreach_copy_(
+                self._tensors, cut_flat(self._flat, [each.shape for each in self._tensors])
+            )
 
 
 def _memory_of(unit: Unit) -> Iterator[Tensor]:
-    """The floating-point memory of a unit's parameters: the shard buffer of a group, or every parameter."""
+    """The floating-point memory of a unit's parameters: the shard buffer of a group, or every
+    parameter.
+    """
     for group in unit.groups:
         if group.precision.original.is_floating_point or group.precision.original.is_complex:
             if group.has_shards:
                 yield group.shard.detach()
             else:
-                locals_ = (local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest for p in group.params)
+                locals_ = (
+                    local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest
+                    for p in group.params
+                )
                 yield from (local.detach() for local in locals_)
 
 
@@ -124,7 +149,11 @@ def _buffers_of(units: list[Unit]) -> Iterator[tuple[Unit, Tensor]]:
     for unit in units:
         for module in (below for outer in unit.modules for below in outer.modules()):
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                if (
+                    buffer is not None
+                    and buffer.is_floating_point()
+                    and name not in module._non_persistent_buffers_set
+                ):
                     found[id(buffer)] = unit, buffer
     yield from found.values()
 
@@ -140,22 +169,28 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
     for unit, tensor in (*memory, *_buffers_of(units)):
         if tensor.numel() and comms[unit].size > 1:
             messages.setdefault((unit, tensor.dtype), []).append(tensor.detach())
-    averages = [_Average(each, comms[unit], f"average of unit '{unit.name}'") for (unit, _), each in messages.items()]
+    averages = [
+        _Average(each, comms[unit], f"average of unit '{unit.name}'")
+        for (unit, _), each in messages.items()
+    ]
     for average in averages:
         average.land()
 
 
 def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
-    """Replace every parameter of the units in `model`, with or without a gradient, by its mean over ranks that trained apart.
+    """Replace every parameter of the units in `model`, with or without a gradient, by its mean over
+    ranks that trained apart.
 
-    Shards are averaged with the same shards of other ranks, where they are: one message per unit and dtype. Means are computed
-    in the parameters' dtype. Floating-point buffers of the state dict are averaged, too; other buffers stay as they are. All
-    ranks call this together, outside of forward and backward.
+    Shards are averaged with the same shards of other ranks, where they are: one message per unit
+    and dtype. Means are computed in the parameters' dtype. Floating-point buffers of the state dict
+    are averaged, too; other buffers stay as they are. All ranks call this together, outside of
+    forward and backward.
 
     Args:
         model: an annotated module, or one that contains some.
-        over: the ranks to average over: the name of a dimension of the units' meshes, a mesh of one dimension, or a process
-            group. "replicate" is the dimension that replicates, whatever it is called; for a `replicate`d unit, its ranks.
+        over: the ranks to average over: the name of a dimension of the units' meshes, a mesh of one
+            dimension, or a process group. "replicate" is the dimension that replicates, whatever it
+            is called; for a `replicate`d unit, its ranks.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
@@ -169,10 +204,14 @@ def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
 
     Source: `torch.distributed.algorithms.model_averaging.utils.average_parameters`.
     """
-    _average("average_parameters", unwrapped(model), lambda unit: comm_over("average_parameters", unit, over))
+    _average(
+        "average_parameters",
+        unwrapped(model),
+        lambda unit: comm_over("average_parameters", unit, over),
+    )
 
 
-# --- averages every so many steps -------------------------------------------------------------------------------------
+# --- averages every so many steps ---------------------------------------------------------------
 
 
 class _Averager:
@@ -184,7 +223,9 @@ class _Averager:
 
     def __init__(self, model: nn.Module, warmup_steps: int) -> None:
         if warmup_steps < 0:
-            raise AnnotationError(f"{type(self).__name__}: warmup_steps must not be negative, got {warmup_steps}")
+            raise AnnotationError(
+                f"{type(self).__name__}: warmup_steps must not be negative, got {warmup_steps}"
+            )
         self._model = unwrapped(model)
         self._warmup = warmup_steps
         self.step = 0
@@ -197,7 +238,8 @@ class _Averager:
         """Count a step, and average if it is due. Call it after each step of the optimizer.
 
         Args:
-            params: ignored, since the model was given; torch's `PostLocalSGDOptimizer` passes its groups.
+            params: ignored, since the model was given; torch's `PostLocalSGDOptimizer` passes its
+                groups.
         """
         comm_for = self._comm_now() if self.step >= self._warmup else None
         if comm_for is not None:
@@ -220,8 +262,8 @@ class _Averager:
 class PeriodicAverager(_Averager):
     """Average parameters every `period` steps, after `warmup_steps` steps without.
 
-    Gradients stay local after the warm-up: see the guide on averaging. Steps are counted as torch's averager counts them: the
-    first average is in step number `warmup_steps`, from 0.
+    Gradients stay local after the warm-up: see the guide on averaging. Steps are counted as torch's
+    averager counts them: the first average is in step number `warmup_steps`, from 0.
 
     Args:
         model: the annotated model.
@@ -243,7 +285,9 @@ class PeriodicAverager(_Averager):
     Source: torch's `PeriodicModelAverager`; post-local SGD, https://arxiv.org/abs/1808.07217.
     """
 
-    def __init__(self, model: nn.Module, period: int, warmup_steps: int = 0, *, over: Over = REPLICAS) -> None:
+    def __init__(
+        self, model: nn.Module, period: int, warmup_steps: int = 0, *, over: Over = REPLICAS
+    ) -> None:
         super().__init__(model, warmup_steps)
         if period < 1:
             raise AnnotationError(f"PeriodicAverager: period must be at least 1, got {period}")
@@ -262,18 +306,22 @@ class PeriodicAverager(_Averager):
 class HierarchicalAverager(_Averager):
     """Average parameters in small groups often, and in larger ones seldom.
 
-    In a step that is due for several groups, the largest one averages. Steps are counted as torch's averager counts them: a
-    group is due when its period divides the number of the step, from 0, and `warmup_steps` are over.
+    In a step that is due for several groups, the largest one averages. Steps are counted as torch's
+    averager counts them: a group is due when its period divides the number of the step, from 0, and
+    `warmup_steps` are over.
 
     Args:
         model: the annotated model.
-        periods: from the number of ranks in a group to the steps between its averages. Groups are consecutive ranks of `over`;
-            the largest one has all of them. Each size divides the next one, and so does each period.
+        periods: from the number of ranks in a group to the steps between its averages. Groups are
+            consecutive ranks of `over`; the largest one has all of them. Each size divides the next
+            one, and so does each period.
         warmup_steps, over: as for `PeriodicAverager`.
 
     Raises:
-        AnnotationError: a period is below 1, or does not divide the next one; warmup_steps is below 0.
-        MeshError: sizes do not divide, or the largest is not that of `over`; or as `average_parameters`.
+        AnnotationError: a period is below 1, or does not divide the next one; warmup_steps is below
+            0.
+        MeshError: sizes do not divide, or the largest is not that of `over`; or as
+            `average_parameters`.
 
     Example:
         >>> HierarchicalAverager(model, {8: 4, 64: 32})  # 8 ranks of a host every 4 steps, all 64 every 32
@@ -281,33 +329,53 @@ class HierarchicalAverager(_Averager):
     Source: torch's `HierarchicalModelAverager`, which takes sizes by period.
     """
 
-    def __init__(self, model: nn.Module, periods: Mapping[int, int], warmup_steps: int = 0, *, over: Over = REPLICAS) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        periods: Mapping[int, int],
+        warmup_steps: int = 0,
+        *,
+        over: Over = REPLICAS,
+    ) -> None:
         super().__init__(model, warmup_steps)
         levels = sorted(periods.items())
         for (size, period), (larger, longer) in zip([(1, 1), *levels], levels, strict=False):
             if longer < 1 or larger < 1:
-                raise AnnotationError(f"HierarchicalAverager: sizes and periods must be at least 1, got {dict(periods)}")
+                raise AnnotationError(
+                    "HierarchicalAverager: sizes and periods must be at least 1, got"
+                    f" {dict(periods)}"
+                )
             if larger % size:
-                raise MeshError(f"HierarchicalAverager: groups of {size} ranks do not divide groups of {larger}")
+                raise MeshError(
+                    f"HierarchicalAverager: groups of {size} ranks do not divide groups of {larger}"
+                )
             if longer % period:
                 raise AnnotationError(
-                    f"HierarchicalAverager: groups of {larger} ranks average every {longer} steps, which the {period} steps of "
-                    f"groups of {size} do not divide. Periods of larger groups are multiples of those of smaller ones"
+                    f"HierarchicalAverager: groups of {larger} ranks average every {longer} steps,"
+                    f" which the {period} steps of groups of {size} do not divide. Periods of"
+                    " larger groups are multiples of those of smaller ones"
                 )
-        whole = {unit: comm_over("HierarchicalAverager", unit, over) for unit in units_in("HierarchicalAverager", self._model)}
+        whole = {
+            unit: comm_over("HierarchicalAverager", unit, over)
+            for unit in units_in("HierarchicalAverager", self._model)
+        }
         for unit, comm in whole.items():
             if not levels or levels[-1][0] != comm.size:
                 raise MeshError(
-                    f"HierarchicalAverager: the largest group must have the {comm.size} ranks that unit '{unit.name}' is "
-                    f"averaged over (over={over!r}), got sizes {[size for size, _ in levels]}"
+                    f"HierarchicalAverager: the largest group must have the {comm.size} ranks that"
+                    f" unit '{unit.name}' is averaged over (over={over!r}), got sizes"
+                    f" {[size for size, _ in levels]}"
                 )
         # The largest first. All ranks make the groups here, together.
         self._levels = [
-            (period, {unit: _part_of(comm, size) for unit, comm in whole.items()}) for size, period in reversed(levels)
+            (period, {unit: _part_of(comm, size) for unit, comm in whole.items()})
+            for size, period in reversed(levels)
         ]
 
     def _comm_now(self) -> Callable[[Unit], Comm] | None:
-        return next((comms.__getitem__ for period, comms in self._levels if self.step % period == 0), None)
+        return next(
+            (comms.__getitem__ for period, comms in self._levels if self.step % period == 0), None
+        )
 
 
 def _part_of(comm: Comm, size: int) -> Comm:

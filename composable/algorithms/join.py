@@ -1,16 +1,18 @@
 """Uneven inputs: a rank without data follows the ranks that have some, through torch's `Join`.
 
-`Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one number, and a rank without
-data adds 0. The model has many, so between two such sums the rank with data that comes first, the source, says what it does:
-which units it enters and leaves (`composable.engine.shadow`), and which functions and optimizers it calls. The others do the
-same without computing. They are told each time, and not by a record of an earlier step: so a rank may have no data at all, and
-steps may differ. While all ranks have data, nothing but the sums is sent.
+`Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one
+number, and a rank without data adds 0. The model has many, so between two such sums the rank with
+data that comes first, the source, says what it does: which units it enters and leaves
+(`composable.engine.shadow`), and which functions and optimizers it calls. The others do the same
+without computing. They are told each time, and not by a record of an earlier step: so a rank may
+have no data at all, and steps may differ. While all ranks have data, nothing but the sums is sent.
 
-Other joinables of the same `Join` have collectives of their own. They announce them by `Join.notify_join_context`, which is taken as a
-forward is: the source says which joinable it is, and the others call its hook.
+Other joinables of the same `Join` have collectives of their own. They announce them by
+`Join.notify_join_context`, which is taken as a forward is: the source says which joinable it is,
+and the others call its hook.
 
-Between two forwards all ranks run sums of one number, so that a rank that leaves the scope finds its first sum wherever the
-others are:
+Between two forwards all ranks run sums of one number, so that a rank that leaves the scope finds
+its first sum wherever the others are:
 
 | sum | means |
 |---|---|
@@ -18,8 +20,9 @@ others are:
 | at most the number of ranks | so many ranks have data, and begin a forward, or the turn of another joinable |
 | `_CALL` | the source calls something, and says what |
 
-An iteration is closed by one sum and the next begins with another, both of ones. Ranks in `Join.__exit__` take part in the first
-or the second, and then shadow the forward like those that left the scope earlier.
+An iteration is closed by one sum and the next begins with another, both of ones. Ranks in
+`Join.__exit__` take part in the first or the second, and then shadow the forward like those that
+left the scope earlier.
 """
 
 from __future__ import annotations
@@ -65,7 +68,9 @@ class _LostStepError(Exception):
 class ModelJoinable(Joinable):
     """What `joinable` returns: models, with what is stepped and carried along with them."""
 
-    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], carried: Sequence[Any]) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], carried: Sequence[Any]
+    ) -> None:
         super().__init__()
         _hear_of_joins()
         self.models = list(models)
@@ -75,15 +80,21 @@ class ModelJoinable(Joinable):
         self.comm = self.units[0].mesh_info.all
         first = _ranks_of(self.comm)
         for unit in self.units:
-            if _ranks_of(unit.mesh_info.all) != first or unit.mesh_info.device != self.units[0].mesh_info.device:
+            if (
+                _ranks_of(unit.mesh_info.all) != first
+                or unit.mesh_info.device != self.units[0].mesh_info.device
+            ):
                 raise MeshError(
-                    f"joinable: unit '{unit.name}' is on ranks {_ranks_of(unit.mesh_info.all)} of {unit.mesh_info.device}, and unit "
-                    f"'{self.units[0].name}' on ranks {first} of {self.units[0].mesh_info.device}. A rank without data can stand in for "
-                    "units on the same ranks and device only; annotate the models on one mesh"
+                    f"joinable: unit '{unit.name}' is on ranks {_ranks_of(unit.mesh_info.all)} of"
+                    f" {unit.mesh_info.device}, and unit '{self.units[0].name}' on ranks {first} of"
+                    f" {self.units[0].mesh_info.device}. A rank without data can stand in for units"
+                    " on the same ranks and device only; annotate the models on one mesh"
                 )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Open a scope, or add this to the one that another joinable of the same `Join` has opened."""
+        """Open a scope, or add this to the one that another joinable of the same `Join` has
+        opened.
+        """
         for each in LISTENERS:
             scope = each()
             assert isinstance(scope, _Scope)
@@ -156,12 +167,14 @@ class _Scope(JoinHook):
         """Another of the joinables of the same `Join`."""
         if self._used:
             raise PhaseError(
-                "joinable: a join scope is open already. Scopes do not nest: pass all models to one, join(model, other, optimizer)"
+                "joinable: a join scope is open already. Scopes do not nest: pass all models to"
+                " one, join(model, other, optimizer)"
             )
         if _ranks_of(member.comm) != _ranks_of(self._comm) or member.join_device != self._device:
             raise MeshError(
-                f"joinable: models of one Join are on ranks {_ranks_of(member.comm)} of {member.join_device} and on ranks "
-                f"{_ranks_of(self._comm)} of {self._device}. Annotate them on one mesh, or open a scope for each"
+                f"joinable: models of one Join are on ranks {_ranks_of(member.comm)} of"
+                f" {member.join_device} and on ranks {_ranks_of(self._comm)} of {self._device}."
+                " Annotate them on one mesh, or open a scope for each"
             )
         self._members.append(member)
         owners: list[nn.Module | Optimizer] = [*member.models, *member.optimizers]
@@ -176,26 +189,35 @@ class _Scope(JoinHook):
         return self if member is self._first else JoinHook()
 
     def take(self, joinables: Sequence[Joinable], hooks: list[JoinHook]) -> None:
-        """Call the hooks of other joinables from this one's, when the source says so, and in the end after this one's."""
+        """Call the hooks of other joinables from this one's, when the source says so, and in the
+        end after this one's.
+        """
         for joinable, hook in zip(joinables, [*hooks], strict=True):
             if not isinstance(joinable, ModelJoinable):
                 self._others.append(joinable)
                 self._their_hooks.append(hook)
-        hooks[:] = [*(hook for hook in hooks if hook not in self._their_hooks), *map(_AtTheEnd, self._their_hooks)]
+        hooks[:] = [
+            *(hook for hook in hooks if hook not in self._their_hooks),
+            *map(_AtTheEnd, self._their_hooks),
+        ]
 
-    # --- sums and messages ------------------------------------------------------------------------------------------
+    # --- sums and messages -----------------------------------------------------------------------
 
     def _sum(self, mine: float) -> float:
         """Take part in one of the sums that `Join` knows of."""
         return notification_sum(mine, self._group, self._device)
 
     def _send(self) -> None:
-        """Say what was told since the last message. Of the ranks with data, all take part, and the source is heard."""
+        """Say what was told since the last message. Of the ranks with data, all take part, and the
+        source is heard.
+        """
         message = torch.zeros(1 + 3 * _EVENTS, dtype=torch.int64)
         message[0] = len(self._said)
         message[1 : 1 + len(self._said)] = torch.tensor(self._said, dtype=torch.int64)
         self._said = []
-        self._comm.broadcast([message.to(self._device)], "message to ranks without data", self.source)
+        self._comm.broadcast(
+            [message.to(self._device)], "message to ranks without data", self.source
+        )
 
     def _receive(self) -> Iterator[tuple[Event, int, int]]:
         message = torch.zeros(1 + 3 * _EVENTS, dtype=torch.int64, device=self._device)
@@ -219,10 +241,12 @@ class _Scope(JoinHook):
 
     def _meet(self) -> None:
         """Find the source: the first rank that has data."""
-        rows = self._comm.all_gather_ints([int(not self._shadows)], "exchange of which ranks have data")
+        rows = self._comm.all_gather_ints(
+            [int(not self._shadows)], "exchange of which ranks have data"
+        )
         self.source = next(rank for rank, (has_data,) in enumerate(rows) if has_data)
 
-    # --- a rank with data -------------------------------------------------------------------------------------------
+    # --- a rank with data ------------------------------------------------------------------------
 
     @property
     def _listens(self) -> bool:
@@ -245,7 +269,9 @@ class _Scope(JoinHook):
             raise problem
 
     def _announce(self, *what: Any) -> None:
-        """Count the ranks that have data, and say to the others what begins: a forward, or the turn of another joinable."""
+        """Count the ranks that have data, and say to the others what begins: a forward, or the turn
+        of another joinable.
+        """
         if self._phase:
             self._tell(Event.LOST, 0, 0, now=True)
         self._said, self._phase = [], ""
@@ -259,7 +285,9 @@ class _Scope(JoinHook):
             self._object(what)
 
     def turn(self, other: Joinable) -> bool:
-        """Another joinable is about to communicate. Returns whether it is one of this scope's `Join`, which says so itself."""
+        """Another joinable is about to communicate. Returns whether it is one of this scope's
+        `Join`, which says so itself.
+        """
         config = self._first._join_config
         if not config.enable or config.throw_on_early_termination or other not in self._others:
             return False
@@ -283,14 +311,15 @@ class _Scope(JoinHook):
             return None
         if len(unknown) < len(root.units):
             return PhaseError(
-                f"unit '{unknown[0].name}' was annotated inside of a join scope, and ranks without data do not know it. Annotate the "
-                "whole model before the scope"
+                f"unit '{unknown[0].name}' was annotated inside of a join scope, and ranks without"
+                " data do not know it. Annotate the whole model before the scope"
             )
         if all(unit.mesh_info.all.size == 1 for unit in unknown):
             return None
         return PhaseError(
-            f"unit '{root.name}' of another model ran inside of a join scope, and ranks without data do not take part in it. Pass the "
-            "model to the scope: join(model, other, optimizer)"
+            f"unit '{root.name}' of another model ran inside of a join scope, and ranks without"
+            " data do not take part in it. Pass the model to the scope: join(model, other,"
+            " optimizer)"
         )
 
     def open(self, root: Root) -> None:
@@ -317,10 +346,16 @@ class _Scope(JoinHook):
         for unit in root.units:
             for param in unit.params if unit.is_sharded else ():
                 at_rest = param.at_rest
-                if at_rest.requires_grad and id(at_rest) not in stepped and stepped_in_backward([at_rest]) is None:
+                if (
+                    at_rest.requires_grad
+                    and id(at_rest) not in stepped
+                    and stepped_in_backward([at_rest]) is None
+                ):
                     return OptimizerError(
-                        f"join: parameter '{param.fqn}' of unit '{unit.name}' is trained by no optimizer that the scope knows. A rank "
-                        "without data goes on to hold its shard, and has to step it: join(model, optimizer), or joinable(model, optimizer)"
+                        f"join: parameter '{param.fqn}' of unit '{unit.name}' is trained by no"
+                        " optimizer that the scope knows. A rank without data goes on to hold its"
+                        " shard, and has to step it: join(model, optimizer), or joinable(model,"
+                        " optimizer)"
                     )
         return None
 
@@ -337,7 +372,8 @@ class _Scope(JoinHook):
         return [param.at_rest for unit in self._units for param in unit.params]
 
     def tell(self, event: Event, unit: Unit, detail: int, *, now: bool) -> None:
-        # The first count of a backward comes before the backward is announced, and is sent behind that.
+        # The first count of a backward comes before the backward is announced, and is sent behind
+        # that.
         if self._listens and self.narrates and (self._phase or event is Event.COUNT):
             self._tell(event, self._indices.get(unit, 0), detail, now=now)
             if event is Event.END or (event is Event.LEAVE and now and self._phase == "forward"):
@@ -364,8 +400,9 @@ class _Scope(JoinHook):
             scaler, inverse_scale, allow_fp16 = args
             if scaler not in self._carried:
                 raise OptimizerError(
-                    f"join: {type(scaler).__name__} scales gradients of a model in the scope, and is not known to it. Pass it, so that "
-                    "ranks without data go on with its scale: join(model, optimizer, scaler), or joinable(model, optimizer, scaler)"
+                    f"join: {type(scaler).__name__} scales gradients of a model in the scope, and"
+                    " is not known to it. Pass it, so that ranks without data go on with its"
+                    " scale: join(model, optimizer, scaler), or joinable(model, optimizer, scaler)"
                 )
             args = (float(inverse_scale), allow_fp16) if self.narrates else ()
         if self.narrates:
@@ -378,21 +415,27 @@ class _Scope(JoinHook):
         if optimizer in self._optimizers:
             if len(args) > 1 or kwargs.get("closure") is not None:
                 raise OptimizerError(
-                    f"join: {type(optimizer).__name__}.step was called with a closure, which ranks without data do not have. Run forward "
-                    "and backward before the step"
+                    f"join: {type(optimizer).__name__}.step was called with a closure, which ranks"
+                    " without data do not have. Run forward and backward before the step"
                 )
             if self.narrates:
                 self._call("step", self._optimizers.index(optimizer), _options_of(optimizer))
 
     def _cleared(self) -> tuple[list[int], list[int]]:
-        """Find the parameters whose gradients are None, and those whose gradients were set to zero since the last backward."""
+        """Find the parameters whose gradients are None, and those whose gradients were set to zero
+        since the last backward.
+        """
         parameters = self._parameters
         zeroed, self._zeroed = self._zeroed, set()
         none = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
-        return none, [number for number, parameter in enumerate(parameters) if id(parameter) in zeroed]
+        return none, [
+            number for number, parameter in enumerate(parameters) if id(parameter) in zeroed
+        ]
 
     def _hear_of_zeros(self, owner: nn.Module | Optimizer) -> None:
-        """Note calls of `zero_grad(set_to_none=False)`; without gradients there is something to see afterwards."""
+        """Note calls of `zero_grad(set_to_none=False)`; without gradients there is something to see
+        afterwards.
+        """
         scope, before = ref(self), owner.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -402,9 +445,13 @@ class _Scope(JoinHook):
 
         of_instance = "zero_grad" in vars(owner)
         owner.zero_grad = zero_grad  # type: ignore[method-assign]
-        self._undo.append(partial(setattr, owner, "zero_grad", before) if of_instance else partial(delattr, owner, "zero_grad"))
+        self._undo.append(
+            partial(setattr, owner, "zero_grad", before)
+            if of_instance
+            else partial(delattr, owner, "zero_grad")
+        )
 
-    # --- a rank without data ----------------------------------------------------------------------------------------
+    # --- a rank without data ---------------------------------------------------------------------
 
     def main_hook(self) -> None:
         self._used = True
@@ -421,7 +468,9 @@ class _Scope(JoinHook):
             torch.set_grad_enabled(grad)
 
     def _follow_iteration(self) -> bool:
-        """Shadow one forward, or call the hook of another joinable, and do what follows; returns whether there is more to come."""
+        """Shadow one forward, or call the hook of another joinable, and do what follows; returns
+        whether there is more to come.
+        """
         self._meet()
         what, detail = self._object()
         if what == "turn":
@@ -478,7 +527,9 @@ class _Scope(JoinHook):
                 scale, allow_fp16 = args[1:]
                 unscale_gradients(parameters, torch.tensor(scale, device=self._device), allow_fp16)
 
-    def _follow_backward(self, trains: bytes, modes: list[int], none: list[int], zeroed: list[int]) -> None:
+    def _follow_backward(
+        self, trains: bytes, modes: list[int], none: list[int], zeroed: list[int]
+    ) -> None:
         self._freeze(trains)
         self._clear(none, zeroed)
         scope = object()
@@ -499,33 +550,42 @@ class _Scope(JoinHook):
     def _clear(self, none: list[int], zeroed: list[int]) -> None:
         """Drop the gradients that the source does not have.
 
-        Of a unit that accumulates under `no_sync`, a single parameter may have one here only: the source did not use it.
+        Of a unit that accumulates under `no_sync`, a single parameter may have one here only: the
+        source did not use it.
         """
         parameters, numbers, first = self._parameters, set(none), 0
         for unit in self._units:
             mine = range(first, first + len(unit.params))
             first = mine.stop
             for number, param in zip(mine, unit.params, strict=True):
-                if number in numbers and (numbers.issuperset(mine) or not is_unreduced(param.at_rest.grad)):
+                if number in numbers and (
+                    numbers.issuperset(mine) or not is_unreduced(param.at_rest.grad)
+                ):
                     param.at_rest.grad = None
         with torch.no_grad():
-            for gradient in locals_of([g for number in zeroed if (g := parameters[number].grad) is not None]):
+            for gradient in locals_of(
+                [g for number in zeroed if (g := parameters[number].grad) is not None]
+            ):
                 gradient.zero_()
 
-    # --- all ranks --------------------------------------------------------------------------------------------------
+    # --- all ranks -------------------------------------------------------------------------------
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._used = True
         if is_last_joiner and self._open and self.running < self._comm.size:
             self._sum(0.0)  # ranks that left the scope earlier wait in `Join`, and not in this hook
-        last = self._comm.all_gather_ints([int(is_last_joiner)], "exchange of which ranks had data to the end")
+        last = self._comm.all_gather_ints(
+            [int(is_last_joiner)], "exchange of which ranks had data to the end"
+        )
         if not all(row[0] for row in last):
             self._take_over([row[0] for row in last].index(1), is_last_joiner)
         self.close()
 
     @torch.no_grad()
     def _take_over(self, source: int, is_last_joiner: bool) -> None:
-        """Ranks without data take what is not trained by gradients from one that had data to the end."""
+        """Ranks without data take what is not trained by gradients from one that had data to the
+        end.
+        """
         self.source = source
         optimizers, carried = self._optimizers, self._carried
         state = (
@@ -537,8 +597,12 @@ class _Scope(JoinHook):
         options, states, cleared, trains = self._object(state)
         broadcast_buffers(self._units, source, saved=False)
         stepped = {id(p) for each in optimizers for p in _parameters_of(each)}
-        replicated = [param.at_rest for unit in self._units if not unit.is_sharded for param in unit.params]
-        unknown = [p for p in replicated if id(p) not in stepped and stepped_in_backward([p]) is None]
+        replicated = [
+            param.at_rest for unit in self._units if not unit.is_sharded for param in unit.params
+        ]
+        unknown = [
+            p for p in replicated if id(p) not in stepped and stepped_in_backward([p]) is None
+        ]
         self._comm.broadcast(locals_of(unknown), "broadcast of parameters after join", source)
         if not is_last_joiner:
             self._freeze(trains)
@@ -565,7 +629,9 @@ def _hear_of_joins() -> None:
     def made(join: Join, joinables: list[Joinable], *args: Any, **kwargs: Any) -> None:
         make(join, joinables, *args, **kwargs)
         # By now `joinable`s have opened the scope.
-        for each in LISTENERS if any(isinstance(joinable, ModelJoinable) for joinable in joinables) else ():
+        for each in (
+            LISTENERS if any(isinstance(joinable, ModelJoinable) for joinable in joinables) else ()
+        ):
             scope = each()
             assert isinstance(scope, _Scope)
             scope.take(joinables, join_hooks(join))
@@ -598,7 +664,9 @@ def _forget(scope: ref[Any]) -> None:
         LISTENERS.remove(scope)
 
 
-def _on_step(scope: ref[_Scope], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _on_step(
+    scope: ref[_Scope], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     found = scope()
     if found is not None:
         found.step(optimizer, args, kwargs)
@@ -612,7 +680,10 @@ def _parameters_of(owner: nn.Module | Optimizer) -> Sequence[Tensor]:
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The learning rate and the like."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
@@ -640,22 +711,26 @@ def _scale_gradients(unit: Unit, scope: ref[_Scope]) -> list[Callable[[], object
 
 
 def joinable(model: nn.Module, *others: Any) -> Joinable:
-    """Make a model known to torch's `Join`, so that its ranks may have different numbers of batches.
+    """Make a model known to torch's `Join`, so that its ranks may have different numbers of
+    batches.
 
-    A rank that has left the scope takes part in what the others do: it gathers and reduces with zeros for gradients, and
-    follows them in `optimizer.step()`, `zero_grad`, `no_sync`, `reduce_gradients`, `clip_grad_norm_` and `GradScaler`. So all
-    ranks have the same parameters and the same states of optimizers in the end. Buffers of replicated models follow a rank
-    that has data. `join(model, optimizer)` is the short form.
+    A rank that has left the scope takes part in what the others do: it gathers and reduces with
+    zeros for gradients, and follows them in `optimizer.step()`, `zero_grad`, `no_sync`,
+    `reduce_gradients`, `clip_grad_norm_` and `GradScaler`. So all ranks have the same parameters
+    and the same states of optimizers in the end. Buffers of replicated models follow a rank that
+    has data. `join(model, optimizer)` is the short form.
 
-    Other joinables may stand before or behind it in the list, and be called before or after it: a `ZeroRedundancyOptimizer` over a
-    replicated model, a `DistributedDataParallel`, one of your own that calls `Join.notify_join_context` before its collectives.
-    Keyword arguments of `Join`: `divide_by_initial_world_size`, see `join`.
+    Other joinables may stand before or behind it in the list, and be called before or after it: a
+    `ZeroRedundancyOptimizer` over a replicated model, a `DistributedDataParallel`, one of your own
+    that calls `Join.notify_join_context` before its collectives. Keyword arguments of `Join`:
+    `divide_by_initial_world_size`, see `join`.
 
     Args:
         model: annotated, all of it on the same ranks.
-        others: more models that run in the scope; the optimizers, which are needed for sharded models that are trained; and
-            objects with `state_dict` and `load_state_dict`, such as a `GradScaler` or a scheduler, whose state is taken over from a
-            rank that had data to the end. A rank without data steps with the options (learning rates) of the others.
+        others: more models that run in the scope; the optimizers, which are needed for sharded
+            models that are trained; and objects with `state_dict` and `load_state_dict`, such as a
+            `GradScaler` or a scheduler, whose state is taken over from a rank that had data to the
+            end. A rank without data steps with the options (learning rates) of the others.
 
     Raises:
         NotAnnotatedError: no annotated module in a model.
@@ -675,12 +750,15 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
             models.append(other)
         elif isinstance(other, Optimizer):
             optimizers.append(other)
-        elif callable(getattr(other, "state_dict", None)) and callable(getattr(other, "load_state_dict", None)):
+        elif callable(getattr(other, "state_dict", None)) and callable(
+            getattr(other, "load_state_dict", None)
+        ):
             carried.append(other)
         else:
             raise OptimizerError(
-                f"joinable: a {type(other).__name__} is neither a model nor an optimizer, and has no state_dict() and "
-                "load_state_dict() to carry to ranks without data. Pass other joinables to Join([joinable(model), other])"
+                f"joinable: a {type(other).__name__} is neither a model nor an optimizer, and has"
+                " no state_dict() and load_state_dict() to carry to ranks without data. Pass other"
+                " joinables to Join([joinable(model), other])"
             )
     return ModelJoinable(models, optimizers, carried)
 
@@ -695,19 +773,21 @@ def join(
 ) -> Iterator[None]:
     """Let ranks run out of data at different times: `Join([joinable(model, *others)], ...)`.
 
-    Inside the scope every rank trains, or evaluates, on as many batches as it has. All ranks enter and leave it. Before each
-    forward of a model the ranks exchange one number, twice; once a rank has run out, one more message per unit is sent.
+    Inside the scope every rank trains, or evaluates, on as many batches as it has. All ranks enter
+    and leave it. Before each forward of a model the ranks exchange one number, twice; once a rank
+    has run out, one more message per unit is sent.
 
-    A rank leaves the scope right after its last batch. Collectives that the library does not see, such as `dist.all_reduce` of a
-    loss, `SyncBatchNorm` and torch's own `clip_grad_norm_`, must not be called inside. What changes gradients between backward
-    and step, and what has to happen on every rank after a step, belongs in hooks of the optimizer (`register_step_pre_hook`),
-    which ranks without data call, too.
+    A rank leaves the scope right after its last batch. Collectives that the library does not see,
+    such as `dist.all_reduce` of a loss, `SyncBatchNorm` and torch's own `clip_grad_norm_`, must not
+    be called inside. What changes gradients between backward and step, and what has to happen on
+    every rank after a step, belongs in hooks of the optimizer (`register_step_pre_hook`), which
+    ranks without data call, too.
 
     Args:
         model: annotated, all of it on the same ranks.
         others: as for `joinable`: more models, the optimizers, a `GradScaler`, schedulers.
-        divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by the number of those that had
-            data in the last forward.
+        divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by
+            the number of those that had data in the last forward.
         enable: False if no rank can run out: nothing is exchanged.
         throw_on_early_termination: raise on all ranks when one has run out.
 

@@ -1,4 +1,5 @@
-"""`local_steps` (DiLoCo): replicas train apart for some steps, then an outer optimizer steps by the mean of what they did.
+"""`local_steps` (DiLoCo): replicas train apart for some steps, then an outer optimizer steps by the
+mean of what they did.
 
 A round has `every` steps of the inner optimizer. At its end
 
@@ -7,8 +8,9 @@ A round has `every` steps of the inner optimizer. At its end
     backup     = outer step of (backup, gradient = difference)
     parameter  = backup
 
-Backups, and the state of the outer optimizer, are shards as the parameters are, and the same on all replicas. With `delay`, the
-difference is taken and sent some steps before the end of the round, and travels while these compute.
+Backups, and the state of the outer optimizer, are shards as the parameters are, and the same on all
+replicas. With `delay`, the difference is taken and sent some steps before the end of the round, and
+travels while these compute.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composable.algorithms.averaging import REPLICAS, Over, average_parameters, comm_over, mesh_info_around
+from composable.algorithms.averaging import (
+    REPLICAS,
+    Over,
+    average_parameters,
+    comm_over,
+    mesh_info_around,
+)
 from composable.api.comm_hooks import refuse_moment
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo
@@ -38,7 +46,14 @@ from composable.engine.hook_stages import ALL_REDUCE, cut_flat
 from composable.engine.loading import shard_like
 from composable.engine.param import dtensor_parameter, gradient_like, label_of
 from composable.engine.unit import Unit
-from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, OptimizerError, PhaseError, few
+from composable.errors import (
+    AlreadyAnnotatedError,
+    AnnotationError,
+    MeshError,
+    OptimizerError,
+    PhaseError,
+    few,
+)
 from composable.memory.torch_private import local_of
 from composable.optim.in_backward import OptimizerInBackward
 from composable.optim.shard_steps import is_stand_in
@@ -59,7 +74,8 @@ class _Message:
     """The trained parameters of one unit and dtype.
 
     Attributes:
-        backup: their values at the beginning of the round, flat. `backups` are views of it, placed like the parameters.
+        backup: their values at the beginning of the round, flat. `backups` are views of it, placed
+            like the parameters.
         flight: the differences, flat, and the work that averages them.
     """
 
@@ -73,7 +89,8 @@ class _Message:
         backup = torch.cat([local.reshape(-1) for local in locals_])
         self.backup = backup.cpu() if offload else backup
         self.backups = [
-            _placed_like(member.param.at_rest, view) for member, view in zip(members, self.cut(self.backup), strict=True)
+            _placed_like(member.param.at_rest, view)
+            for member, view in zip(members, self.cut(self.backup), strict=True)
         ]
 
     def _locals(self) -> list[Tensor]:
@@ -84,8 +101,13 @@ class _Message:
 
     def launch(self) -> None:
         difference = self.backup.to(self._comm.device, copy=True)
-        torch._foreach_sub_(self.cut(difference), [local.to(difference.device) for local in self._locals()])
-        self.flight = difference, self._comm.all_reduce([difference], self._label, 1.0 / self._comm.size)
+        torch._foreach_sub_(
+            self.cut(difference), [local.to(difference.device) for local in self._locals()]
+        )
+        self.flight = (
+            difference,
+            self._comm.all_reduce([difference], self._label, 1.0 / self._comm.size),
+        )
 
     def land(self) -> Tensor:
         """Wait for the mean difference. It stays in flight, for nobody to wait for."""
@@ -97,7 +119,8 @@ class _Message:
 
     def __del__(self) -> None:
         if self.flight is not None and self._comm.traits.on_stream:
-            self.flight[1].wait()  # its memory is given back to another stream than the one that reduces
+            # its memory is given back to another stream than the one that reduces
+            self.flight[1].wait()
 
     def show_gradients(self) -> None:
         for backup, view in zip(self.backups, self.cut(self.land()), strict=True):
@@ -118,7 +141,14 @@ def _placed_like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
     if not isinstance(parameter, DTensor):
         return nn.Parameter(local)
     stride = torch.empty(parameter.shape, device="meta").stride()
-    return dtensor_parameter(local, parameter.device_mesh, parameter.placements, parameter.shape, stride, requires_grad=True)
+    return dtensor_parameter(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        parameter.shape,
+        stride,
+        requires_grad=True,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +162,11 @@ class _Rounds:
 
 
 class LocalSteps:
-    """Replicas that train apart until `remove()`. Made by `local_steps`; as a context manager it removes itself at the end.
+    """Replicas that train apart until `remove()`. Made by `local_steps`; as a context manager it
+    removes itself at the end.
 
-    An exception that leaves the context changes nothing: replicas differ then, and stay apart until `remove()`.
+    An exception that leaves the context changes nothing: replicas differ then, and stay apart until
+    `remove()`.
 
     Args:
         model, optimizers, rounds: as given to `local_steps`.
@@ -157,17 +189,29 @@ class LocalSteps:
         infos: Mapping[Unit, MeshInfo],
     ) -> None:
         self._model, self._units = model, list(infos)
-        self._every, self._delay, self._keep, self._over = rounds.every, rounds.delay, rounds.keep, rounds.over
+        self._every, self._delay, self._keep, self._over = (
+            rounds.every,
+            rounds.delay,
+            rounds.keep,
+            rounds.over,
+        )
         self._messages = list(messages)
-        self._backups = {m.fqn: backup for each in messages for m, backup in zip(each.members, each.backups, strict=True)}
+        self._backups = {
+            m.fqn: backup
+            for each in messages
+            for m, backup in zip(each.members, each.backups, strict=True)
+        }
         self.outer = outer
         self.steps = self._rounds = 0
         for unit, info in infos.items():
             if info is not unit.mesh_info:
                 unit.set_mesh_info(info)
         self._undo: list[Callable[[], object]] = []
-        # Optimizers in backward step together, and not each of them in every backward: they count as one, named None.
-        self._inner = dict.fromkeys(None if isinstance(each, OptimizerInBackward) else each for each in optimizers)
+        # Optimizers in backward step together, and not each of them in every backward: they count
+        # as one, named None.
+        self._inner = dict.fromkeys(
+            None if isinstance(each, OptimizerInBackward) else each for each in optimizers
+        )
         self._stepped: dict[Optimizer | None, None] = {}  # since all of them have
         for each in optimizers:
             if isinstance(each, OptimizerInBackward):
@@ -175,12 +219,25 @@ class LocalSteps:
                 self._undo.append(partial(each.after_step.remove, self._after_step))
             else:
                 self._undo.append(each.register_step_post_hook(self._after_step).remove)
-        # Gradients, and their versions, that a round has ended with and that other optimizers are going to step by.
+        # Gradients, and their versions, that a round has ended with and that other optimizers are
+        # going to step by.
         self._behind: dict[Tensor, tuple[ref[Tensor], int] | None] = {}
-        known = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
-        self._others = [m.param.at_rest for each in messages for m in each.members if id(m.param.at_rest) not in known]
+        known = {
+            id(parameter)
+            for each in optimizers
+            for group in each.param_groups
+            for parameter in group["params"]
+        }
+        self._others = [
+            m.param.at_rest
+            for each in messages
+            for m in each.members
+            if id(m.param.at_rest) not in known
+        ]
         if self._others:
-            self._undo.append(register_optimizer_step_pre_hook(partial(_before_any_step, ref(self))).remove)
+            self._undo.append(
+                register_optimizer_step_pre_hook(partial(_before_any_step, ref(self))).remove
+            )
 
     @untraced
     @torch.no_grad()
@@ -205,18 +262,28 @@ class LocalSteps:
             self._rounds += 1
             for parameter in self._others:
                 gradient = parameter.grad
-                self._behind[parameter] = None if gradient is None else (ref(gradient), _version(gradient))
+                self._behind[parameter] = (
+                    None if gradient is None else (ref(gradient), _version(gradient))
+                )
 
     def refuse_behind(self, optimizer: Optimizer) -> None:
-        """An optimizer that was not passed is about to step: not by gradients of a round that has ended."""
+        """An optimizer that was not passed is about to step: not by gradients of a round that has
+        ended.
+        """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient, behind = parameter.grad, self._behind.get(parameter)
-                if gradient is not None and behind is not None and behind[1] == _version(gradient) and behind[0]() is gradient:
+                if (
+                    gradient is not None
+                    and behind is not None
+                    and behind[1] == _version(gradient)
+                    and behind[0]() is gradient
+                ):
                     raise OptimizerError(
-                        f"{_CALLER}: {type(optimizer).__name__} steps {label_of(parameter)} after the round has ended with the step of "
-                        "another optimizer, so this step would be each replica's own. Pass all optimizers of the model: "
-                        f"{_CALLER}(model, [first, second], ...)"
+                        f"{_CALLER}: {type(optimizer).__name__} steps {label_of(parameter)} after"
+                        " the round has ended with the step of another optimizer, so this step"
+                        " would be each replica's own. Pass all optimizers of the model:"
+                        f" {_CALLER}(model, [first, second], ...)"
                     )
 
     def _outer_step(self) -> None:
@@ -224,25 +291,33 @@ class LocalSteps:
         self.outer.zero_grad()
 
     def _refuse_unfrozen(self) -> None:
-        new = [each.fqn for each in managed_in(_CALLER, self._model) if _is_trained(each) and each.fqn not in self._backups]
+        new = [
+            each.fqn
+            for each in managed_in(_CALLER, self._model)
+            if _is_trained(each) and each.fqn not in self._backups
+        ]
         if new:
             raise PhaseError(
-                f"{_CALLER}: {few(list(map(repr, new)))} was unfrozen or added since, and would stay different on each replica. "
-                "Call remove() on what local_steps returned, and local_steps again"
+                f"{_CALLER}: {few(list(map(repr, new)))} was unfrozen or added since, and would"
+                " stay different on each replica. Call remove() on what local_steps returned, and"
+                " local_steps again"
             )
 
     @torch.no_grad()
     def remove(self) -> None:
-        """Average parameters and buffers over the replicas, and train synchronously from now on. All ranks call it together.
+        """Average parameters and buffers over the replicas, and train synchronously from now on.
+        All ranks call it together.
 
-        A round that has begun ends with a plain mean, without the outer optimizer. May be called again.
+        A round that has begun ends with a plain mean, without the outer optimizer. May be called
+        again.
 
         Raises:
             PhaseError: not between two steps.
         """
         if not self._undo:
             return
-        units = [unit for unit in self._units if unit.modules]  # it has none after the annotation was removed
+        # it has none after the annotation was removed
+        units = [unit for unit in self._units if unit.modules]
         for unit in units:
             refuse_moment(f"remove {_CALLER}", unit)
         for message in self._messages:
@@ -264,39 +339,51 @@ class LocalSteps:
         if kind is None:
             self.remove()
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return backups and the outer optimizer's state by FQN, sharded like the parameters; all ranks call it together.
+        """Return backups and the outer optimizer's state by FQN, sharded like the parameters; all
+        ranks call it together.
 
-        All replicas return the same. The model's parameters and the inner optimizer's state differ between replicas inside a
-        round, so a checkpoint that resumes exactly is one per replica.
+        All replicas return the same. The model's parameters and the inner optimizer's state differ
+        between replicas inside a round, so a checkpoint that resumes exactly is one per replica.
         """
         made = not self.outer.state
-        with self._stepped_once() if made else nullcontext():  # a checkpoint is read into tensors that are there
+        # a checkpoint is read into tensors that are there
+        with self._stepped_once() if made else nullcontext():
             outer = {fqn: dict(self.outer.state[backup]) for fqn, backup in self._backups.items()}
         state: dict[str, Any] = {
             "steps": self.steps,
             "rounds": self._rounds,
             "backups": {fqn: backup.detach() for fqn, backup in self._backups.items()},
             "outer": outer,
-            "groups": [{key: value for key, value in group.items() if key != "params"} for group in self.outer.param_groups],
+            "groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.outer.param_groups
+            ],
         }
         if self._delay:
             state["sent"] = {}
             for message in self._messages:
-                flat = torch.zeros_like(message.backup) if message.flight is None else message.land()
-                for member, backup, view in zip(message.members, message.backups, message.cut(flat), strict=True):
+                flat = (
+                    torch.zeros_like(message.backup) if message.flight is None else message.land()
+                )
+                for member, backup, view in zip(
+                    message.members, message.backups, message.cut(flat), strict=True
+                ):
                     state["sent"][member.fqn] = gradient_like(view, backup)
         return state
 
     @contextmanager
     def _stepped_once(self) -> Iterator[None]:
-        """Step the outer optimizer by zeros, for the state that it makes, and take back all that the step changed."""
+        """Step the outer optimizer by zeros, for the state that it makes, and take back all that
+        the step changed.
+        """
         own, groups = dict(vars(self.outer)), [dict(group) for group in self.outer.param_groups]
         values = [message.backup.clone() for message in self._messages]
-        for group in self.outer.param_groups:  # a number may be a tensor, which is counted up in place
+        # a number may be a tensor, which is counted up in place
+        for group in self.outer.param_groups:
             group.update({key: deepcopy(value) for key, value in group.items() if key != "params"})
         for backup in self._backups.values():
             backup.grad = torch.zeros_like(backup)
@@ -315,7 +402,8 @@ class LocalSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, with the same `every` and `delay`. Load the model and the inner optimizer, too.
+        """Go on where `state_dict` was called, with the same `every` and `delay`. Load the model
+        and the inner optimizer, too.
 
         Args:
             state_dict: what `state_dict` returned, sharded in any way over the same ranks.
@@ -324,15 +412,24 @@ class LocalSteps:
             KeyError: names are missing, or unknown.
         """
         saved = state_dict["backups"]
-        differ = [fqn for fqn in {**saved, **self._backups} if fqn not in saved or fqn not in self._backups]
+        differ = [
+            fqn
+            for fqn in {**saved, **self._backups}
+            if fqn not in saved or fqn not in self._backups
+        ]
         if differ:
-            raise KeyError(f"{_CALLER}: {few(list(map(repr, differ)))} is in only one of the state dict and the model")
+            raise KeyError(
+                f"{_CALLER}: {few(list(map(repr, differ)))} is in only one of the state dict and"
+                " the model"
+            )
         self.steps, self._rounds = int(state_dict["steps"]), int(state_dict["rounds"])
         outer_state: dict[Tensor, Any] = {}
         for fqn, backup in self._backups.items():
             _local(backup).copy_(_local(_like(saved[fqn], backup)))
             if self._rounds:
-                outer_state[backup] = {key: _like(value, backup) for key, value in state_dict["outer"][fqn].items()}
+                outer_state[backup] = {
+                    key: _like(value, backup) for key, value in state_dict["outer"][fqn].items()
+                }
         self.outer.state.clear()
         self.outer.state.update(outer_state)
         for group, values in zip(self.outer.param_groups, state_dict["groups"], strict=True):
@@ -385,10 +482,12 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
         reduces = around is not own and within.size > 1  # a replicated unit next to hybrid shards
         return replace(own, all=within, replicate=within if reduces else None)
     if len(set(own.mesh.mesh.flatten().tolist()).intersection(ranks)) == 1:
-        return own  # they are other islands, and the unit's gradients have not been reduced over them
+        # they are other islands, and the unit's gradients have not been reduced over them
+        return own
     raise MeshError(
-        f"{_CALLER}: over={over!r} has ranks {few(list(map(str, ranks)))}, which are only some of the replicas that unit "
-        f"'{unit.name}' is reduced over. Pass the whole dimension that replicates, or ranks outside of the unit's mesh"
+        f"{_CALLER}: over={over!r} has ranks {few(list(map(str, ranks)))}, which are only some of"
+        f" the replicas that unit '{unit.name}' is reduced over. Pass the whole dimension that"
+        " replicates, or ranks outside of the unit's mesh"
     )
 
 
@@ -405,41 +504,49 @@ def local_steps(
     keep: float = 0.0,
     offload: bool = False,
 ) -> LocalSteps:
-    """Let replicas train apart, and step an outer optimizer by the mean of what they did after every `every` steps (DiLoCo).
+    """Let replicas train apart, and step an outer optimizer by the mean of what they did after
+    every `every` steps (DiLoCo).
 
-    From here on gradients are reduced inside a replica only: over the shard dimension of a hybrid mesh, and not at all for a
-    `replicate`d model. Nothing travels between replicas until `optimizer` has stepped `every` times: then one message per unit,
-    of the size of its shards. Call it when all replicas have the same parameters, on all ranks together, between two steps.
+    From here on gradients are reduced inside a replica only: over the shard dimension of a hybrid
+    mesh, and not at all for a `replicate`d model. Nothing travels between replicas until
+    `optimizer` has stepped `every` times: then one message per unit, of the size of its shards.
+    Call it when all replicas have the same parameters, on all ranks together, between two steps.
 
-    Each replica is a job of its own in the meantime: clipping, checks and exports are a replica's. Replicas must step alike: a
-    `GradScaler` skips steps of one replica, so train in bfloat16. Buffers stay a replica's until `remove()`. Parameters that
-    are frozen here are not sent.
+    Each replica is a job of its own in the meantime: clipping, checks and exports are a replica's.
+    Replicas must step alike: a `GradScaler` skips steps of one replica, so train in bfloat16.
+    Buffers stay a replica's until `remove()`. Parameters that are frozen here are not sent.
 
     Args:
         model: a model that is replicated, or sharded over one dimension of a mesh of two.
-        optimizer: the inner one, or a list of all that step the model. Steps are counted by hooks: one when each of them has
-            stepped. Those of `apply_optimizer_in_backward` step at the end of a backward that reduces, together.
+        optimizer: the inner one, or a list of all that step the model. Steps are counted by hooks:
+            one when each of them has stepped. Those of `apply_optimizer_in_backward` step at the
+            end of a backward that reduces, together.
         every: its steps in a round.
-        over: the replicas, as for `average_parameters`: the whole dimension that replicates, or ranks outside of the mesh that
-            the model is annotated with, which then trains by itself on each of them.
-        outer: makes the outer optimizer of the backups of all trained parameters. By default SGD with a learning rate of 0.7
-            and Nesterov momentum of 0.9.
-        delay: steps before the end of a round at which the message is sent; it travels while these compute.
-        keep: what is left of a replica's own parameters where the round ends, from 0 to 1. With a `delay`, 0 gives up what the
-            steps after the message did; streaming DiLoCo keeps 0.5.
+        over: the replicas, as for `average_parameters`: the whole dimension that replicates, or
+            ranks outside of the mesh that the model is annotated with, which then trains by itself
+            on each of them.
+        outer: makes the outer optimizer of the backups of all trained parameters. By default SGD
+            with a learning rate of 0.7 and Nesterov momentum of 0.9.
+        delay: steps before the end of a round at which the message is sent; it travels while these
+            compute.
+        keep: what is left of a replica's own parameters where the round ends, from 0 to 1. With a
+            `delay`, 0 gives up what the steps after the message did; streaming DiLoCo keeps 0.5.
         offload: backups and the outer optimizer's state are on the host.
 
     Returns:
-        An object with a state dict. `remove()`, or the end of its context, averages the replicas and makes training synchronous.
+        An object with a state dict. `remove()`, or the end of its context, averages the replicas
+        and makes training synchronous.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
-        AnnotationError: every is below 1; delay is not from 0 to every - 1; keep is not from 0 to 1; nothing is trained; a
-            communication hook makes the reduction over the replicas.
+        AnnotationError: every is below 1; delay is not from 0 to every - 1; keep is not from 0 to
+            1; nothing is trained; a communication hook makes the reduction over the replicas.
         AlreadyAnnotatedError: the replicas train apart already.
-        MeshError: a unit has no replicas, is sharded over these ranks, or is replicated over more of them.
+        MeshError: a unit has no replicas, is sharded over these ranks, or is replicated over more
+            of them.
         PhaseError: not between two steps.
-        OptimizerError: no optimizer. Later: an optimizer that was not passed steps by gradients of a round that has ended.
+        OptimizerError: no optimizer. Later: an optimizer that was not passed steps by gradients of
+            a round that has ended.
 
     Example:
         >>> fully_shard(model, mesh=init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard")))
@@ -452,13 +559,16 @@ def local_steps(
     if every < 1:
         raise AnnotationError(f"{_CALLER}: every must be at least 1, got {every}")
     if not 0 <= delay < every:
-        raise AnnotationError(f"{_CALLER}: delay must be from 0 to every - 1 = {every - 1}, got {delay}")
+        raise AnnotationError(
+            f"{_CALLER}: delay must be from 0 to every - 1 = {every - 1}, got {delay}"
+        )
     if not 0 <= keep <= 1:
         raise AnnotationError(f"{_CALLER}: keep must be from 0 to 1, got {keep}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     if not optimizers:
         raise OptimizerError(
-            f"{_CALLER}: the list of optimizers is empty, so no step would be counted. Pass those that step the model"
+            f"{_CALLER}: the list of optimizers is empty, so no step would be counted. Pass those"
+            " that step the model"
         )
     infos: dict[Unit, MeshInfo] = {}
     comms: dict[Unit, Comm] = {}
@@ -467,12 +577,16 @@ def local_steps(
         infos[unit] = _info_inside(unit, comms[unit], over)
         if unit.mesh_info is not unit.spec.mesh_info:
             raise AlreadyAnnotatedError(
-                f"{_CALLER}: the replicas of unit '{unit.name}' train apart already. Call remove() on what the former call returned"
+                f"{_CALLER}: the replicas of unit '{unit.name}' train apart already. Call remove()"
+                " on what the former call returned"
             )
-        if (hook := unit.comm_hooks.get(ALL_REDUCE)) is not None and infos[unit] is not unit.mesh_info:
+        if (hook := unit.comm_hooks.get(ALL_REDUCE)) is not None and infos[
+            unit
+        ] is not unit.mesh_info:
             raise AnnotationError(
-                f"{_CALLER}: unit '{unit.name}' has the communication hook '{hook.name}' for the reduction over the replicas, which are "
-                "not reduced over any more. Remove the hook first"
+                f"{_CALLER}: unit '{unit.name}' has the communication hook '{hook.name}' for the"
+                " reduction over the replicas, which are not reduced over any more. Remove the"
+                " hook first"
             )
         refuse_moment(_CALLER, unit)
     members: dict[tuple[Unit, torch.dtype, torch.device], list[Managed]] = {}
@@ -481,7 +595,13 @@ def local_steps(
             local = _local(each.param.at_rest)
             members.setdefault((each.unit, local.dtype, local.device), []).append(each)
     if not members:
-        raise AnnotationError(f"{_CALLER}: no parameter of a unit in this {type(model).__name__} requires a gradient")
-    messages = [_Message(each, comms[unit], offload=offload) for (unit, *_), each in members.items()]
+        raise AnnotationError(
+            f"{_CALLER}: no parameter of a unit in this {type(model).__name__} requires a gradient"
+        )
+    messages = [
+        _Message(each, comms[unit], offload=offload) for (unit, *_), each in members.items()
+    ]
     stepper = (outer or _nesterov)([backup for message in messages for backup in message.backups])
-    return LocalSteps(model, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos)
+    return LocalSteps(
+        model, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos
+    )

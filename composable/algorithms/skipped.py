@@ -17,18 +17,21 @@ T = TypeVar("T")
 
 @untraced
 def skipped(module: nn.Module, x: T) -> T:
-    """Return `x`, and take part in the collectives of `module` without computing it, because other ranks do.
+    """Return `x`, and take part in the collectives of `module` without computing it, because other
+    ranks do.
 
-    Ranks may decide for themselves: `y = layer(x) if keep else skipped(layer, x)`, for stochastic depth, mixture of depths, or
-    experts without tokens. The gradients of the module's parameters count as zero from a rank that skips it. Its parameters are
-    gathered and its gradients are reduced all the same, so a rank that skips saves the computation, and no communication.
+    Ranks may decide for themselves: `y = layer(x) if keep else skipped(layer, x)`, for stochastic
+    depth, mixture of depths, or experts without tokens. The gradients of the module's parameters
+    count as zero from a rank that skips it. Its parameters are gathered and its gradients are
+    reduced all the same, so a rank that skips saves the computation, and no communication.
 
     Annotated modules below `module` are taken to run once each, in the order of `.modules()`.
 
     Args:
         module: an annotated module; of any other, nothing needs to be done.
-        x: its input: a tensor, or a container of tensors. For a frozen module, where other ranks' inputs require no gradient, it
-            should require none either. If it does, the library goes by the inputs in the first forward, and by those of this rank.
+        x: its input: a tensor, or a container of tensors. For a frozen module, where other ranks'
+            inputs require no gradient, it should require none either. If it does, the library goes
+            by the inputs in the first forward, and by those of this rank.
 
     Returns:
         `x`, as another tensor of the graph.
@@ -57,14 +60,16 @@ def _through(module: nn.Module, x: Any, units: list[Unit]) -> Any:
     try:
         if unit.root is not None and not unit.root.eager_because:
             raise PhaseError(
-                f"skipped: compiled autograd is on, and each rank's graph reduces the gradients that it has. This rank would have none "
-                f"for unit '{unit.name}', and the others would wait. Run backwards of models that skip units without compiled autograd"
+                "skipped: compiled autograd is on, and each rank's graph reduces the gradients"
+                f" that it has. This rank would have none for unit '{unit.name}', and the others"
+                " would wait. Run backwards of models that skip units without compiled autograd"
             )
         for child in module.children():
             x = _through(child, x, units)
         anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)
-        # If the parameters train, backward comes to this unit on ranks that compute it. If they are frozen, it does where inputs
-        # require gradients: an image tower's do not, though what this rank passes through may.
+        # If the parameters train, backward comes to this unit on ranks that compute it. If they are
+        # frozen, it does where inputs require gradients: an image tower's do not, though what this
+        # rank passes through may.
         enters = unit.trains or unit.given in (None, 2)
         y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor)) if enters else None
     except BaseException:
@@ -90,6 +95,7 @@ class _Skipped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        # Inside of a checkpointed part this starts the recomputation, as what a module saves does on ranks that compute it.
+        # Inside of a checkpointed part this starts the recomputation, as what a module saves does
+        # on ranks that compute it.
         _ = ctx.saved_tensors
         return None, gradient

@@ -1,11 +1,13 @@
-"""Reductions of `replicate` that the compiler sees: one functional all-reduce per gradient, in compiled autograd's graph.
+"""Reductions of `replicate` that the compiler sees: one functional all-reduce per gradient, in
+compiled autograd's graph.
 
-Compiled autograd records a whole backward, with the hooks of parameters, as one graph. It tells nobody when that backward ends, so
-the engine cannot reduce buckets there. In its place a hook on each parameter reduces the gradient as soon as it is accumulated, and
-the compiler may merge the all-reduces, move them and overlap them with the rest of the graph.
+Compiled autograd records a whole backward, with the hooks of parameters, as one graph. It tells
+nobody when that backward ends, so the engine cannot reduce buckets there. In its place a hook on
+each parameter reduces the gradient as soon as it is accumulated, and the compiler may merge the
+all-reduces, move them and overlap them with the rest of the graph.
 
-Whether that happens is decided when the forward begins. Then the engine watches no outputs in that forward, and takes no part in the
-backward. See docs/decisions/0016-traced-reductions.md.
+Whether that happens is decided when the forward begins. Then the engine watches no outputs in that
+forward, and takes no part in the backward. See docs/decisions/0016-traced-reductions.md.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("composable")
 
-_FELL_BACK: Final = "an earlier backward of this model was not compiled, although compiled autograd was on in its forward"
+_FELL_BACK: Final = (
+    "an earlier backward of this model was not compiled, although compiled autograd was on in its"
+    " forward"
+)
 
 
 class TracedReduction:
-    """Called by autograd, or traced by the compiler, when a gradient of one parameter is accumulated.
+    """Called by autograd, or traced by the compiler, when a gradient of one parameter is
+    accumulated.
 
     Attributes:
         ordinary: the engine's hook, which this one stands in front of.
@@ -68,8 +74,9 @@ class TracedReduction:
             return
         if self.accumulation.now is not SyncMode.REDUCE:
             raise DifferentiationError(
-                "compiled autograd runs a backward under no_sync, whose forward began outside of it. Leave no_sync out: every "
-                "backward adds its mean to what is there, so the sum is the same"
+                "compiled autograd runs a backward under no_sync, whose forward began outside of"
+                " it. Leave no_sync out: every backward adds its mean to what is there, so the sum"
+                " is the same"
             )
         if self.group is not None:
             gradient: Any = parameter.grad
@@ -79,14 +86,18 @@ class TracedReduction:
 
 
 def trace_reductions(root: Root) -> str:
-    """Let the compiler reduce the gradients of a forward of `root` that begins, or return why it cannot."""
+    """Let the compiler reduce the gradients of a forward of `root` that begins, or return why it
+    cannot.
+    """
     reason = root.eager_because if root.eager_because == _FELL_BACK else _obstacle(root)
     if not reason:
         for unit in root.units:
             for group in unit.groups:
                 for param in group.params:
                     hooks = hooks_after_accumulation(param.at_rest)
-                    if isinstance(hooks, DeferredHooks) and not isinstance(hooks.of_engine, TracedReduction):
+                    if isinstance(hooks, DeferredHooks) and not isinstance(
+                        hooks.of_engine, TracedReduction
+                    ):
                         hooks.of_engine = TracedReduction(unit, group, hooks)
     return reason
 
@@ -111,7 +122,9 @@ def _obstacle(root: Root) -> str:
 
 
 def _fall_back(root: Root) -> None:
-    """Put the engine's hooks back: autograd itself runs a backward. For good, if the compiler was to get that backward."""
+    """Put the engine's hooks back: autograd itself runs a backward. For good, if the compiler was
+    to get that backward.
+    """
     for unit in root.units:
         for param in unit.params:
             hooks = hooks_after_accumulation(param.at_rest)
@@ -120,8 +133,8 @@ def _fall_back(root: Root) -> None:
     if not root.eager_because:
         root.eager_because = _FELL_BACK
         logger.warning(
-            "unit '%s': compiled autograd was on when the forward began, and its backward was not compiled. Gradients are reduced as "
-            "usual, in this and in all later backwards",
+            "unit '%s': compiled autograd was on when the forward began, and its backward was not"
+            " compiled. Gradients are reduced as usual, in this and in all later backwards",
             root.name,
         )
 

@@ -1,1 +1,3 @@
-"""The public functions: the four verbs, scopes and explicit calls. They check arguments and call the engine."""
+"""The public functions: the four verbs, scopes and explicit calls. They check arguments and call
+the engine.
+"""

@@ -16,29 +16,33 @@ from composable.engine.sync_mode import SyncMode
 from composable.errors import AnnotationError, PhaseError, closest
 from composable.memory.torch_private import in_backward
 
-_LEVELS: Final = {"all": SyncMode.HOLD, "replicate": SyncMode.HOLD_SHARDS}  # for sharded units; replicated ones always hold
+# for sharded units; replicated ones always hold
+_LEVELS: Final = {"all": SyncMode.HOLD, "replicate": SyncMode.HOLD_SHARDS}
 
 
 @contextmanager
 def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> Iterator[None]:
-    """Let backwards inside the scope accumulate gradients on each rank, and the first one outside of it reduce the sum.
+    """Let backwards inside the scope accumulate gradients on each rank, and the first one outside
+    of it reduce the sum.
 
-    Gradients of several micro-batches are communicated once. The scope counts when backward runs: forward may run
-    inside the scope or before it. All ranks do the same. Scopes nest: the innermost one that a unit is in decides, so one with
-    `enabled=False` inside of another reduces. An exception that leaves the scope ends it.
+    Gradients of several micro-batches are communicated once. The scope counts when backward runs:
+    forward may run inside the scope or before it. All ranks do the same. Scopes nest: the innermost
+    one that a unit is in decides, so one with `enabled=False` inside of another reduces. An
+    exception that leaves the scope ends it.
 
-    Until they are reduced, gradients are whole on every rank. A sharded parameter's `grad` is a `DTensor` with a `Partial`
-    placement then, a replicated parameter's is this rank's own; `zero_grad` clears both. Optimizers, and `clip_grad_norm_`,
-    refuse them by name. A parameter that only earlier micro-batches used, on any rank, is reduced with the others.
+    Until they are reduced, gradients are whole on every rank. A sharded parameter's `grad` is a
+    `DTensor` with a `Partial` placement then, a replicated parameter's is this rank's own;
+    `zero_grad` clears both. Optimizers, and `clip_grad_norm_`, refuse them by name. A parameter
+    that only earlier micro-batches used, on any rank, is reduced with the others.
 
-    A forward or backward that raises drops the accumulated gradients: some of them may be incomplete. On one rank without a
-    process group nothing is accumulated apart.
+    A forward or backward that raises drops the accumulated gradients: some of them may be
+    incomplete. On one rank without a process group nothing is accumulated apart.
 
     Args:
         model: an annotated module, or one that contains some; of units elsewhere nothing changes.
         enabled: False reduces in every backward, as without a scope.
-        level: "all", or "replicate" for hybrid sharding: gradients are reduce-scattered in every backward, and the all-reduce
-            over the replicas waits.
+        level: "all", or "replicate" for hybrid sharding: gradients are reduce-scattered in every
+            backward, and the all-reduce over the replicas waits.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
@@ -70,12 +74,14 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
 @untraced
 @torch.no_grad()
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduce the gradients that backwards under `no_sync` have accumulated on each rank, without another backward.
+    """Reduce the gradients that backwards under `no_sync` have accumulated on each rank, without
+    another backward.
 
     All ranks call it together, outside of forward and backward, after the same backwards.
 
     Args:
-        model: an annotated module, or one that contains some; units elsewhere keep what they accumulated.
+        model: an annotated module, or one that contains some; units elsewhere keep what they
+            accumulated.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
@@ -89,11 +95,19 @@ def reduce_gradients(model: nn.Module) -> None:
         >>> optimizer.step()
     """
     units = units_in("reduce_gradients", model)
-    running = next((unit.name for unit in units if unit.depth or (unit.root is not None and unit.root.running)), None)
+    running = next(
+        (
+            unit.name
+            for unit in units
+            if unit.depth or (unit.root is not None and unit.root.running)
+        ),
+        None,
+    )
     if in_backward() or running is not None:
         where = "a backward" if in_backward() else f"the forward of unit '{running}'"
         raise PhaseError(
-            f"reduce_gradients was called inside {where}, where gradients are still to come. Call it when backward() has "
-            "returned; or leave it out, and run the last backward outside of no_sync"
+            f"reduce_gradients was called inside {where}, where gradients are still to come. Call"
+            " it when backward() has returned; or leave it out, and run the last backward outside"
+            " of no_sync"
         )
     reduce_held(units)

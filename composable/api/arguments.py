@@ -1,7 +1,8 @@
-"""The values that users pass to `fully_shard` and `replicate`, checked and made into what a `UnitSpec` holds.
+"""The values that users pass to `fully_shard` and `replicate`, checked and made into what a
+`UnitSpec` holds.
 
-torch's own policy objects are accepted in place of ours. A field of theirs that we do not know is refused by name unless it
-has its default: no setting is dropped silently.
+torch's own policy objects are accepted in place of ours. A field of theirs that we do not know is
+refused by name unless it has its default: no setting is dropped silently.
 """
 
 from __future__ import annotations
@@ -36,13 +37,14 @@ def _known_fields(verb: str, argument: str, value: Any, known: Sequence[str]) ->
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if field.name not in known and getattr(value, field.name) != default:
             raise AnnotationError(
-                f"{verb}: {argument} sets '{field.name}' of torch's {type(value).__name__}, which composable does not support; "
-                f"of that class it takes {', '.join(known)}. Leave '{field.name}' at its default"
+                f"{verb}: {argument} sets '{field.name}' of torch's {type(value).__name__}, which"
+                f" composable does not support; of that class it takes {', '.join(known)}. Leave"
+                f" '{field.name}' at its default"
             )
     return {name: getattr(value, name) for name in known}
 
 
-# --- mixed precision --------------------------------------------------------------------------------------------------
+# --- mixed precision ----------------------------------------------------------------------------
 
 
 def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
@@ -50,20 +52,26 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
     if isinstance(value, fsdp.MixedPrecisionPolicy):
         known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
         value = MixedPrecisionPolicy(**_known_fields(verb, "mp_policy", value, known))
-    elif isinstance(value, torch.dtype) or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES_BY_NAME):
+    elif isinstance(value, torch.dtype) or (
+        isinstance(value, str) and value.removeprefix("torch.") in DTYPES_BY_NAME
+    ):
         value = MixedPrecisionPolicy(param_dtype=value)
     elif value is None:
         value = MixedPrecisionPolicy()
     if not isinstance(value, MixedPrecisionPolicy):
         raise AnnotationError(
-            f"{verb}: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a floating-point dtype or its "
-            f"name, e.g. 'bf16'; got {value!r}"
+            f"{verb}: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a"
+            f" floating-point dtype or its name, e.g. 'bf16'; got {value!r}"
         )
     return value
 
 
-def exact_modules(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> tuple[nn.Module, ...]:
-    """The modules of a unit that keep their dtype (`full_precision_classes`), without those inside of others."""
+def exact_modules(
+    modules: Sequence[nn.Module], precision: MixedPrecisionPolicy
+) -> tuple[nn.Module, ...]:
+    """The modules of a unit that keep their dtype (`full_precision_classes`), without those inside
+    of others.
+    """
     below = [each for module in modules for _, each in walk(module, stop=(SHARD, REPLICATE))]
     found = dict.fromkeys(each for each in below if isinstance(each, precision.exact_classes))
     inside = {id(each) for module in found for each in module.modules() if each is not module}
@@ -72,7 +80,12 @@ def exact_modules(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy)
 
 def ids_of_exact(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> set[int]:
     """The ids of all modules in and below `modules` that keep their dtype, in any unit."""
-    kept = [each for module in modules for each in module.modules() if isinstance(each, precision.exact_classes)]
+    kept = [
+        each
+        for module in modules
+        for each in module.modules()
+        if isinstance(each, precision.exact_classes)
+    ]
     return {id(below) for module in kept for below in module.modules()}
 
 
@@ -81,7 +94,8 @@ def inherited_policies(
 ) -> dict[nn.Module, MixedPrecisionPolicy]:
     """The policies of units that are picked below `modules`, where no override says otherwise.
 
-    Outputs are cast only where they leave the annotated module. Units inside a module that keeps its dtype keep theirs.
+    Outputs are cast only where they leave the annotated module. Units inside a module that keeps
+    its dtype keep theirs.
     """
     policy = replace(precision, output_dtype=None)
     exact = exact_modules(modules, precision)
@@ -92,16 +106,22 @@ def inherited_policies(
 def buffer_holders(
     modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, top: Sequence[nn.Module]
 ) -> tuple[BufferHolder, ...]:
-    """The modules of a unit whose buffers are cast: any may get some later. Names of buffers are relative to `top`."""
+    """The modules of a unit whose buffers are cast: any may get some later. Names of buffers are
+    relative to `top`.
+    """
     asked = precision.buffer_dtype
     if asked is None:
         return ()
     exact = ids_of_exact(modules, precision)
-    below = {id(each): each for module in modules for _, each in walk(module, stop=(SHARD, REPLICATE))}
+    below = {
+        id(each): each for module in modules for _, each in walk(module, stop=(SHARD, REPLICATE))
+    }
     if not isinstance(asked, Mapping):
         return tuple(BufferHolder(each, asked) for key, each in below.items() if key not in exact)
     named: dict[int, dict[str, torch.dtype]] = {}
-    for fqn, module, name in [found for each in top for found in _floating_point_buffers(each) if id(found[1]) in below]:
+    for fqn, module, name in [
+        found for each in top for found in _floating_point_buffers(each) if id(found[1]) in below
+    ]:
         for glob, dtype in asked.items():
             if fnmatchcase(fqn, glob):
                 named.setdefault(id(module), {})[name] = dtype
@@ -118,7 +138,9 @@ def _floating_point_buffers(top: nn.Module) -> list[tuple[str, nn.Module, str]]:
     ]
 
 
-def refuse_unknown_buffers(verb: str, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> None:
+def refuse_unknown_buffers(
+    verb: str, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy
+) -> None:
     """Raise for names in `buffer_dtype` that match no floating-point buffer."""
     if not isinstance(precision.buffer_dtype, Mapping):
         return
@@ -126,29 +148,42 @@ def refuse_unknown_buffers(verb: str, modules: Sequence[nn.Module], precision: M
     for glob in precision.buffer_dtype:
         if not any(fnmatchcase(fqn, glob) for fqn in names):
             near = closest(glob, names, limit=3)
-            hint = f"close to it: {', '.join(near)}" if near else f"there is: {few(names) if names else 'none'}"
-            raise AnnotationError(f"{verb}: buffer_dtype names '{glob}', which matches no floating-point buffer; {hint}")
+            hint = (
+                f"close to it: {', '.join(near)}"
+                if near
+                else f"there is: {few(names) if names else 'none'}"
+            )
+            raise AnnotationError(
+                f"{verb}: buffer_dtype names '{glob}', which matches no floating-point buffer;"
+                f" {hint}"
+            )
 
 
-# --- offload, placements, reshard_after_forward -----------------------------------------------------------------------
+# --- offload, placements, reshard_after_forward -------------------------------------------------
 
 
-def offload_policy_of(verb: str, value: Any, local_device: torch.device | None) -> CPUOffloadPolicy | None:
-    """The policy that an argument stands for, if any. `local_device`: of the parameters, if there is no process group."""
-    if value is None or type(value) is fsdp.OffloadPolicy:  # torch's way to say that nothing is offloaded
+def offload_policy_of(
+    verb: str, value: Any, local_device: torch.device | None
+) -> CPUOffloadPolicy | None:
+    """The policy that an argument stands for, if any. `local_device`: of the parameters, if there
+    is no process group.
+    """
+    # torch's way to say that nothing is offloaded
+    if value is None or type(value) is fsdp.OffloadPolicy:
         return None
     if isinstance(value, fsdp.CPUOffloadPolicy):
         value = CPUOffloadPolicy(**_known_fields(verb, "offload_policy", value, ("pin_memory",)))
     if not isinstance(value, CPUOffloadPolicy):
         raise AnnotationError(
-            f"{verb}: offload_policy must be a CPUOffloadPolicy (composable's or torch's), or None for parameters that rest on "
-            f"the mesh's device; got {value!r}"
+            f"{verb}: offload_policy must be a CPUOffloadPolicy (composable's or torch's), or None"
+            f" for parameters that rest on the mesh's device; got {value!r}"
         )
     if local_device is not None and has_streams(local_device):
         raise AnnotationError(
-            f"{verb}: offload_policy needs a process group. Without one nothing is sharded, and parameters stay where they "
-            f"are, on {local_device}. Call torch.distributed.init_process_group first, for one process alone, too; or leave "
-            "offload_policy out"
+            f"{verb}: offload_policy needs a process group. Without one nothing is sharded, and"
+            f" parameters stay where they are, on {local_device}. Call"
+            " torch.distributed.init_process_group first, for one process alone, too; or leave"
+            " offload_policy out"
         )
     return value
 
@@ -156,8 +191,8 @@ def offload_policy_of(verb: str, value: Any, local_device: torch.device | None) 
 def warn_of_no_offload(device: torch.device) -> None:
     if not has_streams(device):
         logger.warning(
-            "fully_shard: offload_policy has no effect where ranks compute on the CPU: parameters are in the host's memory "
-            "anyway. To compute on an accelerator, pass a mesh of it"
+            "fully_shard: offload_policy has no effect where ranks compute on the CPU: parameters"
+            " are in the host's memory anyway. To compute on an accelerator, pass a mesh of it"
         )
 
 
@@ -174,7 +209,9 @@ def prefetch_of(value: Any) -> int:
 
 
 def shard_dim_of(managed: Managed[nn.Parameter], choose: Placement | None) -> int | None:
-    """The dimension along which a parameter is sharded; None for one without dimensions. `choose`: `shard_placement_fn`."""
+    """The dimension along which a parameter is sharded; None for one without dimensions. `choose`:
+    `shard_placement_fn`.
+    """
     parameter = managed.tensor
     if parameter.ndim == 0:
         return None
@@ -183,27 +220,31 @@ def shard_dim_of(managed: Managed[nn.Parameter], choose: Placement | None) -> in
         return 0
     if not isinstance(placement, Shard):
         raise AnnotationError(
-            f"shard_placement_fn must return Shard or None, got {type(placement).__name__} for '{managed.fqn}'"
+            f"shard_placement_fn must return Shard or None, got {type(placement).__name__} for"
+            f" '{managed.fqn}'"
         )
     dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < parameter.ndim:
         raise AnnotationError(
-            f"shard_placement_fn returned {placement} for '{managed.fqn}', which has {parameter.ndim} dimensions"
+            f"shard_placement_fn returned {placement} for '{managed.fqn}', which has"
+            f" {parameter.ndim} dimensions"
         )
     return dim
 
 
-# --- buffers and devices ----------------------------------------------------------------------------------------------
+# --- buffers and devices ------------------------------------------------------------------------
 
 
 def refuse_elsewhere(verb: str, tensors: Sequence[Managed[Any]], device: torch.device) -> None:
     """Raise for tensors that are neither on `device` nor on the meta device."""
     for managed in tensors:
         here = managed.tensor.device
-        if here.type != "meta" and (here.type != device.type or here.index not in (None, device.index)):
+        if here.type != "meta" and (
+            here.type != device.type or here.index not in (None, device.index)
+        ):
             raise AnnotationError(
-                f"{verb}: '{managed.fqn}' is on {here}, and the ranks of the mesh communicate on {device}; call "
-                f"module.to('{device}') before annotating it"
+                f"{verb}: '{managed.fqn}' is on {here}, and the ranks of the mesh communicate on"
+                f" {device}; call module.to('{device}') before annotating it"
             )
 
 

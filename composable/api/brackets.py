@@ -1,4 +1,6 @@
-"""What `checkpoint` and `offload_activations` have in common: a bracket around the forward of each module, and policies."""
+"""What `checkpoint` and `offload_activations` have in common: a bracket around the forward of each
+module, and policies.
+"""
 
 from __future__ import annotations
 

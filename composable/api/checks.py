@@ -1,4 +1,6 @@
-"""Parameters and modules that an annotation cannot manage: those of another annotation, of torch's wrappers, of TorchScript."""
+"""Parameters and modules that an annotation cannot manage: those of another annotation, of torch's
+wrappers, of TorchScript.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,24 @@ logger = logging.getLogger("composable")
 
 _DONE: Final = {SHARD: "sharded", REPLICATE: "replicated"}
 
-# --- parameters of other annotations ----------------------------------------------------------------------------------
+# --- parameters of other annotations -------------------------------------------------------------
 
 
 def _owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
-    """The unit that manages `parameter`, or managed it until it registered another one in its place."""
+    """The unit that manages `parameter`, or managed it until it registered another one in its
+    place.
+    """
     label = label_of(parameter)
-    unit = None if label is None or label.owner is None or label.form == "removed" else label.owner()
+    unit = (
+        None if label is None or label.owner is None or label.form == "removed" else label.owner()
+    )
     if unit is not None and unit.modules:
         infos = {place: info for info in unit.spec.params for place in info.places}
         for param in unit.params:  # some may have been tied to others, or untied, since
             info = infos.get(param.info.places[0], param.info)
-            if param.original() is parameter or any(place.registered is parameter for place in info.places):
+            if param.original() is parameter or any(
+                place.registered is parameter for place in info.places
+            ):
                 return unit, info
     return None
 
@@ -54,11 +62,15 @@ def full_name(managed: Managed[Any]) -> str:
 
 
 def tied_to_replicated(
-    verb: str, modules: Sequence[nn.Module], parameters: Sequence[Managed[nn.Parameter]], mesh: DeviceMesh | None
+    verb: str,
+    modules: Sequence[nn.Module],
+    parameters: Sequence[Managed[nn.Parameter]],
+    mesh: DeviceMesh | None,
 ) -> list[tuple[Unit, Managed[nn.Parameter]]]:
     """The parameters that stay with a replicated unit which has them already, under a tie.
 
-    `replicate` leaves to it what any other replicated unit has, `fully_shard` what a unit inside `modules` has.
+    `replicate` leaves to it what any other replicated unit has, `fully_shard` what a unit inside
+    `modules` has.
     """
     below = {id(each) for module in modules for each in module.modules()}
     tied = []
@@ -68,19 +80,25 @@ def tied_to_replicated(
             continue
         unit, info = owner
         by, first = unit.spec.verb, unit.modules[0]
-        of_owner = {id(each): fqn for module in unit.modules for fqn, each in module.named_modules()}
+        of_owner = {
+            id(each): fqn for module in unit.modules for fqn, each in module.named_modules()
+        }
         if all(id(module) in of_owner for module in modules):
             name = of_owner[id(modules[0])]
             inner = f"'{name}'" if name else module_name(modules[0])
             hint = ", or use policy=" if by == verb else ""
-            raise AnnotationError(f"{inner} is inside already-{_DONE[by]} '{unit.name}'; annotate children first{hint}")
+            raise AnnotationError(
+                f"{inner} is inside already-{_DONE[by]} '{unit.name}'; annotate children"
+                f" first{hint}"
+            )
         shared = next((place for place in managed.places if place in info.places), None)
         if shared is not None:
             raise AnnotationError(
-                f"{verb}: {describe_module(shared.module, shared.fqn.rpartition('.')[0])} is in two units: unit '{unit.name}' "
-                f"({type(first).__name__}) has {_DONE[by]} its parameters already. Annotate it before both, {by}(shared), or both "
-                f"modules as one unit: {verb}([a, b]). A slice such as model[:2] is a module of its own, which the model never "
-                "calls: annotate the list [*model[:2]] instead"
+                f"{verb}: {describe_module(shared.module, shared.fqn.rpartition('.')[0])} is in two"
+                f" units: unit '{unit.name}' ({type(first).__name__}) has {_DONE[by]} its"
+                f" parameters already. Annotate it before both, {by}(shared), or both modules as"
+                f" one unit: {verb}([a, b]). A slice such as model[:2] is a module of its own,"
+                " which the model never calls: annotate the list [*model[:2]] instead"
             )
         if by == SHARD:
             why = _SHARDED_APART
@@ -93,29 +111,35 @@ def tied_to_replicated(
             continue
         name = find_fqn(first)
         other = f"{name}.{info.fqn}" if name else info.fqn
-        raise TiedParametersError(f"parameter '{full_name(managed)}' is tied to '{other}', which {why}")
+        raise TiedParametersError(
+            f"parameter '{full_name(managed)}' is tied to '{other}', which {why}"
+        )
     return tied
 
 
 _SHARDED_APART: Final = (
-    "was sharded as part of another unit already. Annotate both modules alike, as one unit: fully_shard([a, b]) or "
-    "replicate([a, b]); or name the units in policy=, which keeps tied parameters together"
+    "was sharded as part of another unit already. Annotate both modules alike, as one unit:"
+    " fully_shard([a, b]) or replicate([a, b]); or name the units in policy=, which keeps tied"
+    " parameters together"
 )
 _REPLICATED_APART: Final = (
-    "is replicated; it cannot be sharded, too. Annotate a module around both, which leaves the parameter replicated, or both "
-    "modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])"
+    "is replicated; it cannot be sharded, too. Annotate a module around both, which leaves the"
+    " parameter replicated, or both modules alike, as one unit: replicate([a, b]) or"
+    " fully_shard([a, b])"
 )
 _ON_ANOTHER_MESH: Final = (
-    "is replicated over another mesh. Pass the same mesh to both, or annotate both modules as one unit: replicate([a, b])"
+    "is replicated over another mesh. Pass the same mesh to both, or annotate both modules as one"
+    " unit: replicate([a, b])"
 )
 
-# --- parameters that no annotation can manage -------------------------------------------------------------------------
+# --- parameters that no annotation can manage ----------------------------------------------------
 
 
 def _is_stepped_in_backward(parameter: nn.Parameter) -> bool:
     hooks: Mapping[int, Any] = hooks_after_accumulation(parameter) or {}
     ours = any(isinstance(getattr(hook, "__self__", None), Optimizer) for hook in hooks.values())
-    return ours or hasattr(parameter, "_in_backward_optimizers")  # torch's `_apply_optimizer_in_backward`
+    # torch's `_apply_optimizer_in_backward`
+    return ours or hasattr(parameter, "_in_backward_optimizers")
 
 
 def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
@@ -123,7 +147,8 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
         if is_lazy(managed.tensor):
             kind = "parameter" if isinstance(managed.tensor, nn.Parameter) else "buffer"
             raise AnnotationError(
-                f"{kind} '{full_name(managed)}' is uninitialised; run a lazy module once before annotating it"
+                f"{kind} '{full_name(managed)}' is uninitialised; run a lazy module once before"
+                " annotating it"
             )
 
 
@@ -133,90 +158,121 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
         parameter = managed.tensor
         if _is_stepped_in_backward(parameter):
             raise AnnotationError(
-                f"parameter '{full_name(managed)}' is stepped in backward since apply_optimizer_in_backward, which would go on "
-                "with what is replaced, or was not averaged. Annotate first"
+                f"parameter '{full_name(managed)}' is stepped in backward since"
+                " apply_optimizer_in_backward, which would go on with what is replaced, or was not"
+                " averaged. Annotate first"
             )
         if isinstance(parameter, DTensor):
             raise AnnotationError(
-                f"parameter '{full_name(managed)}' is a DTensor already ({parameter.placements}); only plain "
-                f"parameters can be {_DONE[verb]}. Leave it out with ignored_params"
+                f"parameter '{full_name(managed)}' is a DTensor already ({parameter.placements});"
+                f" only plain parameters can be {_DONE[verb]}. Leave it out with ignored_params"
             )
         for place in managed.places:
             if not isinstance(place.module._parameters, dict):
                 raise AnnotationError(
-                    f"{verb}: parameter '{full_name(managed)}' of a {type(place.module).__name__} cannot be managed: modules of "
-                    "TorchScript register parameters in their own way. Annotate a module that is not scripted, or leave it out "
-                    "with ignored_params"
+                    f"{verb}: parameter '{full_name(managed)}' of a {type(place.module).__name__}"
+                    " cannot be managed: modules of TorchScript register parameters in their own"
+                    " way. Annotate a module that is not scripted, or leave it out with"
+                    " ignored_params"
                 )
         if verb != SHARD or not is_distributed():
             continue
         if type(parameter) is not nn.Parameter:
             raise AnnotationError(
-                f"parameter '{full_name(managed)}' is of class {type(parameter).__name__}; only a plain nn.Parameter can "
-                "be cut, and what its class adds would be lost. Leave it out with ignored_params"
+                f"parameter '{full_name(managed)}' is of class {type(parameter).__name__}; only a"
+                " plain nn.Parameter can be cut, and what its class adds would be lost. Leave it"
+                " out with ignored_params"
             )
         lookups = [place.module for place in managed.places if is_sparse_lookup(place.module)]
         if parameter.requires_grad and len(lookups) == len(managed.places):
             kind = type(lookups[0]).__name__
             raise AnnotationError(
-                f"parameter '{full_name(managed)}' gets sparse gradients ({kind}, sparse=True); gradients of sharded "
-                f"parameters are dense. Call replicate() on the {kind} before, or make it with sparse=False"
+                f"parameter '{full_name(managed)}' gets sparse gradients ({kind}, sparse=True);"
+                f" gradients of sharded parameters are dense. Call replicate() on the {kind}"
+                " before, or make it with sparse=False"
             )
 
 
 def warn_of_gradients(parameters: Sequence[Managed[nn.Parameter]]) -> None:
-    """Log that gradients from before the annotation are dropped: they may be one rank's, or a mean."""
+    """Log that gradients from before the annotation are dropped: they may be one rank's, or a
+    mean.
+    """
     found = [f"'{full_name(managed)}'" for managed in parameters if managed.tensor.grad is not None]
     if found:
         logger.warning(
-            "fully_shard: %s had gradients from before the annotation, which are dropped: nothing tells whether they were "
-            "averaged over the ranks. Run backward after annotating",
+            "fully_shard: %s had gradients from before the annotation, which are dropped: nothing"
+            " tells whether they were averaged over the ranks. Run backward after annotating",
             few(found),
         )
 
 
-# --- wrappers and verbs of torch --------------------------------------------------------------------------------------
+# --- wrappers and verbs of torch ----------------------------------------------------------------
 
 # Which of torch's verbs were applied to a module. torch has no public way to ask.
-_applied_by_torch: Final[Any] = getattr(sys.modules.get("torch.distributed._composable.contract"), "_get_registry", None)
+_applied_by_torch: Final[Any] = getattr(
+    sys.modules.get("torch.distributed._composable.contract"), "_get_registry", None
+)
 _IGNORED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
 
 
-def refuse_wrapped(verb: str, modules: Sequence[nn.Module], parameters: Sequence[Managed[nn.Parameter]]) -> None:
-    """Raise if DDP, FSDP1 or a verb of torch manages some of `parameters`, on or below `modules`."""
+def refuse_wrapped(
+    verb: str, modules: Sequence[nn.Module], parameters: Sequence[Managed[nn.Parameter]]
+) -> None:
+    """Raise if DDP, FSDP1 or a verb of torch manages some of `parameters`, on or below
+    `modules`.
+    """
     managed = {id(each.tensor) for each in parameters}
     for fqn, below in [named for module in modules for named in module.named_modules()]:
         is_ddp = isinstance(below, DistributedDataParallel)
         applied = (_applied_by_torch and _applied_by_torch(below)) or ()
-        wrapper = "FullyShardedDataParallel" if isinstance(below, fsdp.FullyShardedDataParallel) else ""
+        wrapper = (
+            "FullyShardedDataParallel" if isinstance(below, fsdp.FullyShardedDataParallel) else ""
+        )
         wrapper = wrapper or next((name for name in (SHARD, REPLICATE) if name in applied), "")
-        left_out = {f"module.{name}" for name in getattr(below, "parameters_to_ignore", ())} if is_ddp else ()
-        if not (is_ddp or wrapper) or not any(id(p) in managed for n, p in below.named_parameters() if n not in left_out):
+        left_out = (
+            {f"module.{name}" for name in getattr(below, "parameters_to_ignore", ())}
+            if is_ddp
+            else ()
+        )
+        if not (is_ddp or wrapper) or not any(
+            id(p) in managed for n, p in below.named_parameters() if n not in left_out
+        ):
             continue
         where = f"'{fqn}'" if fqn else "the module"
-        said = f"is managed by torch's {wrapper} already, and gradients would be averaged twice. Leave one of the two out"
+        said = (
+            f"is managed by torch's {wrapper} already, and gradients would be averaged twice. Leave"
+            " one of the two out"
+        )
         if is_ddp:
-            said = "is a DistributedDataParallel already, and gradients would be averaged twice. Do not wrap: annotate the "
+            said = (
+                "is a DistributedDataParallel already, and gradients would be averaged twice. Do"
+                " not wrap: annotate the "
+            )
             said += f"{type(below.module).__name__} in its place"
         raise ClashError(f"{verb}: {where} {said}")
 
 
 class _RefusesDDP:
-    """In place of the names that DDP reads from a module to ignore: the call that would wrap the module raises."""
+    """In place of the names that DDP reads from a module to ignore: the call that would wrap the
+    module raises.
+    """
 
     def __init__(self, verb: str, module: str) -> None:
         self._verb, self._module = verb, module
 
     def __iter__(self) -> Iterator[Any]:
         raise ClashError(
-            f"DistributedDataParallel around {self._module}: {self._verb} averages its gradients already, and they would be "
-            "averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by "
-            "accelerator.prepare_model(model, evaluation_mode=True), which does not wrap"
+            f"DistributedDataParallel around {self._module}: {self._verb} averages its gradients"
+            " already, and they would be averaged twice. Do not wrap it: train the module as it"
+            " is. With accelerate, prepare it by accelerator.prepare_model(model,"
+            " evaluation_mode=True), which does not wrap"
         )
 
 
 def refuse_ddp_around(verb: str, modules: Sequence[nn.Module]) -> None:
-    """Inside a verb: let `DistributedDataParallel(module)` raise. Names that the user gave DDP to ignore stay."""
+    """Inside a verb: let `DistributedDataParallel(module)` raise. Names that the user gave DDP to
+    ignore stay.
+    """
     for module in modules:
         if _IGNORED_BY_DDP not in vars(module):
             setattr(module, _IGNORED_BY_DDP, _RefusesDDP(verb, f"this {type(module).__name__}"))

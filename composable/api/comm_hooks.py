@@ -12,7 +12,13 @@ from torch import nn
 from composable.compilation import untraced, unwrapped
 from composable.contract.contract import registry
 from composable.contract.naming import find_fqn
-from composable.contract.tree import REPLICATE, SHARD, get_all_sharded_states, get_replicated_states, names_below
+from composable.contract.tree import (
+    REPLICATE,
+    SHARD,
+    get_all_sharded_states,
+    get_replicated_states,
+    names_below,
+)
 from composable.engine.hook_stages import ALL_REDUCE, REDUCE_SCATTER, CommHook
 from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import Unit
@@ -33,25 +39,32 @@ _VERB: Final = "register_comm_hook"
 _TORCHS: Final = "torch.distributed.algorithms.ddp_comm_hooks."
 _FSDP1: Final = "torch.distributed.algorithms._comm_hooks."
 # They return what they are given. By name, since to import them takes time, and NumPy.
-_LOCAL: Final = (f"{_TORCHS}debugging_hooks.noop_hook", f"{_TORCHS}post_localSGD_hook.post_localSGD_hook")
+_LOCAL: Final = (
+    f"{_TORCHS}debugging_hooks.noop_hook",
+    f"{_TORCHS}post_localSGD_hook.post_localSGD_hook",
+)
 
 Hook = Callable[[Any, Any], Any]  # of a state and a bucket; returns a tensor or a future of one
 
 
 class CommHookHandle:
-    """What `register_comm_hook` returns. As a context manager it removes the hook at the end of its body."""
+    """What `register_comm_hook` returns. As a context manager it removes the hook at the end of its
+    body.
+    """
 
     def __init__(self, units: Sequence[Unit], stage: str) -> None:
         self._units = list(units)
         self._stage = stage
 
     def remove(self) -> None:
-        """Reduce gradients as before the hook, from the next backward on. All ranks do so together. May be called again.
+        """Reduce gradients as before the hook, from the next backward on. All ranks do so together.
+        May be called again.
 
         Raises:
             PhaseError: as `register_comm_hook`.
         """
-        units = [unit for unit in self._units if unit.modules]  # it has none after the annotation was removed
+        # it has none after the annotation was removed
+        units = [unit for unit in self._units if unit.modules]
         for unit in units:
             refuse_moment("remove a communication hook", unit)
         self._units = []
@@ -66,38 +79,48 @@ class CommHookHandle:
 
 
 @untraced
-def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stage: str | None = None) -> CommHookHandle:
-    """Let `hook` reduce gradients in place of the library: to compress them, count them, or keep them on their rank.
+def register_comm_hook(
+    module: nn.Module, hook: Hook, state: Any = None, *, stage: str | None = None
+) -> CommHookHandle:
+    """Let `hook` reduce gradients in place of the library: to compress them, count them, or keep
+    them on their rank.
 
-    The hook is called as `hook(state, bucket)` and returns the reduced gradients, or a `torch.futures.Future` of them. It
-    replaces the sum over the ranks *and* its division, so it usually makes a mean. Those of
-    `torch.distributed.algorithms.ddp_comm_hooks` run as they are.
+    The hook is called as `hook(state, bucket)` and returns the reduced gradients, or a
+    `torch.futures.Future` of them. It replaces the sum over the ranks *and* its division, so it
+    usually makes a mean. Those of `torch.distributed.algorithms.ddp_comm_hooks` run as they are.
 
-    `bucket` has the methods of `torch.distributed.GradBucket`: `buffer()` is the gradients as one flat tensor, which the hook
-    may write to, `gradients()` are views of it, `parameters()`, `index()`, `is_last()`, `set_buffer(tensor)`. It also has the
-    names of its parameters (`fqns`), what the sum would be multiplied by without a hook (`scale`), and its ranks (`group`).
+    `bucket` has the methods of `torch.distributed.GradBucket`: `buffer()` is the gradients as one
+    flat tensor, which the hook may write to, `gradients()` are views of it, `parameters()`,
+    `index()`, `is_last()`, `set_buffer(tensor)`. It also has the names of its parameters (`fqns`),
+    what the sum would be multiplied by without a hook (`scale`), and its ranks (`group`).
 
-    For a sharded unit the bucket has the whole gradients, in the dtype of the reduction, and the hook returns them reduced, on
-    every rank, which takes its shards. `parameters()` are the sharded ones. With an `offload_policy` they are on the host; the
-    gradients, and what the hook returns, are on the device.
+    For a sharded unit the bucket has the whole gradients, in the dtype of the reduction, and the
+    hook returns them reduced, on every rank, which takes its shards. `parameters()` are the sharded
+    ones. With an `offload_policy` they are on the host; the gradients, and what the hook returns,
+    are on the device.
 
-    Hybrid sharding reduces in two stages, each of which takes a hook. In place of "reduce_scatter" a hook reduces whole
-    gradients over the ranks of one replica, as above. In place of "all_reduce" it reduces shards over the replicas: the bucket
-    has the means over the ranks of one replica, of each parameter the rows that this rank owns.
+    Hybrid sharding reduces in two stages, each of which takes a hook. In place of "reduce_scatter"
+    a hook reduces whole gradients over the ranks of one replica, as above. In place of "all_reduce"
+    it reduces shards over the replicas: the bucket has the means over the ranks of one replica, of
+    each parameter the rows that this rank owns.
 
-    Hooks communicate over `bucket.group`. A `state` of None is that group, and so is a `state.process_group` of None.
-    `grad_reduce` multiplies gradients before the hook sees them. A backward under `no_sync` calls no hook, and the one that
-    reduces hands over the whole sum; under `no_sync(level="replicate")` the hook of the first stage is called each time. One
-    rank alone calls no hook.
+    Hooks communicate over `bucket.group`. A `state` of None is that group, and so is a
+    `state.process_group` of None. `grad_reduce` multiplies gradients before the hook sees them. A
+    backward under `no_sync` calls no hook, and the one that reduces hands over the whole sum; under
+    `no_sync(level="replicate")` the hook of the first stage is called each time. One rank alone
+    calls no hook.
 
     All ranks register the same hook together, between steps.
 
     Args:
-        module: a replicated or a fully sharded module. The hook is for its unit, and for those of the same verb inside.
+        module: a replicated or a fully sharded module. The hook is for its unit, and for those of
+            the same verb inside.
         hook: what reduces. The same on all ranks.
-        state: its first argument. One state is for one registration, if it remembers something by `bucket.index()`.
-        stage: of the reduction. Replicated gradients have one stage, "all_reduce", and so do sharded ones,
-            "reduce_scatter": leave it out there. Hybrid sharding has both, so say which one.
+        state: its first argument. One state is for one registration, if it remembers something by
+            `bucket.index()`.
+        stage: of the reduction. Replicated gradients have one stage, "all_reduce", and so do
+            sharded ones, "reduce_scatter": leave it out there. Hybrid sharding has both, so say
+            which one.
 
     Returns:
         A handle whose `remove()` removes the hook.
@@ -105,9 +128,10 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     Raises:
         NotAnnotatedError: `module` is neither replicated nor fully sharded.
         AlreadyAnnotatedError: a unit has a hook for this stage.
-        AnnotationError: the hook cannot be called with two arguments; there is no such stage, or there are two and none is
-            named; a parameter has sparse gradients; the hook is one of torch's that leave gradients local (`noop_hook`,
-            `post_localSGD_hook`), and would do so to those of shards, or one of torch's for FSDP1.
+        AnnotationError: the hook cannot be called with two arguments; there is no such stage, or
+            there are two and none is named; a parameter has sparse gradients; the hook is one of
+            torch's that leave gradients local (`noop_hook`, `post_localSGD_hook`), and would do so
+            to those of shards, or one of torch's for FSDP1.
         MeshError: units are on different meshes.
         PhaseError: a forward waits for its backward; inside of a backward, or of `no_sync`.
         RanksDisagreeError: another rank refuses, or registers another hook.
@@ -123,16 +147,21 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     verb = next((verb for verb in (REPLICATE, SHARD) if verb in annotations), None)
     if verb is None:
         raise NotAnnotatedError(
-            f"{_VERB}: {describe_module(module, find_fqn(module))} is not annotated; call replicate(module) or "
-            "fully_shard(module) first. Of units without a module around them, each takes a hook of its own"
+            f"{_VERB}: {describe_module(module, find_fqn(module))} is not annotated; call"
+            " replicate(module) or fully_shard(module) first. Of units without a module around"
+            " them, each takes a hook of its own"
         )
     unit: Unit = annotations[verb].state
-    inside: list[Unit] = (get_replicated_states if verb == REPLICATE else get_all_sharded_states)(module)
+    inside: list[Unit] = (get_replicated_states if verb == REPLICATE else get_all_sharded_states)(
+        module
+    )
     units = list(dict.fromkeys([unit, *inside]))
     stages: tuple[str, ...] = (ALL_REDUCE,)
     if verb == SHARD:
         mesh = unit.mesh_info.mesh
-        stages = (REDUCE_SCATTER,) if mesh is None or mesh.ndim == 1 else (REDUCE_SCATTER, ALL_REDUCE)
+        stages = (
+            (REDUCE_SCATTER,) if mesh is None or mesh.ndim == 1 else (REDUCE_SCATTER, ALL_REDUCE)
+        )
     chosen = stages[0] if stage is None and len(stages) == 1 else stage
     name = getattr(hook, "__name__", None) or type(hook).__name__
     mine = f"registers {name}{f' for {chosen}' if len(stages) > 1 else ''}"
@@ -140,29 +169,31 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     try:
         if not callable(hook):
             raise AnnotationError(
-                f"{_VERB}: a hook is called as hook(state, bucket), and {name} cannot be called. It stands before its state: "
-                "register_comm_hook(module, hook, state)"
+                f"{_VERB}: a hook is called as hook(state, bucket), and {name} cannot be called. It"
+                " stands before its state: register_comm_hook(module, hook, state)"
             )
         if _inside(hook).startswith(_FSDP1):
             raise AnnotationError(
-                f"{_VERB}: {_inside(hook)} is made for FSDP1, which calls it with a tensor and not with a bucket. Use the hooks "
-                f"of {_TORCHS.rstrip('.')}"
+                f"{_VERB}: {_inside(hook)} is made for FSDP1, which calls it with a tensor and not"
+                f" with a bucket. Use the hooks of {_TORCHS.rstrip('.')}"
             )
         if not _takes_state_and_bucket(hook):
             raise AnnotationError(
-                f"{_VERB}: a hook is called as hook(state, bucket), and {name} takes {inspect.signature(hook)}. Bind other arguments "
-                "with functools.partial"
+                f"{_VERB}: a hook is called as hook(state, bucket), and {name} takes"
+                f" {inspect.signature(hook)}. Bind other arguments with functools.partial"
             )
         if chosen not in stages:
             raise AnnotationError(
-                f"{_VERB}: gradients of unit '{unit.name}' are reduced by {' and then by '.join(stages)}; stage= must name the one "
-                f"that the hook replaces, got {stage!r}"
+                f"{_VERB}: gradients of unit '{unit.name}' are reduced by"
+                f" {' and then by '.join(stages)}; stage= must name the one that the hook replaces,"
+                f" got {stage!r}"
             )
         if chosen == REDUCE_SCATTER and unit.mesh_info.shard.size > 1 and _inside(hook) in _LOCAL:
             raise AnnotationError(
-                f"{_VERB}: {name} leaves gradients on their rank, and the ranks of unit '{unit.name}' hold its parameters together: "
-                "each shard would be trained on the batches of one rank alone. Use it with replicate(), or for "
-                "stage='all_reduce' of a mesh of two dimensions"
+                f"{_VERB}: {name} leaves gradients on their rank, and the ranks of unit"
+                f" '{unit.name}' hold its parameters together: each shard would be trained on the"
+                " batches of one rank alone. Use it with replicate(), or for stage='all_reduce' of"
+                " a mesh of two dimensions"
             )
         for each in units:
             _check_unit(each, unit, stages, str(chosen))
@@ -176,12 +207,14 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     for rank, text in enumerate(said):
         if text != mine:
             raise RanksDisagreeError(
-                f"{_VERB}: rank {rank} {text}, and rank {comm.rank} {mine}; no rank registers a hook. All ranks register the "
-                "same hooks, in the same order"
+                f"{_VERB}: rank {rank} {text}, and rank {comm.rank} {mine}; no rank registers a"
+                " hook. All ranks register the same hooks, in the same order"
             )
     assert chosen is not None
     names = names_below(module)
-    prefixes = {each: f"{fqn}." if (fqn := names.get(id(each.modules[0]), "")) else "" for each in units}
+    prefixes = {
+        each: f"{fqn}." if (fqn := names.get(id(each.modules[0]), "")) else "" for each in units
+    }
     shared = CommHook(hook, state, chosen, prefixes)
     for each in units:
         each.set_comm_hook(chosen, shared)
@@ -201,12 +234,16 @@ def _takes_state_and_bucket(hook: Hook) -> bool:
 
 
 def _inside(hook: Any) -> str:
-    """Return the full name of a hook inside of partials, and of torch's wrappers, which compress what it is given."""
+    """Return the full name of a hook inside of partials, and of torch's wrappers, which compress
+    what it is given.
+    """
     while True:
         module = str(getattr(hook, "__module__", ""))
         if isinstance(hook, partial):
             hook = hook.func
-        elif module.startswith(_TORCHS) and "hook" in getattr(getattr(hook, "__code__", None), "co_freevars", ()):
+        elif module.startswith(_TORCHS) and "hook" in getattr(
+            getattr(hook, "__code__", None), "co_freevars", ()
+        ):
             hook = inspect.getclosurevars(hook).nonlocals["hook"]
         else:
             return f"{module}.{getattr(hook, '__qualname__', '')}"
@@ -217,27 +254,34 @@ def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> N
     if former is not None:
         where = f" for {stage}" if len(stages) > 1 else ""
         raise AlreadyAnnotatedError(
-            f"{_VERB}: unit '{unit.name}' has the communication hook '{former.name}'{where} already. Remove it first, by "
-            "the handle that registering it returned"
+            f"{_VERB}: unit '{unit.name}' has the communication hook '{former.name}'{where}"
+            " already. Remove it first, by the handle that registering it returned"
         )
     for param in (param for sparse in unit.sparse for param in sparse.params):
         raise AnnotationError(
-            f"{_VERB}: the gradient of parameter '{param.fqn}' of unit '{unit.name}' is sparse, and hooks take dense ones. "
-            "Make its embedding with sparse=False, or leave it to a unit without a hook"
+            f"{_VERB}: the gradient of parameter '{param.fqn}' of unit '{unit.name}' is sparse, and"
+            " hooks take dense ones. Make its embedding with sparse=False, or leave it to a unit"
+            " without a hook"
         )
-    if (unit.mesh_info.all, unit.mesh_info.replicas) != (outer.mesh_info.all, outer.mesh_info.replicas):
+    if (unit.mesh_info.all, unit.mesh_info.replicas) != (
+        outer.mesh_info.all,
+        outer.mesh_info.replicas,
+    ):
         raise MeshError(
-            f"{_VERB}: unit '{unit.name}' is on another mesh than the module that the hook is for. Register a hook for "
-            "each, with a state of its own"
+            f"{_VERB}: unit '{unit.name}' is on another mesh than the module that the hook is for."
+            " Register a hook for each, with a state of its own"
         )
     refuse_moment(_VERB, unit)
 
 
 def refuse_moment(what: str, unit: Unit) -> None:
-    """Raise if `unit` is not between two steps: how its gradients are reduced must not change then."""
+    """Raise if `unit` is not between two steps: how its gradients are reduced must not change
+    then.
+    """
     accumulates = unit.accumulation.now is not SyncMode.REDUCE or unit.has_unreduced
     if in_backward() or unit.depth or accumulates or (unit.root is not None and unit.root.in_step):
         raise PhaseError(
-            f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward, between them, or in no_sync, with "
-            "accumulated gradients. Do it between two steps; what is not trained on belongs under torch.no_grad()"
+            f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward,"
+            " between them, or in no_sync, with accumulated gradients. Do it between two steps;"
+            " what is not trained on belongs under torch.no_grad()"
         )

@@ -18,7 +18,10 @@ from composable.policies import PolicyLike
 
 _EQUIVALENTS: Final = {
     "auto_wrap_policy": "policy=",
-    "sharding_strategy": "write reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or call replicate()",
+    "sharding_strategy": (
+        "write reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or call"
+        " replicate()"
+    ),
     "use_orig_params": "parameters always keep their identity and names; leave it out",
     "device_mesh": "mesh=",
     "process_group": "mesh=",
@@ -26,9 +29,16 @@ _EQUIVALENTS: Final = {
     "ignored_states": "ignored_params=",
     "device_id": "the mesh says which device; leave it out",
     "limit_all_gathers": "gathers are always limited; leave it out",
-    "forward_prefetch": "the recorded order is always prefetched; prefetch= says how many units ahead",
-    "backward_prefetch": "the recorded order is always prefetched; prefetch= says how many units ahead",
-    "param_init_fn": "initialise the module before annotating it; initialisers draw numbers shard by shard afterwards",
+    "forward_prefetch": (
+        "the recorded order is always prefetched; prefetch= says how many units ahead"
+    ),
+    "backward_prefetch": (
+        "the recorded order is always prefetched; prefetch= says how many units ahead"
+    ),
+    "param_init_fn": (
+        "initialise the module before annotating it; initialisers draw numbers shard by shard"
+        " afterwards"
+    ),
     "sync_module_state": "sync_module_states=",
     "find_unused_parameters": "unused parameters need no flag; leave it out",
     "static_graph": "nothing depends on it; leave it out",
@@ -41,7 +51,11 @@ _EQUIVALENTS: Final = {
 
 @contract(
     state_cls=Unit,
-    clashes={"replicate": "a module can be sharded or replicated, not both. Call remove(module, replicate) first"},
+    clashes={
+        "replicate": (
+            "a module can be sharded or replicated, not both. Call remove(module, replicate) first"
+        )
+    },
     equivalents=_EQUIVALENTS,
 )
 def fully_shard(
@@ -59,49 +73,62 @@ def fully_shard(
     sync_module_states: str = "check",
     dp_mesh_dims: None = None,
 ) -> Any:
-    """Shard the parameters, gradients and optimizer state of `module` over the ranks of a mesh, in place.
+    """Shard the parameters, gradients and optimizer state of `module` over the ranks of a mesh, in
+    place.
 
-    Every rank keeps 1/n of each parameter, as a `DTensor` under its old name. Before the module's forward, and again before its
-    backward, the parameters are all-gathered; in backward the gradients are reduce-scattered. The next module's parameters are
-    gathered while this one computes. Annotate inner modules first, or name them in `policy`: each is unsharded and resharded on
-    its own, so that at most two of them (`prefetch` + 1) are unsharded at a time, besides the parameters of the outer module itself.
+    Every rank keeps 1/n of each parameter, as a `DTensor` under its old name. Before the module's
+    forward, and again before its backward, the parameters are all-gathered; in backward the
+    gradients are reduce-scattered. The next module's parameters are gathered while this one
+    computes. Annotate inner modules first, or name them in `policy`: each is unsharded and
+    resharded on its own, so that at most two of them (`prefetch` + 1) are unsharded at a time,
+    besides the parameters of the outer module itself.
 
     All ranks of the mesh call this together, with the same module.
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: a `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine. A mesh of
-            two dimensions shards over one and replicates over the other (hybrid sharding). Names that contain "replicate" and
-            "shard" tell which is which; without names the first one is replicated over. A pair of process groups
-            (shard, replicate) means the same: of the ranks that this rank shards with, and of those that hold the same shards.
-        policy: which submodules become units of their own; see `composable.policies`. Other parameters belong to `module`.
-        reshard_after_forward: None reshards after forward and gathers again in backward, except for the units that backward
-            needs first: the one that ran last, and the root. True reshards all of them (ZeRO-3); False keeps parameters
-            unsharded until backward is done (ZeRO-2); a number reshards to shards over that many neighbouring ranks.
-        prefetch: how many units are gathered ahead, in forward and in backward, by the order of the last forward. More hide
-            slow gathers of small units, 0 takes the least memory.
-        mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
-            gradients, optimizer state and what is saved keep the dtype that the parameters have.
-        offload_policy: a `CPUOffloadPolicy`, composable's or torch's: shards, their gradients and the optimizer's state rest in
-            the host's memory. It has no effect on a mesh of CPUs, which is logged.
+        mesh: a `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process
+            group is fine. A mesh of two dimensions shards over one and replicates over the other
+            (hybrid sharding). Names that contain "replicate" and "shard" tell which is which;
+            without names the first one is replicated over. A pair of process groups (shard,
+            replicate) means the same: of the ranks that this rank shards with, and of those that
+            hold the same shards.
+        policy: which submodules become units of their own; see `composable.policies`. Other
+            parameters belong to `module`.
+        reshard_after_forward: None reshards after forward and gathers again in backward, except for
+            the units that backward needs first: the one that ran last, and the root. True reshards
+            all of them (ZeRO-3); False keeps parameters unsharded until backward is done (ZeRO-2);
+            a number reshards to shards over that many neighbouring ranks.
+        prefetch: how many units are gathered ahead, in forward and in backward, by the order of the
+            last forward. More hide slow gathers of small units, 0 takes the least memory.
+        mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name
+            ("bf16") to compute in. Parameters, gradients, optimizer state and what is saved keep
+            the dtype that the parameters have.
+        offload_policy: a `CPUOffloadPolicy`, composable's or torch's: shards, their gradients and
+            the optimizer's state rest in the host's memory. It has no effect on a mesh of CPUs,
+            which is logged.
         shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0.
-        grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides it by their number, "sum"
-            leaves it, a positive number divides it by that number.
-        ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
-        sync_module_states: "check" compares names, shapes, dtypes and values of parameters and buffers across ranks and names
-            the first difference; "broadcast" copies rank 0's values, also to ranks that built the module on the meta device;
-            "off" compares no values.
-        dp_mesh_dims: None, for scripts that pass it to torch's `fully_shard`. A slice of a mesh says the same.
+        grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides
+            it by their number, "sum" leaves it, a positive number divides it by that number.
+        ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave
+            alone.
+        sync_module_states: "check" compares names, shapes, dtypes and values of parameters and
+            buffers across ranks and names the first difference; "broadcast" copies rank 0's values,
+            also to ranks that built the module on the meta device; "off" compares no values.
+        dp_mesh_dims: None, for scripts that pass it to torch's `fully_shard`. A slice of a mesh
+            says the same.
 
     Returns:
         `module`.
 
     Raises:
-        AnnotationError: the module is annotated already, inside an annotated one, replicated, or has no forward; a keyword
-            is unknown; ignored_params matches nothing; a parameter would belong to two units.
-        MeshError: the mesh has more than two dimensions, or two that do not say what they are for; it lists
-            ranks in another order than process groups do, or does not hold this rank.
-        RanksDisagreeError: the ranks do not hold the same module, or another rank refused its arguments.
+        AnnotationError: the module is annotated already, inside an annotated one, replicated, or
+            has no forward; a keyword is unknown; ignored_params matches nothing; a parameter would
+            belong to two units.
+        MeshError: the mesh has more than two dimensions, or two that do not say what they are for;
+            it lists ranks in another order than process groups do, or does not hold this rank.
+        RanksDisagreeError: the ranks do not hold the same module, or another rank refused its
+            arguments.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -112,9 +139,14 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise UnknownArgumentError(
-            "fully_shard() has no argument 'dp_mesh_dims'; pass the slice of its data-parallel dimensions, mesh=mesh[...]"
+            "fully_shard() has no argument 'dp_mesh_dims'; pass the slice of its data-parallel"
+            " dimensions, mesh=mesh[...]"
         )
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+    }
     options |= {
         "prefetch": prefetch,
         "offload_policy": offload_policy,

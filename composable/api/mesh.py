@@ -1,4 +1,6 @@
-"""The `mesh` argument: which ranks and which device a unit uses, and what the dimensions of a mesh are for."""
+"""The `mesh` argument: which ranks and which device a unit uses, and what the dimensions of a mesh
+are for.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,25 @@ _ROLES: Final = ("replicate", "shard")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A mesh, and the dimension that parameters are sharded over. Along the other one, if there is one, shards are the same."""
+    """A mesh, and the dimension that parameters are sharded over. Along the other one, if there is
+    one, shards are the same.
+    """
 
     mesh: DeviceMesh
     shard_dim: int = 0
 
     def comm_of_all(self, device: torch.device) -> Comm:
-        """The communicator of all ranks of the mesh. The first call for a mesh of two dimensions may make a process group."""
+        """The communicator of all ranks of the mesh. The first call for a mesh of two dimensions
+        may make a process group.
+        """
         at, group = communication_device(self.mesh, device), self.mesh.get_group(self.shard_dim)
         if self.mesh.ndim == 2:
-            group = group_of_both(group, self.mesh.get_group(1 - self.shard_dim), self.mesh.mesh.flatten().tolist(), at)
+            group = group_of_both(
+                group,
+                self.mesh.get_group(1 - self.shard_dim),
+                self.mesh.mesh.flatten().tolist(),
+                at,
+            )
         return comm_of(group, at)
 
     @property
@@ -48,7 +59,7 @@ class Spread:
         return self.mesh.mesh.movedim(self.shard_dim, -1)
 
 
-# --- devices ----------------------------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------
 
 
 def _accelerator() -> torch.device | None:
@@ -58,16 +69,22 @@ def _accelerator() -> torch.device | None:
 def _real_device(modules: Sequence[nn.Module]) -> torch.device | None:
     """The device of the first parameter that is not on the meta device."""
     parameters = chain.from_iterable(module.parameters() for module in modules)
-    return next((parameter.device for parameter in parameters if parameter.device.type != "meta"), None)
+    return next(
+        (parameter.device for parameter in parameters if parameter.device.type != "meta"), None
+    )
 
 
 def device_of(modules: Sequence[nn.Module]) -> torch.device:
-    """The device of the parameters of `modules`, or the one that they will be on once they leave the meta device."""
+    """The device of the parameters of `modules`, or the one that they will be on once they leave
+    the meta device.
+    """
     return _real_device(modules) or _accelerator() or _CPU
 
 
 def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device:
-    """The device on which a mesh's collectives run, and where parameters that are on `device` now will live."""
+    """The device on which a mesh's collectives run, and where parameters that are on `device` now
+    will live.
+    """
     if device.type == mesh.device_type:
         return device
     if mesh.device_type == "cpu":
@@ -81,8 +98,8 @@ _WARNED: Final[WeakSet[dist.ProcessGroup]] = WeakSet()
 def _device_type(verb: str, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> str:
     """The type of device that the ranks of a process group train on: that of their parameters.
 
-    If the group serves several types the ranks agree here, since what they do next must not depend on where one rank's
-    parameters are, which may be the meta device.
+    If the group serves several types the ranks agree here, since what they do next must not depend
+    on where one rank's parameters are, which may be the meta device.
     """
     accelerator = _accelerator()
     if accelerator is None or backend_of(group, accelerator) == "undefined":
@@ -92,14 +109,21 @@ def _device_type(verb: str, modules: Sequence[nn.Module], group: dist.ProcessGro
         return kind
     own = _real_device(modules)
     flags = [int(own is not None and own.type == "cpu"), int(own is not None and own.type != "cpu")]
-    on_host, on_accelerator = comm_of(group, _CPU).min_max(flags, label=f"device of {verb}() across ranks")[1]
+    on_host, on_accelerator = comm_of(group, _CPU).min_max(
+        flags, label=f"device of {verb}() across ranks"
+    )[1]
     if on_host and on_accelerator:
         here = "on the meta device" if own is None else f"on {own}"
         raise RanksDisagreeError(
-            f"{verb}: the module's parameters are on cpu on some ranks and on {kind} on others ({here} on this one). Move the "
-            "module to the same type of device on every rank before annotating it."
+            f"{verb}: the module's parameters are on cpu on some ranks and on {kind} on others"
+            f" ({here} on this one). Move the module to the same type of device on every rank"
+            " before annotating it."
         )
-    if on_host and backend_of(group, accelerator) != backend_of(group, _CPU) and group not in _WARNED:
+    if (
+        on_host
+        and backend_of(group, accelerator) != backend_of(group, _CPU)
+        and group not in _WARNED
+    ):
         _WARNED.add(group)
         logger.warning(
             "a module that is being annotated is on the host, and so it trains there, though its process group serves %s, too; "
@@ -108,10 +132,13 @@ def _device_type(verb: str, modules: Sequence[nn.Module], group: dist.ProcessGro
     return "cpu" if on_host else kind
 
 
-# --- from the argument to a mesh --------------------------------------------------------------------------------------
+# --- from the argument to a mesh ----------------------------------------------------------------
 
-# One mesh per group and device type, so that all parameters share it. Weakly, since a mesh holds its groups.
-_MESHES: Final[WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[str, DeviceMesh]]] = WeakKeyDictionary()
+# One mesh per group and device type, so that all parameters share it. Weakly, since a mesh holds
+# its groups.
+_MESHES: Final[WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[str, DeviceMesh]]] = (
+    WeakKeyDictionary()
+)
 
 
 def _once(key: dist.ProcessGroup, name: str, make: Callable[[], DeviceMesh]) -> DeviceMesh:
@@ -122,13 +149,16 @@ def _once(key: dist.ProcessGroup, name: str, make: Callable[[], DeviceMesh]) -> 
     return mesh
 
 
-def spread_over(verb: str, given: Mesh, modules: Sequence[nn.Module], device_type: str | None = None) -> Spread | None:
+def spread_over(
+    verb: str, given: Mesh, modules: Sequence[nn.Module], device_type: str | None = None
+) -> Spread | None:
     """The mesh that an argument stands for; None in a single process without a process group.
 
     All ranks call it together: what a process group does not say, they ask each other.
 
     Args:
-        device_type: the type of device that a process group is used with, if the ranks have agreed on it.
+        device_type: the type of device that a process group is used with, if the ranks have agreed
+            on it.
     """
     if given is None:
         if is_distributed():
@@ -147,28 +177,35 @@ def spread_over(verb: str, given: Mesh, modules: Sequence[nn.Module], device_typ
     if not isinstance(given, DeviceMesh):
         raise _not_a_mesh(verb, given)
     if given.ndim > 1 + (verb == SHARD):
-        takes = "one dimension" + (", or of two: one to replicate over and one to shard over" if verb == SHARD else "")
+        takes = "one dimension" + (
+            ", or of two: one to replicate over and one to shard over" if verb == SHARD else ""
+        )
         said = f": {given.mesh_dim_names}" if given.mesh_dim_names else ""
         raise MeshError(
-            f"{verb} takes a mesh of {takes}; this one has {given.ndim}{said}. To use all of its ranks "
-            "together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, "
-            "pass a slice, mesh[...]."
+            f"{verb} takes a mesh of {takes}; this one has {given.ndim}{said}. To use all of its"
+            " ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to"
+            " train a model on each part of them, pass a slice, mesh[...]."
         )
     if given.get_coordinate() is None:
         raise MeshError(f"{verb}: this rank is not part of the mesh {given.mesh.tolist()}.")
     spread = Spread(given, 0 if given.ndim == 1 else _shard_dim(verb, given))
-    # Process groups sort their ranks: shard i would be one rank's for collectives and another's for `DTensor`.
+    # Process groups sort their ranks: shard i would be one rank's for collectives and another's for
+    # `DTensor`.
     if verb == SHARD and not spread.rows.equal(spread.rows.sort(-1).values):
         raise MeshError(
-            f"{verb}: the mesh {given.mesh.tolist()} does not list its ranks in ascending order along dimension "
-            f"{spread.shard_dim}, which is sharded over, as process groups do. Make it by init_device_mesh, or of "
-            f"mesh.mesh.sort({spread.shard_dim}).values."
+            f"{verb}: the mesh {given.mesh.tolist()} does not list its ranks in ascending order"
+            f" along dimension {spread.shard_dim}, which is sharded over, as process groups do."
+            f" Make it by init_device_mesh, or of mesh.mesh.sort({spread.shard_dim}).values."
         )
     return spread
 
 
-def _mesh_of_pair(verb: str, modules: Sequence[nn.Module], shard: Any, replicate: Any) -> DeviceMesh:
-    """The mesh of two dimensions, (replicate, shard), whose row and column through this rank are two process groups."""
+def _mesh_of_pair(
+    verb: str, modules: Sequence[nn.Module], shard: Any, replicate: Any
+) -> DeviceMesh:
+    """The mesh of two dimensions, (replicate, shard), whose row and column through this rank are
+    two process groups.
+    """
     for each in (shard, replicate):
         if not isinstance(each, dist.ProcessGroup):
             raise _not_a_mesh(verb, each)
@@ -176,14 +213,18 @@ def _mesh_of_pair(verb: str, modules: Sequence[nn.Module], shard: Any, replicate
     device = _CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     # A rank knows its own row and column only. The ranks of its column know the other rows.
-    rows: list[list[int]] = comm_of(replicate, device).all_gather_objects(row, label=f"ranks of the mesh of {verb}()")
+    rows: list[list[int]] = comm_of(replicate, device).all_gather_objects(
+        row, label=f"ranks of the mesh of {verb}()"
+    )
     place = row.index(dist.get_rank())
     distinct = {rank for each in rows for rank in each}
-    if [each[place : place + 1] for each in rows] != [[rank] for rank in column] or len(distinct) != len(rows) * len(row):
+    if [each[place : place + 1] for each in rows] != [[rank] for rank in column] or len(
+        distinct
+    ) != len(rows) * len(row):
         raise MeshError(
-            f"{verb}: the pair of process groups (shard, replicate) does not make a mesh: replicas are sharded over the ranks "
-            f"{rows}, and ranks {column} are to hold the same shards as this rank. Give every rank the group of its row and the "
-            "group of its column."
+            f"{verb}: the pair of process groups (shard, replicate) does not make a mesh: replicas"
+            f" are sharded over the ranks {rows}, and ranks {column} are to hold the same shards as"
+            " this rank. Give every rank the group of its row and the group of its column."
         )
     ranks = torch.tensor(rows, dtype=torch.int, device="cpu")
     return _once(
@@ -194,9 +235,15 @@ def _mesh_of_pair(verb: str, modules: Sequence[nn.Module], shard: Any, replicate
 
 
 def _not_a_mesh(verb: str, given: object) -> MeshError:
-    outside = ", which new_group() returns on ranks outside of the group: annotate the module on the ranks of the group alone"
+    outside = (
+        ", which new_group() returns on ranks outside of the group: annotate the module on the"
+        " ranks of the group alone"
+    )
     said = outside if given is dist.GroupMember.NON_GROUP_MEMBER else ""
-    return MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(given).__name__}{said}.")
+    return MeshError(
+        f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got"
+        f" {type(given).__name__}{said}."
+    )
 
 
 def _shard_dim(verb: str, mesh: DeviceMesh) -> int:
@@ -207,20 +254,28 @@ def _shard_dim(verb: str, mesh: DeviceMesh) -> int:
     said = ["".join(role for role in _ROLES if role in name.lower()) for name in names]
     if sorted(said) != sorted(_ROLES):
         raise MeshError(
-            f"{verb}: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this "
-            f"one, {names}, do not say which: let one contain 'replicate' and the other one 'shard'. To shard over one "
+            f"{verb}: of a mesh of two dimensions, one is sharded over and the other one replicated"
+            " over. The names of this "
+            f"one, {names}, do not say which: let one contain 'replicate' and the other one"
+            " 'shard'. To shard over one "
             f'dimension alone, pass mesh["{names[0]}"] or mesh["{names[1]}"].'
         )
     return said.index("shard")
 
 
 def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
-    """Raise unless it is None, True, False, or a number that divides that of the ranks that shard together."""
+    """Raise unless it is None, True, False, or a number that divides that of the ranks that shard
+    together.
+    """
     if not isinstance(value, int | None):
-        raise AnnotationError(f"reshard_after_forward must be None, True, False or a number of ranks, got {kind_of(value)}")
+        raise AnnotationError(
+            "reshard_after_forward must be None, True, False or a number of ranks, got"
+            f" {kind_of(value)}"
+        )
     if spread is not None and value is not None and not isinstance(value, bool):
         size = spread.mesh.size(spread.shard_dim)
         if value < 1 or size % value:
             raise MeshError(
-                f"reshard_after_forward={value}: parameters are sharded over {size} ranks, which {value} does not divide."
+                f"reshard_after_forward={value}: parameters are sharded over {size} ranks, which"
+                f" {value} does not divide."
             )

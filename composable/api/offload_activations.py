@@ -14,11 +14,14 @@ from composable.errors import AnnotationError, describe_module
 from composable.memory.activations import OffloadBracket
 from composable.policies import PolicyLike
 
-# A link takes some 40 us each way for as much; a round trip costs the host more than 0.1 ms, whatever the size.
+# A link takes some 40 us each way for as much; a round trip costs the host more than 0.1 ms,
+# whatever the size.
 MIN_BYTES: Final = 1 << 20
 _EQUIVALENTS: Final = {
     "min_offload_size": "min_bytes=",
-    "max_fwd_stash_size": "the last few tensors stay on the device until their copies are made; leave it out",
+    "max_fwd_stash_size": (
+        "the last few tensors stay on the device until their copies are made; leave it out"
+    ),
     "use_pin_memory": "pin_memory=",
     "use_streams": "copies always have streams of their own; leave it out",
 }
@@ -32,30 +35,33 @@ def offload_activations(
     min_bytes: int = MIN_BYTES,
     pin_memory: bool = True,
 ) -> Any:
-    """Keep the tensors that `module` saves for backward in the host's memory until backward needs them, in place.
+    """Keep the tensors that `module` saves for backward in the host's memory until backward needs
+    them, in place.
 
-    Each tensor is copied to the host while forward goes on, and copied back ahead of its use in backward, in the order in which
-    backward reads. Shapes, dtypes, strides and values are the same, bit for bit; storages that several tensors share are copied
-    once. Parameters, their views, buffers and tensors that are not plain and strided stay on the device. Forwards without
-    gradients copy nothing. On a CPU nothing is copied, and `describe` says so. With a policy only the modules that it picks are
-    annotated, not `module`.
+    Each tensor is copied to the host while forward goes on, and copied back ahead of its use in
+    backward, in the order in which backward reads. Shapes, dtypes, strides and values are the same,
+    bit for bit; storages that several tensors share are copied once. Parameters, their views,
+    buffers and tensors that are not plain and strided stay on the device. Forwards without
+    gradients copy nothing. On a CPU nothing is copied, and `describe` says so. With a policy only
+    the modules that it picks are annotated, not `module`.
 
-    With `checkpoint` on the same module, in either order of the calls, or inside of it, activations are recomputed, and the
-    inputs of what is recomputed are on the host. Inside a checkpointed module, activations are on the host, and what is around
-    them is recomputed.
+    With `checkpoint` on the same module, in either order of the calls, or inside of it, activations
+    are recomputed, and the inputs of what is recomputed are on the host. Inside a checkpointed
+    module, activations are on the host, and what is around them is recomputed.
 
     Args:
         module: a module, or a list of modules, each offloaded by itself.
         policy: which submodules to offload; see `composable.policies`.
         min_bytes: tensors that take less, in bytes, stay on the device.
-        pin_memory: use pinned memory of the host. Without it every copy to the host makes the host wait.
+        pin_memory: use pinned memory of the host. Without it every copy to the host makes the host
+            wait.
 
     Returns:
         `module`.
 
     Raises:
-        AnnotationError: the module is offloaded already or has no forward, a keyword is unknown, or `min_bytes` is no number of
-            bytes.
+        AnnotationError: the module is offloaded already or has no forward, a keyword is unknown, or
+            `min_bytes` is no number of bytes.
         SavedTensorError: by backward, when something was written to that forward had saved.
 
     Example:
@@ -66,13 +72,25 @@ def offload_activations(
     After Rhu et al., "vDNN" (2016), and `torch.autograd.graph.save_on_cpu`.
     """
     if type(min_bytes) is not int or min_bytes < 0:
-        raise AnnotationError(f"offload_activations: min_bytes must be a number of bytes, 0 or more, got {min_bytes!r}")
+        raise AnnotationError(
+            "offload_activations: min_bytes must be a number of bytes, 0 or more, got"
+            f" {min_bytes!r}"
+        )
     if type(pin_memory) is not bool:
-        raise AnnotationError(f"offload_activations: pin_memory must be True or False, got {pin_memory!r}")
+        raise AnnotationError(
+            f"offload_activations: pin_memory must be True or False, got {pin_memory!r}"
+        )
 
     def bracket_of(each: nn.Module) -> OffloadBracket:
         return OffloadBracket(min_bytes, pin_memory, describe_module(each, known_fqn(each)))
 
     options = {"min_bytes": min_bytes, "pin_memory": pin_memory}
-    annotate_each(offload_activations, module, policy, options, bracket_of, "there is no forward that saves anything")
+    annotate_each(
+        offload_activations,
+        module,
+        policy,
+        options,
+        bracket_of,
+        "there is no forward that saves anything",
+    )
     return module

@@ -41,7 +41,12 @@ _EQUIVALENTS: Final = {
 
 @contract(
     state_cls=Unit,
-    clashes={"fully_shard": "a module can be sharded or replicated, not both. Call remove(module, fully_shard) first"},
+    clashes={
+        "fully_shard": (
+            "a module can be sharded or replicated, not both. Call remove(module, fully_shard)"
+            " first"
+        )
+    },
     equivalents=_EQUIVALENTS,
 )
 def replicate(
@@ -61,27 +66,33 @@ def replicate(
 ) -> Any:
     """Keep a copy of `module` on every rank and average the gradients during backward, in place.
 
-    Parameters stay plain tensors, unless an annotation on this module or above covers sharded modules, too: then they rest as
-    DTensors, so that one optimizer can hold all. Modules below that `fully_shard` annotated are left alone. Parameters that
-    some or all ranks do not use need no flag: one that no rank used keeps `grad=None`.
+    Parameters stay plain tensors, unless an annotation on this module or above covers sharded
+    modules, too: then they rest as DTensors, so that one optimizer can hold all. Modules below that
+    `fully_shard` annotated are left alone. Parameters that some or all ranks do not use need no
+    flag: one that no rank used keeps `grad=None`.
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine.
+        mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a
+            process group is fine.
         policy: which submodules get buckets of their own; other parameters belong to `module`.
-        bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB (accelerators: 25 MiB) and more travel alone.
-        gradient_as_bucket_view: gradients live in their buckets from step to step, in memory that the optimizer finds where it
-            was: faster, for the memory of the gradients between steps. A gradient that is kept beyond a step is written to by
-            the next one. Without effect with mixed precision, next to shards, and for one rank.
-        mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
-            gradients, optimizer state and what is saved keep the dtype that the parameters have.
-        grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides it by their number, "sum"
-            leaves it, a positive number divides it by that number.
-        ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
-        sync_module_states: "broadcast" copies rank 0's parameters and buffers, also to ranks that built the module on the meta
-            device; "check" compares them; "off" compares no values.
-        broadcast_buffers: buffers follow rank 0 before every training forward of the root; False leaves them to each rank, and
-            a policy may say so for some modules.
+        bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB (accelerators: 25
+            MiB) and more travel alone.
+        gradient_as_bucket_view: gradients live in their buckets from step to step, in memory that
+            the optimizer finds where it was: faster, for the memory of the gradients between steps.
+            A gradient that is kept beyond a step is written to by the next one. Without effect with
+            mixed precision, next to shards, and for one rank.
+        mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name
+            ("bf16") to compute in. Parameters, gradients, optimizer state and what is saved keep
+            the dtype that the parameters have.
+        grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides
+            it by their number, "sum" leaves it, a positive number divides it by that number.
+        ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave
+            alone.
+        sync_module_states: "broadcast" copies rank 0's parameters and buffers, also to ranks that
+            built the module on the meta device; "check" compares them; "off" compares no values.
+        broadcast_buffers: buffers follow rank 0 before every training forward of the root; False
+            leaves them to each rank, and a policy may say so for some modules.
         offload_policy: None, or torch's `OffloadPolicy()`, which offloads nothing.
         dp_mesh_dims: None, for scripts that pass it to torch's `replicate`.
 
@@ -89,9 +100,11 @@ def replicate(
         `module`.
 
     Raises:
-        AnnotationError: the module is annotated already, sharded, or has no forward; a keyword is unknown.
+        AnnotationError: the module is annotated already, sharded, or has no forward; a keyword is
+            unknown.
         MeshError: the mesh has several dimensions or does not hold this rank.
-        RanksDisagreeError: the ranks do not hold the same module, or another rank refused its arguments.
+        RanksDisagreeError: the ranks do not hold the same module, or another rank refused its
+            arguments.
 
     Example:
         >>> model = nn.Linear(4, 4)
@@ -102,11 +115,14 @@ def replicate(
     """
     if offload_policy is not None and type(offload_policy) is not fsdp.OffloadPolicy:
         raise UnknownArgumentError(
-            "replicate() has no argument 'offload_policy'; replicated parameters stay on their device; leave it out, or shard "
-            "with fully_shard(offload_policy=)"
+            "replicate() has no argument 'offload_policy'; replicated parameters stay on their"
+            " device; leave it out, or shard with fully_shard(offload_policy=)"
         )
     if dp_mesh_dims is not None:
-        raise UnknownArgumentError("replicate() has no argument 'dp_mesh_dims'; pass a mesh of one dimension, mesh=mesh[...]")
+        raise UnknownArgumentError(
+            "replicate() has no argument 'dp_mesh_dims'; pass a mesh of one dimension,"
+            " mesh=mesh[...]"
+        )
     options: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy}
     options |= {"gradient_as_bucket_view": gradient_as_bucket_view}
     options |= {"broadcast_buffers": broadcast_buffers, "grad_reduce": grad_reduce}

@@ -1,4 +1,6 @@
-"""Scopes and explicit calls around annotated modules: when parameters are unsharded, and how to give up a step."""
+"""Scopes and explicit calls around annotated modules: when parameters are unsharded, and how to
+give up a step.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,22 @@ from composable.errors import NotAnnotatedError, PhaseError, closest
 
 
 def units_in(verb: str, module: nn.Module, *, sharded: bool = False) -> list[Unit]:
-    """Find the units of both verbs in `module`, or those of `fully_shard` as a traversal finds them."""
+    """Find the units of both verbs in `module`, or those of `fully_shard` as a traversal finds
+    them.
+    """
     module = unwrapped(module)
     units = get_states(module) if sharded else units_below([module])
     if not units:
         kind, calls = "fully sharded", "fully_shard(module)"
         if not sharded:
             kind, calls = f"{kind} or replicated", f"{calls} or replicate(module)"
-        raise NotAnnotatedError(f"{verb}: no {kind} module in this {type(module).__name__}; call {calls} first")
+        raise NotAnnotatedError(
+            f"{verb}: no {kind} module in this {type(module).__name__}; call {calls} first"
+        )
     return units
 
 
-# --- unshard and reshard ----------------------------------------------------------------------------------------------
+# --- unshard and reshard ------------------------------------------------------------------------
 
 
 _ON_THEIR_WAY: Final = (ShardedState.UNSHARDING, ShardedState.UNSHARDED)
@@ -49,18 +55,20 @@ class Unsharding:
         """Wait for the parameters, and register them on their modules. May be called again."""
         units, self._units = self._units, []
         for unit in units:
-            if all(group.state in _ON_THEIR_WAY for group in unit.groups):  # not resharded in the meantime
+            # not resharded in the meantime
+            if all(group.state in _ON_THEIR_WAY for group in unit.groups):
                 unit.wait_for_unshard()
                 unit.swap_in()
 
 
 @untraced
 def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
-    """All-gather the parameters of every unit in `module`. Until `reshard(module)`, modules hold whole plain parameters.
+    """All-gather the parameters of every unit in `module`. Until `reshard(module)`, modules hold
+    whole plain parameters.
 
-    A forward with gradients, or a backward, in between uses these parameters, and reshards them as usual; forwards without
-    gradients keep them. All ranks call this together. What is written to unsharded parameters is lost when they are
-    resharded; edit them inside `unsharded(module)`.
+    A forward with gradients, or a backward, in between uses these parameters, and reshards them as
+    usual; forwards without gradients keep them. All ranks call this together. What is written to
+    unsharded parameters is lost when they are resharded; edit them inside `unsharded(module)`.
 
     Args:
         module: an annotated module, or one that contains some.
@@ -87,7 +95,8 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
 
 @untraced
 def reshard(module: nn.Module) -> None:
-    """Free the unsharded parameters of every unit in `module` now, also those that are kept; the next use gathers them anew.
+    """Free the unsharded parameters of every unit in `module` now, also those that are kept; the
+    next use gathers them anew.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
@@ -96,7 +105,10 @@ def reshard(module: nn.Module) -> None:
     units = units_in("reshard", module, sharded=True)
     running = next((unit for unit in units if unit.depth), None)
     if running is not None:
-        raise PhaseError(f"reshard was called inside of the forward of unit '{running.name}', which needs its parameters")
+        raise PhaseError(
+            f"reshard was called inside of the forward of unit '{running.name}', which needs its"
+            " parameters"
+        )
     for unit in units_below([unwrapped(module)]):
         unit.hide()
         if not unit.depth:
@@ -105,16 +117,19 @@ def reshard(module: nn.Module) -> None:
 
 @contextmanager
 def keep_unsharded(module: nn.Module) -> Iterator[None]:
-    """Unshard every unit in `module` now, and reshard none before the scope ends: for generation and evaluation.
+    """Unshard every unit in `module` now, and reshard none before the scope ends: for generation
+    and evaluation.
 
-    All ranks open the scope together. Inside, modules hold whole plain parameters: any module may be called, annotated or not,
-    and `model.head.weight` may be read, as often as each rank likes, since nothing needs to be gathered. From a forward with
-    gradients on, and if some parameter has a gradient when the scope is opened, modules hold their whole parameters in forwards
-    of their units only, because `zero_grad` and clipping look for gradients at the sharded ones.
+    All ranks open the scope together. Inside, modules hold whole plain parameters: any module may
+    be called, annotated or not, and `model.head.weight` may be read, as often as each rank likes,
+    since nothing needs to be gathered. From a forward with gradients on, and if some parameter has
+    a gradient when the scope is opened, modules hold their whole parameters in forwards of their
+    units only, because `zero_grad` and clipping look for gradients at the sharded ones.
 
-    Parameters that an optimizer changes inside the scope are gathered again at the next forward of their unit, on every rank.
-    Writes that no version counter records (`parameter.data`, NumPy) are not seen: call `reshard(module)` after them, on every
-    rank. What is written to whole parameters is lost when they are resharded; edit them inside `unsharded(module)`.
+    Parameters that an optimizer changes inside the scope are gathered again at the next forward of
+    their unit, on every rank. Writes that no version counter records (`parameter.data`, NumPy) are
+    not seen: call `reshard(module)` after them, on every rank. What is written to whole parameters
+    is lost when they are resharded; edit them inside `unsharded(module)`.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
@@ -124,7 +139,8 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
         ...     for _ in range(100): tokens = extend(tokens, model(tokens))
     """
     units_in("keep_unsharded", module, sharded=True)
-    units = units_below([unwrapped(module)])  # replicated parameters next to shards are no plain ones either
+    # replicated parameters next to shards are no plain ones either
+    units = units_below([unwrapped(module)])
     scope = object()
     shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
     shown = [unit for unit in units if shows and not unit.depth and EXPLICIT not in unit.kept_by]
@@ -145,7 +161,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
             unit.release(scope)
 
 
-# --- methods other than forward ---------------------------------------------------------------------------------------
+# --- methods other than forward -----------------------------------------------------------------
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -166,14 +182,19 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     annotations = registry(module)
     if SHARD not in annotations and REPLICATE not in annotations:
         raise NotAnnotatedError(
-            f"register_forward_method: {module_name(module)} is not annotated; call fully_shard or replicate on it first"
+            f"register_forward_method: {module_name(module)} is not annotated; call fully_shard or"
+            " replicate on it first"
         )
     kind = type(module)
     if not callable(getattr(kind, name, None)):
-        names = [each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each))]
+        names = [
+            each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each))
+        ]
         near = closest(name, names)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise NotAnnotatedError(f"register_forward_method: no method '{name}' on {kind.__name__}{hint}")
+        raise NotAnnotatedError(
+            f"register_forward_method: no method '{name}' on {kind.__name__}{hint}"
+        )
     setattr(module, name, partial(_call_as_forward, module, name))
 
 
@@ -196,15 +217,17 @@ def _call_as_forward(module: nn.Module, name: str, *args: Any, **kwargs: Any) ->
     return dispatcher.after(module, args, output)
 
 
-# --- lost steps, memory -----------------------------------------------------------------------------------------------
+# --- lost steps, memory -------------------------------------------------------------------------
 
 
 @untraced
 def reset(module: nn.Module) -> None:
-    """Give up a step that failed on all ranks: parameters are sharded again, gradients that were not reduced are dropped.
+    """Give up a step that failed on all ranks: parameters are sharded again, gradients that were
+    not reduced are dropped.
 
-    The next forward does this by itself. Call it to free memory in an `except` block. All ranks call it together, after
-    the same forwards and backwards: it waits for collectives that were launched. It cannot help one rank that goes on alone.
+    The next forward does this by itself. Call it to free memory in an `except` block. All ranks
+    call it together, after the same forwards and backwards: it waits for collectives that were
+    launched. It cannot help one rank that goes on alone.
 
     Args:
         module: an annotated module, or one that contains some.

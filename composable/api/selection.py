@@ -1,4 +1,6 @@
-"""Which parameters and modules an annotation is about: ignored parameters, units that a policy picks, and what they share."""
+"""Which parameters and modules an annotation is about: ignored parameters, units that a policy
+picks, and what they share.
+"""
 
 from __future__ import annotations
 
@@ -23,37 +25,53 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) 
         return {}
     if isinstance(ignored, (str, nn.Module, nn.Parameter)):
         ignored = [ignored]
-    named = [(fqn, p) for module in modules for fqn, p in module.named_parameters(remove_duplicate=False)]
+    named = [
+        (fqn, p) for module in modules for fqn, p in module.named_parameters(remove_duplicate=False)
+    ]
     modules_by_name = [(fqn, m) for module in modules for fqn, m in module.named_modules()]
     known = {id(p): None for _, p in named}
     result: dict[int, None] = {}
     for item in ignored:
         if isinstance(item, nn.Parameter):
             if id(item) not in known:
-                raise AnnotationError(f"ignored_params: a parameter of shape {tuple(item.shape)} is not in the module")
+                raise AnnotationError(
+                    f"ignored_params: a parameter of shape {tuple(item.shape)} is not in the module"
+                )
             found = [item]
         elif isinstance(item, nn.Module):
             found = list(item.parameters())
             if found and not any(id(p) in known for p in found):
-                raise AnnotationError(f"ignored_params: a {type(item).__name__} is not inside the module")
+                raise AnnotationError(
+                    f"ignored_params: a {type(item).__name__} is not inside the module"
+                )
         elif isinstance(item, str):
             found = [p for fqn, p in named if fnmatchcase(fqn, item)]
-            found += [p for fqn, m in modules_by_name if fqn and fnmatchcase(fqn, item) for p in m.parameters()]
+            found += [
+                p
+                for fqn, m in modules_by_name
+                if fqn and fnmatchcase(fqn, item)
+                for p in m.parameters()
+            ]
             if not found:
                 names = [fqn for fqn, _ in named] + [fqn for fqn, _ in modules_by_name if fqn]
                 near = closest(item.rstrip(".*"), names, limit=3)
                 hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
                 raise AnnotationError(f"ignored_params: pattern '{item}' matched nothing{hint}")
         else:
-            raise AnnotationError(f"ignored_params takes parameters, modules, FQNs and globs, got {type(item).__name__}")
+            raise AnnotationError(
+                "ignored_params takes parameters, modules, FQNs and globs, got"
+                f" {type(item).__name__}"
+            )
         result.update((id(p), None) for p in found)
     return result
 
 
-# --- policies ---------------------------------------------------------------------------------------------------------
+# --- policies -----------------------------------------------------------------------------------
 
 
-def check_keywords(verb: str, picked: Mapping[nn.Module, Mapping[str, Any]], allowed: Sequence[str]) -> None:
+def check_keywords(
+    verb: str, picked: Mapping[nn.Module, Mapping[str, Any]], allowed: Sequence[str]
+) -> None:
     """Raise for overrides that a policy may not set."""
     for module, overrides in picked.items():
         for keyword in overrides:
@@ -61,37 +79,49 @@ def check_keywords(verb: str, picked: Mapping[nn.Module, Mapping[str, Any]], all
                 near = closest(str(keyword), allowed)
                 hint = f"; did you mean '{near[0]}'? A" if near else "; a"
                 raise PolicyError(
-                    f"{verb}: the policy overrides '{keyword}' for {module_name(module)}{hint} policy may override: "
-                    f"{', '.join(allowed)}"
+                    f"{verb}: the policy overrides '{keyword}' for {module_name(module)}{hint}"
+                    f" policy may override: {', '.join(allowed)}"
                 )
 
 
-def select_callable(verb: str, policy: PolicyLike, root: nn.Module, **so: str) -> dict[nn.Module, dict[str, Any]]:
+def select_callable(
+    verb: str, policy: PolicyLike, root: nn.Module, **so: str
+) -> dict[nn.Module, dict[str, Any]]:
     """What `policy` picks below `root`, without containers that have no forward, which are logged.
 
     Raises:
-        AnnotationError: it picks nothing but such containers. `so` is passed to `require_callable`, which says this.
+        AnnotationError: it picks nothing but such containers. `so` is passed to `require_callable`,
+            which says this.
     """
     picked = select_modules(policy, root)
     found = {module: overrides for module, overrides in picked.items() if has_forward(module)}
     if not found:
         require_callable(next(iter(picked)), **so)
-    if passed := [describe_module(module, find_fqn(module)) for module in picked if module not in found]:
-        logger.warning("%s: the policy picks %s; containers without a forward are passed over", verb, few(passed))
+    if passed := [
+        describe_module(module, find_fqn(module)) for module in picked if module not in found
+    ]:
+        logger.warning(
+            "%s: the policy picks %s; containers without a forward are passed over",
+            verb,
+            few(passed),
+        )
     return found
 
 
 def picked_units(
     verb: str, modules: Sequence[nn.Module], policy: PolicyLike | None, allowed: Sequence[str]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The modules below an annotated one that become units of their own, in order, with their overrides.
+    """The modules below an annotated one that become units of their own, in order, with their
+    overrides.
 
     Modules that are annotated already, and those inside them, are left as they are.
     """
     if policy is None:
         return {}
     if len(modules) > 1:
-        raise AnnotationError(f"{verb}: a policy picks units below one module; it cannot be given with a list")
+        raise AnnotationError(
+            f"{verb}: a policy picks units below one module; it cannot be given with a list"
+        )
     picked = select_callable(verb, policy, modules[0])
     check_keywords(verb, picked, allowed)
     reachable = {id(m) for _, m in walk(modules[0], stop=(SHARD, REPLICATE))}
@@ -105,26 +135,30 @@ def picked_units(
 def refuse_read_by_parent(module: nn.Module) -> None:
     if _is_read_by_parent(module):
         raise AnnotationError(
-            "fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being called, so nothing would "
-            "gather its parameters; annotate the MultiheadAttention instead"
+            "fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being"
+            " called, so nothing would gather its parameters; annotate the MultiheadAttention"
+            " instead"
         )
 
 
 def _is_read_by_parent(module: nn.Module) -> bool:
-    """Whether a module's parameters are read by its parent, which never calls it: `nn.MultiheadAttention.out_proj`."""
+    """Whether a module's parameters are read by its parent, which never calls it:
+    `nn.MultiheadAttention.out_proj`.
+    """
     return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
-# --- units ------------------------------------------------------------------------------------------------------------
+# --- units --------------------------------------------------------------------------------------
 
 
 def by_unit(
     modules: Sequence[nn.Module], picked: Sequence[nn.Module], everything: Sequence[Managed[T]]
 ) -> list[list[Managed[T]]]:
-    """The parameters, or buffers, of the unit `modules`, then those of each unit in `picked`, with FQNs relative to their unit.
+    """The parameters, or buffers, of the unit `modules`, then those of each unit in `picked`, with
+    FQNs relative to their unit.
 
-    A parameter that is tied across units goes to the innermost unit that contains all its places: it is unsharded whenever
-    one of them computes.
+    A parameter that is tied across units goes to the innermost unit that contains all its places:
+    it is unsharded whenever one of them computes.
     """
     if not picked:
         return [list(everything)]
@@ -137,20 +171,26 @@ def by_unit(
             common = tuple(unit for unit in common if unit in chains[id(place.module)])
         owner = common[-1] if common else 0
         prefix = names[id(picked[owner - 1])] + "." if owner else ""
-        places = tuple(Place(place.module, place.name, place.fqn.removeprefix(prefix)) for place in managed.places)
+        places = tuple(
+            Place(place.module, place.name, place.fqn.removeprefix(prefix))
+            for place in managed.places
+        )
         shares[owner].append(Managed(managed.tensor, places))
     return shares
 
 
 def enclosing_units(root: nn.Module, picked: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
-    """For every module below `root`, by its id: the picked units around it, outermost first, counted from 1."""
+    """For every module below `root`, by its id: the picked units around it, outermost first,
+    counted from 1.
+    """
     number = {id(module): index + 1 for index, module in enumerate(picked)}
     chains: dict[int, tuple[int, ...]] = {}
 
     def visit(module: nn.Module, chain: tuple[int, ...]) -> None:
         if id(module) in number:
             chain = (*chain, number[id(module)])
-        if id(module) in chains:  # reached on another path: only units on all paths enclose it and what is below it
+        # reached on another path: only units on all paths enclose it and what is below it
+        if id(module) in chains:
             known = chains[id(module)]
             chain = tuple(unit for unit in known if unit in chain)
             if chain == known:

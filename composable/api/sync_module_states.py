@@ -1,11 +1,14 @@
-"""Before an annotation changes anything, all ranks agree: on the arguments, on the parameters and buffers, and on their values.
+"""Before an annotation changes anything, all ranks agree: on the arguments, on the parameters and
+buffers, and on their values.
 
-Everything is validated first. Then the ranks compare a few numbers, in one collective: whether a rank failed, the mode, how
-many parameters and buffers there are, and digests of names, shapes and dtypes, of what the arguments come to, of all values, and
-of which tensors are on the meta device. The cost does not depend on the number of ranks or parameters. Only if the numbers
-differ do the ranks send each other all of it, to name the first difference.
+Everything is validated first. Then the ranks compare a few numbers, in one collective: whether a
+rank failed, the mode, how many parameters and buffers there are, and digests of names, shapes and
+dtypes, of what the arguments come to, of all values, and of which tensors are on the meta device.
+The cost does not depend on the number of ranks or parameters. Only if the numbers differ do the
+ranks send each other all of it, to name the first difference.
 
-Which collectives a rank runs depends only on numbers that all ranks have, never on its own devices or values.
+Which collectives a rank runs depends only on numbers that all ranks have, never on its own devices
+or values.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
 _NUMBERS: Final = 8  # that are compared; see `synchronise`
-_LABEL: Final = "check of an annotation across ranks"  # without the verb: labels pair messages, and verbs may differ
+# without the verb: labels pair messages, and verbs may differ
+_LABEL: Final = "check of an annotation across ranks"
 _AS_FLAGS: Final = {"True": "broadcast", "False": "off"}  # what FSDP1 and DDP mean by them
 
 
@@ -36,15 +40,18 @@ def refuse_unknown_mode(mode: str) -> None:
     if mode not in SYNC_MODES:
         meant = _AS_FLAGS.get(repr(mode))
         cure = "" if meant is None else f"; what FSDP1 and DDP mean by that is {meant!r}"
-        raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {mode!r}{cure}")
+        raise AnnotationError(
+            f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {mode!r}{cure}"
+        )
 
 
-# --- the check --------------------------------------------------------------------------------------------------------
+# --- the check ----------------------------------------------------------------------------------
 
 
 @contextmanager
 def failures_told(verb: str, comm: Comm) -> Iterator[None]:
-    """Around the validation on this rank, before `synchronise`: an exception here is raised on all ranks.
+    """Around the validation on this rank, before `synchronise`: an exception here is raised on all
+    ranks.
 
     The failing rank takes part in the collectives of `synchronise` as one that has failed.
     """
@@ -65,7 +72,11 @@ def _describe(entry: Managed[Tensor]) -> str:
     """All that must be the same on all ranks but the values."""
     dtype = str(entry.tensor.dtype).removeprefix("torch.")
     frozen = ", frozen" if _kind(entry) == "parameter" and not entry.tensor.requires_grad else ""
-    tied = f", tied to {', '.join(repr(place.fqn) for place in entry.places[1:])}" if len(entry.places) > 1 else ""
+    tied = (
+        f", tied to {', '.join(repr(place.fqn) for place in entry.places[1:])}"
+        if len(entry.places) > 1
+        else ""
+    )
     return f"'{entry.fqn}' {tuple(entry.tensor.shape)} {dtype}{frozen}{tied}"
 
 
@@ -76,8 +87,10 @@ _CURES: Final = {
     "parameters": "Every rank must build the same module in the same order",
     "buffers": "Every rank must build the same module in the same order",
     "arguments": "Pass the same arguments on every rank",
-    "devices": "If rank 0 has the values of all, pass sync_module_states='broadcast', which gives them to the others; or build the "
-    "module alike on every rank",
+    "devices": (
+        "If rank 0 has the values of all, pass sync_module_states='broadcast', which gives them to"
+        " the others; or build the module alike on every rank"
+    ),
     "values": "Pass sync_module_states='broadcast', or seed equally",
 }
 
@@ -92,7 +105,8 @@ def synchronise(
 ) -> None:
     """Check that the ranks agree, and in mode "broadcast" give all of them rank 0's values.
 
-    Values arrive in the tensors that users hold. A tensor on the meta device is replaced by a new one at all its places.
+    Values arrive in the tensors that users hold. A tensor on the meta device is replaced by a new
+    one at all its places.
 
     Args:
         comm: of all ranks that call the verb, on the device where they train.
@@ -100,7 +114,8 @@ def synchronise(
         treatment: for each parameter, what the arguments come to.
 
     Raises:
-        RanksDisagreeError: another rank failed; or names, shapes, dtypes, treatment, devices or, in "check", values differ.
+        RanksDisagreeError: another rank failed; or names, shapes, dtypes, treatment, devices or, in
+            "check", values differ.
     """
     if comm.size == 1:
         return
@@ -109,7 +124,13 @@ def synchronise(
     values = fingerprints([entry.tensor for entry in entries]) if mode == "check" else []
     on_meta = [entry.tensor.is_meta for entry in entries]
     built = [count, len(buffers), _digest(described), _digest(treatment)]
-    numbers = [0, SYNC_MODES.index(mode), *([0] * len(built) if mode == "off" else built), _digest(values), _digest(on_meta)]
+    numbers = [
+        0,
+        SYNC_MODES.index(mode),
+        *([0] * len(built) if mode == "off" else built),
+        _digest(values),
+        _digest(on_meta),
+    ]
     lowest, highest = comm.min_max(numbers, _LABEL)
     alike = _NUMBERS - (mode == "broadcast")  # which gives values to what is on the meta device
     if lowest[:alike] != highest[:alike]:
@@ -119,9 +140,17 @@ def synchronise(
             "modes of sync_module_states": [mode],
             "parameters": described[:count],
             "buffers": described[count:],
-            "arguments": [f"for '{each.fqn}' {text}" for each, text in zip(parameters, treatment, strict=True)],
-            "devices": [f"{name} {'on meta' if meta else 'with values'}" for name, meta in zip(names, on_meta, strict=True)],
-            "values": [f"{name} with fingerprint {value:x}" for name, value in zip(names, values, strict=False)],
+            "arguments": [
+                f"for '{each.fqn}' {text}" for each, text in zip(parameters, treatment, strict=True)
+            ],
+            "devices": [
+                f"{name} {'on meta' if meta else 'with values'}"
+                for name, meta in zip(names, on_meta, strict=True)
+            ],
+            "values": [
+                f"{name} with fingerprint {value:x}"
+                for name, value in zip(names, values, strict=False)
+            ],
         }
         raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(told, _LABEL)))
     if mode == "broadcast":
@@ -133,7 +162,9 @@ def _digest(values: Sequence[Any]) -> int:
 
 
 def _difference(verb: str, said: Sequence[Any]) -> str:
-    """The first thing in which a rank differs from rank 0. A rank that failed has said why, others what they have by topic."""
+    """The first thing in which a rank differs from rank 0. A rank that failed has said why, others
+    what they have by topic.
+    """
     for rank, report in enumerate(said):
         if isinstance(report, str):
             return f"{verb}: rank {rank} failed, so no rank annotates the module: {report}"
@@ -141,15 +172,19 @@ def _difference(verb: str, said: Sequence[Any]) -> str:
         for row in zip_longest(*(report[topic] for report in said), fillvalue="nothing there"):
             other = next((rank for rank, text in enumerate(row) if text != row[0]), None)
             if other is not None:
-                return f"{said[0]['verbs'][0]}: the ranks differ in {topic}: rank 0 has {row[0]}, rank {other} has {row[other]}. {cure}."
+                return (
+                    f"{said[0]['verbs'][0]}: the ranks differ in {topic}: rank 0 has {row[0]}, rank"
+                    f" {other} has {row[other]}. {cure}."
+                )
     raise AssertionError("digests differ, so there is a difference")
 
 
-# --- fingerprints -----------------------------------------------------------------------------------------------------
+# --- fingerprints -------------------------------------------------------------------------------
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
-    """Numbers that are the same for equal values and hardly ever for different ones; the position of values counts.
+    """Numbers that are the same for equal values and hardly ever for different ones; the position
+    of values counts.
 
     Takes a few MiB, however large the tensors are, and waits for each device once.
     """
@@ -181,42 +216,58 @@ _STEP: Final = 0x5851_F42D_4C95_7F2D
 
 
 def _weights(device: torch.device, count: int) -> Tensor:
-    """An odd number for each position, in no simple proportion to the others, so that no exchange of rows cancels out."""
+    """An odd number for each position, in no simple proportion to the others, so that no exchange
+    of rows cancels out.
+    """
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _STEP
     return (mixed ^ (mixed >> 29)) * _STEP | 1
 
 
 def _plain_parts(tensor: Any) -> list[Tensor]:
-    """The strided tensors that hold a tensor's values: several for a wrapper subclass, such as quantised weights."""
+    """The strided tensors that hold a tensor's values: several for a wrapper subclass, such as
+    quantised weights.
+    """
     if is_traceable_wrapper_subclass(tensor):
         inner, _ = tensor.__tensor_flatten__()
         return [part for name in inner for part in _plain_parts(getattr(tensor, name))]
     return [tensor.detach()] if tensor.layout is torch.strided else []
 
 
-# --- broadcast --------------------------------------------------------------------------------------------------------
+# --- broadcast ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def _broadcast(verb: str, entries: Sequence[Managed[Any]], comm: Comm, *, some_on_meta: bool) -> None:
+def _broadcast(
+    verb: str, entries: Sequence[Managed[Any]], comm: Comm, *, some_on_meta: bool
+) -> None:
     tensors = [entry.tensor for entry in entries]
     on_meta = [tensor.is_meta for tensor in tensors]
     if some_on_meta:
         homes = ("meta", "cpu")  # others are the device of `comm`
-        own = [homes.index(t.device.type) if t.device.type in homes else len(homes) for t in tensors]
+        own = [
+            homes.index(t.device.type) if t.device.type in homes else len(homes) for t in tensors
+        ]
         rows = comm.all_gather_ints(own, _LABEL)
         for entry, home, column in zip(entries, rows[0], zip(*rows, strict=True), strict=True):
             if not home and any(column):
                 raise RanksDisagreeError(
-                    f"{verb}: {_kind(entry)} '{entry.fqn}' is on the meta device on rank 0, whose values "
-                    "sync_module_states='broadcast' gives to all ranks, and has values on rank "
-                    f"{next(rank for rank, other in enumerate(column) if other)}. Build the module with values on rank 0"
+                    f"{verb}: {_kind(entry)} '{entry.fqn}' is on the meta device on rank 0, whose"
+                    " values sync_module_states='broadcast' gives to all ranks, and has values on"
+                    f" rank {next(rank for rank, other in enumerate(column) if other)}. Build the"
+                    " module with values on rank 0"
                 )
         for index, home in enumerate(rows[0]):
             if home and on_meta[index]:
-                tensors[index] = _materialise(entries[index], torch.device("cpu") if home == 1 else comm.device)
+                tensors[index] = _materialise(
+                    entries[index], torch.device("cpu") if home == 1 else comm.device
+                )
             on_meta[index] = not home
-    sent = [part for tensor, left_out in zip(tensors, on_meta, strict=True) if not left_out for part in _plain_parts(tensor)]
+    sent = [
+        part
+        for tensor, left_out in zip(tensors, on_meta, strict=True)
+        if not left_out
+        for part in _plain_parts(tensor)
+    ]
     with torch.inference_mode():  # which may write to tensors that were made in it, too
         comm.broadcast(sent, f"broadcast of rank 0's values by {verb}()")
 
@@ -232,5 +283,6 @@ def _materialise(entry: Managed[Any], device: torch.device) -> Tensor:
         parameter = nn.Parameter(tensor, requires_grad=entry.tensor.requires_grad)
     copy_attributes(entry.tensor, parameter)
     for place in entry.places:
-        setattr(place.module, place.name, parameter)  # recurrent modules keep a list of their parameters, too
+        # recurrent modules keep a list of their parameters, too
+        setattr(place.module, place.name, parameter)
     return parameter

@@ -1,7 +1,9 @@
-"""What `fully_shard` and `replicate` have in common: a plan for every unit of a call, and how a planned unit is attached.
+"""What `fully_shard` and `replicate` have in common: a plan for every unit of a call, and how a
+planned unit is attached.
 
-A verb validates everything and plans all units of its call, agrees with the other ranks, and only then changes the modules.
-A unit that a policy picks is annotated by a call of the verb, so that it has a record of its own; that call finds its plan in `_planned`.
+A verb validates everything and plans all units of its call, agrees with the other ranks, and only
+then changes the modules. A unit that a policy picks is annotated by a call of the verb, so that it
+has a record of its own; that call finds its plan in `_planned`.
 """
 
 from __future__ import annotations
@@ -95,11 +97,12 @@ class UnitPlan:
     settings: dict[str, Any]
 
 
-# transformers reads this attribute, which FSDP2 sets: `generate` of all ranks then makes equally many tokens, and LayerDrop
-# calls each layer on every rank.
+# transformers reads this attribute, which FSDP2 sets: `generate` of all ranks then makes equally
+# many tokens, and LayerDrop calls each layer on every rank.
 _MANAGED: Final = "_is_fsdp_managed_module"
 
-# The plan for the call of a verb that is about to begin. A context variable: verbs may run in other threads.
+# The plan for the call of a verb that is about to begin. A context variable: verbs may run in other
+# threads.
 _planned: Final[ContextVar[UnitPlan | None]] = ContextVar("composable_planned_unit", default=None)
 
 
@@ -119,7 +122,8 @@ def annotate(
     name = verb.__name__
     modules = modules_of(name, module)
     plan = _planned.get()
-    if plan is not None and plan.modules[0] is modules[0]:  # an outer call of the verb annotates what its policy picked
+    # an outer call of the verb annotates what its policy picked
+    if plan is not None and plan.modules[0] is modules[0]:
         _attach(verb, plan)
         return
     spread = spread_over(name, options["mesh"], modules)
@@ -154,7 +158,8 @@ def _planned_units(
     spread: Spread | None,
     options: dict[str, Any],
 ) -> tuple[list[UnitPlan], list[tuple[Unit, Managed[nn.Parameter]]]]:
-    """The plans of the annotated modules and of each one that the policy picks, in order; and what stays with another unit.
+    """The plans of the annotated modules and of each one that the policy picks, in order; and what
+    stays with another unit.
 
     Makes all checks, and changes nothing.
     """
@@ -173,13 +178,19 @@ def _planned_units(
     refuse_unfit(verb, managed)
     inherited = inherited_policies(modules, picked, precision_policy(verb, options["mp_policy"]))
     units = [modules, *((unit,) for unit in picked)]
-    all_options = [options, *({**options, "mp_policy": inherited[unit], **own} for unit, own in picked.items())]
+    all_options = [
+        options,
+        *({**options, "mp_policy": inherited[unit], **own} for unit, own in picked.items()),
+    ]
     shares = by_unit(modules, list(picked), managed)
     buffers = by_unit(modules, list(picked), managed_buffers(modules))
-    # From the innermost unit outwards, as units are made: shard_placement_fn is the user's, and asked once per parameter.
+    # From the innermost unit outwards, as units are made: shard_placement_fn is the user's, and
+    # asked once per parameter.
     plans = [
         _plan(verb, modules, spread, options["mesh"], unit, own, share, held, ignored)
-        for unit, own, share, held in reversed([*zip(units, all_options, shares, buffers, strict=True)])
+        for unit, own, share, held in reversed(
+            [*zip(units, all_options, shares, buffers, strict=True)]
+        )
     ][::-1]
     return plans, tied
 
@@ -202,16 +213,21 @@ def _plan(
     if mesh is not top_mesh:
         if isinstance(mesh, tuple):
             raise AnnotationError(
-                f"{verb}: a policy may override mesh with a DeviceMesh or a ProcessGroup, not with a pair of groups"
+                f"{verb}: a policy may override mesh with a DeviceMesh or a ProcessGroup, not with"
+                " a pair of groups"
             )
-        spread = spread_over(verb, mesh, modules, None if spread is None else spread.mesh.device_type)
+        spread = spread_over(
+            verb, mesh, modules, None if spread is None else spread.mesh.device_type
+        )
     settings: dict[str, Any] = {"divisor": divisor_of(verb, options["grad_reduce"])}
     dims: list[int | None] = [None] * len(share)
     if verb == SHARD:
         settings["reshard_after_forward"] = after = options["reshard_after_forward"]
         check_reshard_after_forward(spread, after)
         settings["prefetch"] = prefetch_of(options["prefetch"])
-        settings["offload"] = offload_policy_of(verb, options["offload_policy"], device if spread is None else None)
+        settings["offload"] = offload_policy_of(
+            verb, options["offload_policy"], device if spread is None else None
+        )
         dims = [shard_dim_of(managed, options["shard_placement_fn"]) for managed in share]
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
@@ -223,13 +239,22 @@ def _plan(
         follow = options["broadcast_buffers"]
         if type(follow) is not bool:
             raise AnnotationError(f"broadcast_buffers must be True or False, got {follow!r}")
-        settings["broadcast_buffers"] = tuple(place for each in buffers if follow for place in each.places)
+        settings["broadcast_buffers"] = tuple(
+            place for each in buffers if follow for place in each.places
+        )
     exact = ids_of_exact(modules, precision)
     settings["params"] = tuple(
-        ParamInfo(managed.fqn, managed.places, dim, all(id(place.module) in exact for place in managed.places))
+        ParamInfo(
+            managed.fqn,
+            managed.places,
+            dim,
+            all(id(place.module) in exact for place in managed.places),
+        )
         for managed, dim in zip(share, dims, strict=True)
     )
-    settings["left_alone"] = tuple(place for each in modules for place, p in registered_parameters(each) if id(p) in ignored)
+    settings["left_alone"] = tuple(
+        place for each in modules for place, p in registered_parameters(each) if id(p) in ignored
+    )
     return UnitPlan(modules, top, options, share, precision, spread, device, settings)
 
 
@@ -237,14 +262,25 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
     """For each parameter, what the arguments mean for it, as text; ranks compare these texts."""
     settings = plan.settings
     rest = f", {plan.precision}" if str(plan.precision) else ""
-    rest += "" if settings["divisor"] is None else f", grad_reduce {grad_reduce_in_words(settings['divisor'])}"
+    rest += (
+        ""
+        if settings["divisor"] is None
+        else f", grad_reduce {grad_reduce_in_words(settings['divisor'])}"
+    )
     if verb == REPLICATE:
-        start = f"bucket_cap_mb={plan.options['bucket_cap_mb']}, broadcast_buffers={plan.options['broadcast_buffers']}"
+        start = (
+            f"bucket_cap_mb={plan.options['bucket_cap_mb']},"
+            f" broadcast_buffers={plan.options['broadcast_buffers']}"
+        )
         start += ", gradient_as_bucket_view=True" * settings["keeps_buckets"]
         return [start + rest] * len(plan.parameters)
     rest += "" if settings["offload"] is None else ", offloaded"
     rest += "" if settings["prefetch"] == 1 else f", prefetch={settings['prefetch']}"
-    over = "" if plan.options["mesh"] is None or plan.spread is None else f", over ranks {plan.spread.rows.tolist()}"
+    over = (
+        ""
+        if plan.options["mesh"] is None or plan.spread is None
+        else f", over ranks {plan.spread.rows.tolist()}"
+    )
     name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
     start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}{over}"
     return [f"{start}, dimension {param.shard_dim}{rest}" for param in settings["params"]]
@@ -267,7 +303,9 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     on_undo(unit.restore)
     unit.initialize(spec, Root)
     if mesh_info.mesh is not None:
-        for module in dict.fromkeys(each for top in plan.modules for _, each in walk(top, stop=(SHARD, REPLICATE))):
+        for module in dict.fromkeys(
+            each for top in plan.modules for _, each in walk(top, stop=(SHARD, REPLICATE))
+        ):
             if _MANAGED not in vars(module):
                 on_undo(partial(drop_attribute, module, _MANAGED))
                 vars(module)[_MANAGED] = _Gathers(unit)
@@ -281,9 +319,11 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
 
 
 class _Gathers:
-    """True if all ranks must call a module equally often; see `_MANAGED`. Not inside of `keep_unsharded`: nothing is gathered.
+    """True if all ranks must call a module equally often; see `_MANAGED`. Not inside of
+    `keep_unsharded`: nothing is gathered.
 
-    False in a pickled module, and to torch.compile, which leaves out guards of modules that FSDP manages.
+    False in a pickled module, and to torch.compile, which leaves out guards of modules that FSDP
+    manages.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -304,7 +344,9 @@ class _Gathers:
 
 
 def _mesh_info(verb: str, plan: UnitPlan) -> MeshInfo:
-    """The communicators of the unit. May create process groups: all ranks of the mesh call it together."""
+    """The communicators of the unit. May create process groups: all ranks of the mesh call it
+    together.
+    """
     if plan.spread is None:
         return (mesh_info_of_shards if verb == SHARD else mesh_info_of_replicas)(None, plan.device)
     mesh, device = plan.spread.mesh, communication_device(plan.spread.mesh, plan.device)
@@ -312,4 +354,6 @@ def _mesh_info(verb: str, plan: UnitPlan) -> MeshInfo:
         return mesh_info_of_replicas(mesh, device)
     after = plan.settings["reshard_after_forward"]
     ranks = None if after is None or isinstance(after, bool) else after
-    return mesh_info_of_shards(mesh, device, shard_dim=plan.spread.shard_dim, post_forward_ranks=ranks)
+    return mesh_info_of_shards(
+        mesh, device, shard_dim=plan.spread.shard_dim, post_forward_ranks=ranks
+    )

@@ -1,4 +1,5 @@
-"""The only callers of torch.distributed's collectives. They move tensors, and know no modules, parameters or units.
+"""The only callers of torch.distributed's collectives. They move tensors, and know no modules,
+parameters or units.
 
 | tensors on | backend | class | algorithm |
 |---|---|---|---|

@@ -1,4 +1,6 @@
-"""The comm for tensors of an accelerator: many collectives in one launch, on streams of their own."""
+"""The comm for tensors of an accelerator: many collectives in one launch, on streams of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from composable.comm.base import GroupComm, Traits, Work, launch_each
 from composable.memory.streams import Mark, Streams, range_label
 from composable.memory.torch_private import Launcher, cannot_coalesce
 
-# A launch of more messages than this takes longer than the copies that it saves; kernels read 16 aligned bytes at once.
+# A launch of more messages than this takes longer than the copies that it saves; kernels read 16
+# aligned bytes at once.
 ON_ACCELERATOR: Final = Traits(direct_bytes=1 << 20, max_direct=32, align=16, on_stream=True)
 
 
@@ -26,7 +29,8 @@ class _StreamWork:
     def __init__(self, mark: Mark, label: str, kept: object) -> None:
         self._mark = mark
         self._label = label
-        # Memory that the stream uses must not be freed before the compute stream waits, see Note [Stream discipline].
+        # Memory that the stream uses must not be freed before the compute stream waits, see Note
+        # [Stream discipline].
         self._kept = kept
 
     def wait(self) -> None:
@@ -36,17 +40,23 @@ class _StreamWork:
 
 
 class AcceleratorComm(GroupComm):
-    """The group's own tensor collectives: all of one call in one launch, each kind of collective on a stream of its own.
+    """The group's own tensor collectives: all of one call in one launch, each kind of collective on
+    a stream of its own.
 
     Args:
-        reductions: another group of the same ranks for reduce-scatters. A group runs its collectives one after the other; with
-            two of them an all-gather and a reduce-scatter run at the same time.
+        reductions: another group of the same ranks for reduce-scatters. A group runs its
+            collectives one after the other; with two of them an all-gather and a reduce-scatter run
+            at the same time.
     """
 
     traits = ON_ACCELERATOR
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, streams: Streams, reductions: dist.ProcessGroup | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        streams: Streams,
+        reductions: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(group, device)
         self._streams = streams
@@ -64,9 +74,15 @@ class AcceleratorComm(GroupComm):
                 torch._foreach_mul_(list(tensors[0]), factor)
             return _StreamWork(self._streams.mark(), label, tensors)
 
-    def _works(self, group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]) -> list[Any]:
+    def _works(
+        self, group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]
+    ) -> list[Any]:
         # The tensors of one launch have one dtype.
-        if self._coalesces and len(tensors[0]) > 1 and len({tensor.dtype for tensor in tensors[0]}) == 1:
+        if (
+            self._coalesces
+            and len(tensors[0]) > 1
+            and len({tensor.dtype for tensor in tensors[0]}) == 1
+        ):
             try:
                 return [getattr(group, launcher.coalesced)(*tensors, launcher.coalesced_options)]
             except RuntimeError as error:

@@ -1,4 +1,6 @@
-"""What a comm is, and what all comms over a process group have in common: checks, exchanges, and errors by name."""
+"""What a comm is, and what all comms over a process group have in common: checks, exchanges, and
+errors by name.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ R = TypeVar("R")
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
-MESSAGE_BYTES: Final = 64 << 20  # a broadcast is sent in messages of this size at most, which bounds its memory
-_AVERAGING: Final = ("nccl", "fake")  # backends with a reduction to the mean, which costs nothing over the sum
+# a broadcast is sent in messages of this size at most, which bounds its memory
+MESSAGE_BYTES: Final = 64 << 20
+# backends with a reduction to the mean, which costs nothing over the sum
+_AVERAGING: Final = ("nccl", "fake")
 _DESTROYED: Final = "this rank has destroyed its process group"
 
 
@@ -32,7 +36,8 @@ class Work(Protocol):
     """A collective in flight. What it reads and writes must stay as it is until `wait` returns."""
 
     def wait(self) -> None:
-        """Return when the result is there; on an accelerator, make the current stream wait for it and go on.
+        """Return when the result is there; on an accelerator, make the current stream wait for it
+        and go on.
 
         Raises:
             CommunicationError: the collective failed.
@@ -40,7 +45,9 @@ class Work(Protocol):
 
 
 def scale_sums(tensors: Iterable[Tensor], scale: float) -> None:
-    """Multiply in place. `_foreach_mul_` of a host first rounds the factor to the dtype of the tensors."""
+    """Multiply in place. `_foreach_mul_` of a host first rounds the factor to the dtype of the
+    tensors.
+    """
     for tensor in tensors:
         tensor.mul_(scale)
 
@@ -61,7 +68,8 @@ class Traits:
         direct_bytes: a shard of at least this many bytes travels in a message of its own.
         max_direct: how many such messages one launch may have.
         align: bytes. Rows of messages, and shards in their buffer, start at multiples of it.
-        on_stream: `Work.wait` orders a stream, and to read a tensor on the host would wait for the device.
+        on_stream: `Work.wait` orders a stream, and to read a tensor on the host would wait for the
+            device.
     """
 
     direct_bytes: int
@@ -71,9 +79,11 @@ class Traits:
 
 
 class Comm(Protocol):
-    """The collectives among the ranks of a process group, for tensors on one device. Tests put others in their place.
+    """The collectives among the ranks of a process group, for tensors on one device. Tests put
+    others in their place.
 
-    All ranks launch the same collectives in the same order. `label` names one, e.g. "all-gather of unit 'layers.3'".
+    All ranks launch the same collectives in the same order. `label` names one, e.g. "all-gather of
+    unit 'layers.3'".
     """
 
     @property
@@ -93,13 +103,16 @@ class Comm(Protocol):
     def traits(self) -> Traits: ...
 
     def all_gather(self, pairs: Pairs, label: str) -> Work:
-        """For each (whole, shard): fill `whole` with the `shard` of every rank, in the order of ranks.
+        """For each (whole, shard): fill `whole` with the `shard` of every rank, in the order of
+        ranks.
 
-        Both are 1-D and contiguous, `whole.numel() == size * shard.numel()`, and all have one dtype.
+        Both are 1-D and contiguous, `whole.numel() == size * shard.numel()`, and all have one
+        dtype.
         """
 
     def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
-        """For each (out, whole): the sum over all ranks of this rank's part of `whole`, times `scale`, becomes `out`.
+        """For each (out, whole): the sum over all ranks of this rank's part of `whole`, times
+        `scale`, becomes `out`.
 
         Shapes are as for `all_gather`. `out` must not overlap `whole`.
         """
@@ -108,16 +121,22 @@ class Comm(Protocol):
         """Sums over all ranks, times `scale`, in place. The tensors are contiguous."""
 
     def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
-        """Rank `src` of the group's values everywhere, in place. Blocks. The tensors may be on any device."""
+        """Rank `src` of the group's values everywhere, in place. Blocks. The tensors may be on any
+        device.
+        """
 
     def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
-        """The lowest and the highest of all ranks' `values` (as many on each rank), one by one. Blocks."""
+        """The lowest and the highest of all ranks' `values` (as many on each rank), one by one.
+        Blocks.
+        """
 
     def all_gather_ints(self, values: Sequence[int], label: str) -> list[list[int]]:
         """All ranks' `values` (as many on each rank), by rank. Blocks."""
 
     def all_gather_objects(self, value: Any, label: str) -> list[Any]:
-        """All ranks' `value`, pickled, by rank. Blocks, and grows with the ranks: for what went wrong."""
+        """All ranks' `value`, pickled, by rank. Blocks, and grows with the ranks: for what went
+        wrong.
+        """
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -130,13 +149,16 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 class GroupComm(ABC):
-    """What comms over a process group have in common. A transport is a subclass with `traits` and `_start`; `_make_comm` picks it."""
+    """What comms over a process group have in common. A transport is a subclass with `traits` and
+    `_start`; `_make_comm` picks it.
+    """
 
     traits: Traits
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        # Weak: `destroy_process_group` must be able to end the group. If a model kept it alive until the interpreter exits, the
-        # group's threads would end the process by `std::terminate`, after all work was done.
+        # Weak: `destroy_process_group` must be able to end the group. If a model kept it alive
+        # until the interpreter exits, the group's threads would end the process by
+        # `std::terminate`, after all work was done.
         self._group = ref(group)
         self.device = device
         self.rank = dist.get_rank(group)
@@ -154,7 +176,7 @@ class GroupComm(ABC):
             raise RuntimeError(_DESTROYED)
         return group
 
-    # --- collectives in flight ----------------------------------------------------------------------------------------
+    # --- collectives in flight -------------------------------------------------------------------
 
     def all_gather(self, pairs: Pairs, label: str) -> Work:
         return self._launch(label, self._all_gather, pairs, label) if pairs else DONE
@@ -176,15 +198,19 @@ class GroupComm(ABC):
 
     @abstractmethod
     def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
-        """Launch collectives of one kind, a key of `launchers`, for real outputs and inputs, or for what is reduced in place."""
+        """Launch collectives of one kind, a key of `launchers`, for real outputs and inputs, or for
+        what is reduced in place.
+        """
 
     def _launcher(self, kind: str, scale: float) -> tuple[Launcher, float]:
-        """How to launch `kind`, and by what to multiply the results: some backends make means of sums by themselves."""
+        """How to launch `kind`, and by what to multiply the results: some backends make means of
+        sums by themselves.
+        """
         if scale != 1.0 and scale == 1.0 / self.size and self._averages:
             return self._means[kind], 1.0
         return self._launchers[kind], scale
 
-    # --- launches and errors ------------------------------------------------------------------------------------------
+    # --- launches and errors ---------------------------------------------------------------------
 
     def _launch(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call what launches a collective. All collectives go through here."""
@@ -195,8 +221,9 @@ class GroupComm(ABC):
             return self.guarded(label, call, *args, **kwargs)
 
     def guarded(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call what launches a collective or waits for it. An error of the backend's gets the collective's name, what to do,
-        and what every rank launched last."""
+        """Call what launches a collective or waits for it. An error of the backend's gets the
+        collective's name, what to do, and what every rank launched last.
+        """
         try:
             return call(*args, **kwargs)
         except torch.OutOfMemoryError:
@@ -204,10 +231,11 @@ class GroupComm(ABC):
         except (RuntimeError, OSError) as error:
             said = first_line(error) or type(error).__name__
             raise CommunicationError(
-                f"rank {self._name}: the {label} failed: {said}\n{_cure(error)}\n{self._ledger.report()}"
+                f"rank {self._name}: the {label} failed:"
+                f" {said}\n{_cure(error)}\n{self._ledger.report()}"
             ) from error
 
-    # --- checks and exchanges -----------------------------------------------------------------------------------------
+    # --- checks and exchanges --------------------------------------------------------------------
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
@@ -226,7 +254,9 @@ class GroupComm(ABC):
         dist.broadcast(message, group=self.group, group_src=src)
 
     def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
-        both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self.device)
+        both = torch.tensor(
+            [*values, *(-value for value in values)], dtype=torch.int64, device=self.device
+        )
         highest = self._launch(label, self._max, both)
         return [-value for value in highest[len(values) :]], highest[: len(values)]
 
@@ -241,8 +271,13 @@ class GroupComm(ABC):
     def all_gather_objects(self, value: Any, label: str) -> list[Any]:
         sent = pickle.dumps(value)
         lengths = [row[0] for row in self.all_gather_ints([len(sent)], label)]
-        padded = torch.tensor(list(sent.ljust(max(lengths), b"\0")), dtype=torch.uint8, device=self.device)
-        return [pickle.loads(bytes(row[:length])) for row, length in zip(self._rows(padded, label), lengths, strict=True)]
+        padded = torch.tensor(
+            list(sent.ljust(max(lengths), b"\0")), dtype=torch.uint8, device=self.device
+        )
+        return [
+            pickle.loads(bytes(row[:length]))
+            for row, length in zip(self._rows(padded, label), lengths, strict=True)
+        ]
 
     def _rows(self, numbers: Tensor, label: str) -> list[list[int]]:
         every = numbers.new_empty(self.size, numbers.numel())
@@ -258,20 +293,33 @@ def _unzip(pairs: Pairs) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     return outputs, sources
 
 
-def launch_each(group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]) -> list[Any]:
-    """Launch a collective per output and input, or per tensor that is reduced in place. Works that are done may be None."""
+def launch_each(
+    group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]
+) -> list[Any]:
+    """Launch a collective per output and input, or per tensor that is reduced in place. Works that
+    are done may be None.
+    """
     launch = getattr(group, launcher.single)
     if len(tensors) == 1:
         return [launch([tensor], launcher.options) for tensor in tensors[0]]
-    return [launch(output, source, launcher.options) for output, source in zip(*tensors, strict=True)]
+    return [
+        launch(output, source, launcher.options) for output, source in zip(*tensors, strict=True)
+    ]
 
 
 def _cure(error: Exception) -> str:
     if str(error) == _DESTROYED:
-        return "destroy_process_group() ends the training of all models over the group; call it after the last step."
+        return (
+            "destroy_process_group() ends the training of all models over the group; call it after"
+            " the last step."
+        )
     if isinstance(error, dist.DistBackendError):
         return (
-            "This is an error of the process group's backend. Look for the first error among all ranks; if all have this one "
-            "only, NCCL_DEBUG=WARN in the environment lets NCCL say more."
+            "This is an error of the process group's backend. Look for the first error among all"
+            " ranks; if all have this one only, NCCL_DEBUG=WARN in the environment lets NCCL say"
+            " more."
         )
-    return "Another rank raised, ended or took another path through the model; look for the first error among all ranks."
+    return (
+        "Another rank raised, ended or took another path through the model; look for the first"
+        " error among all ranks."
+    )

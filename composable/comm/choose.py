@@ -21,8 +21,10 @@ from composable.errors import CommunicationError, first_line
 from composable.memory.streams import has_streams, streams_of
 from composable.memory.torch_private import timeout_of
 
-PAIRS_UP_TO: Final = 8  # ranks in a gloo group up to which point-to-point messages are faster than its collectives
-REDUCTIONS_VARIABLE: Final = "COMPOSABLE_SEPARATE_REDUCTIONS"  # "1" in the environment of all ranks, see `AcceleratorComm`
+# ranks in a gloo group up to which point-to-point messages are faster than its collectives
+PAIRS_UP_TO: Final = 8
+# "1" in the environment of all ranks, see `AcceleratorComm`
+REDUCTIONS_VARIABLE: Final = "COMPOSABLE_SEPARATE_REDUCTIONS"
 
 _CPU: Final = torch.device("cpu")
 _COMMS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Comm]]] = WeakKeyDictionary()
@@ -31,7 +33,9 @@ _local_comm: Final = cache(LocalComm)
 
 
 def comm_of(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
-    """The comm for tensors on `device` among the ranks of `group` (None: this rank alone); the same one at every call."""
+    """The comm for tensors on `device` among the ranks of `group` (None: this rank alone); the same
+    one at every call.
+    """
     comm: Comm
     device = device if has_streams(device) else _CPU
     if group is None or dist.get_world_size(group) == 1:
@@ -51,7 +55,10 @@ def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
         apart = os.environ.get(REDUCTIONS_VARIABLE) == "1"
         ranks = dist.get_process_group_ranks(group)
         return AcceleratorComm(
-            group, device, streams_of(device), _group_of(ranks, group, device, "reduce-scatters") if apart else None
+            group,
+            device,
+            streams_of(device),
+            _group_of(ranks, group, device, "reduce-scatters") if apart else None,
         )
     if backend_of(group, device) == "gloo" and dist.get_world_size(group) <= PAIRS_UP_TO:
         return PointToPointComm(group, device)
@@ -60,7 +67,9 @@ def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
 
 @contextmanager
 def comms_wrapped_by(wrapper: Callable[[Comm], Comm]) -> Iterator[None]:
-    """Let comms that are asked for in the body pass through `wrapper`: how tests record, delay or break collectives."""
+    """Let comms that are asked for in the body pass through `wrapper`: how tests record, delay or
+    break collectives.
+    """
     cached: Callable[[Comm], Comm] = cache(wrapper)  # type: ignore[assignment]  # one wrapped comm for each comm, as units that share a group share a comm
     _WRAPPERS.append(cached)
     try:
@@ -69,8 +78,12 @@ def comms_wrapped_by(wrapper: Callable[[Comm], Comm]) -> Iterator[None]:
         _WRAPPERS.remove(cached)
 
 
-def reduce_numbers(numbers: Tensor, group: dist.ProcessGroup, *, largest: bool, label: str) -> Tensor:
-    """The sum, or the largest, of all ranks' `numbers` (1-D, a few), one by one. NaN on one rank is NaN on all."""
+def reduce_numbers(
+    numbers: Tensor, group: dist.ProcessGroup, *, largest: bool, label: str
+) -> Tensor:
+    """The sum, or the largest, of all ranks' `numbers` (1-D, a few), one by one. NaN on one rank is
+    NaN on all.
+    """
     comm = comm_of(group, numbers.device)
     if not largest:
         found = numbers.clone()
@@ -83,21 +96,25 @@ def reduce_numbers(numbers: Tensor, group: dist.ProcessGroup, *, largest: bool, 
 
 
 def notification_sum(mine: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """The sum over all ranks of one number, as torch's `Join` makes it; other ranks may be inside of `Join` itself."""
+    """The sum over all ranks of one number, as torch's `Join` makes it; other ranks may be inside
+    of `Join` itself.
+    """
     number = torch.full((1,), mine, device=device)  # of this shape and dtype
     try:
         dist.all_reduce(number, group=group)
     except RuntimeError as error:
         raise CommunicationError(
-            f"rank {dist.get_rank()}: the exchange of which ranks have data failed: {first_line(error)}\nAnother rank raised or ended "
-            "inside of a join scope; look for the first error among all ranks."
+            f"rank {dist.get_rank()}: the exchange of which ranks have data failed:"
+            f" {first_line(error)}\nAnother rank raised or ended inside of a join scope; look for"
+            " the first error among all ranks."
         ) from error
     return number.item()
 
 
-# --- groups -----------------------------------------------------------------------------------------------------------
+# --- groups -------------------------------------------------------------------------------------
 
-# By the group that they are made of, their ranks and their purpose. Weak: torch keeps groups until they are destroyed.
+# By the group that they are made of, their ranks and their purpose. Weak: torch keeps groups until
+# they are destroyed.
 _Made = WeakValueDictionary[tuple[object, ...], dist.ProcessGroup]
 _GROUPS: Final[WeakKeyDictionary[dist.ProcessGroup, _Made]] = WeakKeyDictionary()
 
@@ -113,34 +130,44 @@ def world_group() -> dist.ProcessGroup:
 
 
 def subgroup_of(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
-    """The group of `size` consecutive ranks of `group` that this rank belongs to. All ranks of `group` call it."""
+    """The group of `size` consecutive ranks of `group` that this rank belongs to. All ranks of
+    `group` call it.
+    """
     ranks = dist.get_process_group_ranks(group)
     start = dist.get_rank(group) // size * size
-    return _group_of(ranks[start : start + size], group, device, "all-gathers of post-forward shards")
+    return _group_of(
+        ranks[start : start + size], group, device, "all-gathers of post-forward shards"
+    )
 
 
 def group_of_both(
     one: dist.ProcessGroup, other: dist.ProcessGroup, ranks: list[int], device: torch.device
 ) -> dist.ProcessGroup:
-    """The group of all `ranks` of a mesh, whose two dimensions have the groups `one` and `other` on this rank."""
+    """The group of all `ranks` of a mesh, whose two dimensions have the groups `one` and `other` on
+    this rank.
+    """
     for group in (one, other, world_group()):
         if dist.get_world_size(group) == len(ranks):
             return group
     return _group_of(sorted(ranks), one, device, "all ranks of a hybrid mesh")
 
 
-def _group_of(ranks: list[int], like: dist.ProcessGroup, device: torch.device, purpose: str) -> dist.ProcessGroup:
-    """A group of `ranks` with the backends and the timeout of `like`, made once. All of `ranks` call it, and no others.
+def _group_of(
+    ranks: list[int], like: dist.ProcessGroup, device: torch.device, purpose: str
+) -> dist.ProcessGroup:
+    """A group of `ranks` with the backends and the timeout of `like`, made once. All of `ranks`
+    call it, and no others.
 
-    torch names such a group by its ranks and by how many groups this process knows: that must be the same on all `ranks`.
+    torch names such a group by its ranks and by how many groups this process knows: that must be
+    the same on all `ranks`.
     """
     made = _GROUPS.setdefault(like, WeakValueDictionary())
     key = (purpose, *ranks)
     found = made.get(key)
     if found is None:
         default = world_group()
-        # Where the default group is bound to a device, torch would split the new communicator off it, and all ranks of the
-        # default group have to take part in that.
+        # Where the default group is bound to a device, torch would split the new communicator off
+        # it, and all ranks of the default group have to take part in that.
         bound, default.bound_device_id = default.bound_device_id, None
         try:
             found = made[key] = dist.new_group(

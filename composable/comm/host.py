@@ -1,8 +1,10 @@
-"""Comms for tensors of a host: the tensor collectives of any backend, and point-to-point messages for gloo.
+"""Comms for tensors of a host: the tensor collectives of any backend, and point-to-point messages
+for gloo.
 
-gloo's tensor collectives clone their inputs, reduce everything on every rank and copy in `wait`. Point-to-point messages move
-each byte once, straight from the shard to its final place, while the caller computes. The messages per rank grow with the
-ranks, so in large groups gloo's own collectives are faster.
+gloo's tensor collectives clone their inputs, reduce everything on every rank and copy in `wait`.
+Point-to-point messages move each byte once, straight from the shard to its final place, while the
+caller computes. The messages per rank grow with the ranks, so in large groups gloo's own
+collectives are faster.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from composable.memory.elastic import borrow, give_back
 from composable.memory.streams import range_label
 from composable.memory.torch_private import profiled
 
-_FIRST_TAG: Final = 1 << 30  # apart from the small tags that users choose for messages of their own; a tag is a C int
+# apart from the small tags that users choose for messages of their own; a tag is a C int
+_FIRST_TAG: Final = 1 << 30
 
 
 class _HostWork:
@@ -31,7 +34,13 @@ class _HostWork:
 
     __slots__ = ("_comm", "_failure", "_finish", "_label", "_works")
 
-    def __init__(self, comm: GenericComm, label: str, works: list[Any], finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        comm: GenericComm,
+        label: str,
+        works: list[Any],
+        finish: Callable[[], None] | None = None,
+    ) -> None:
         self._comm = comm
         self._label = label
         self._works = works
@@ -62,21 +71,26 @@ class _HostWork:
 
 
 class GenericComm(GroupComm):
-    """The group's own tensor collectives, launched asynchronously. Works for every backend of a host."""
+    """The group's own tensor collectives, launched asynchronously. Works for every backend of a
+    host.
+    """
 
     traits = Traits(direct_bytes=1 << 20, max_direct=512, align=1, on_stream=False)
 
     def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
         launcher, factor = self._launcher(kind, scale)
         works = launch_each(self.group, launcher, tensors)
-        return _HostWork(self, label, works, None if factor == 1.0 else partial(scale_sums, tensors[0], factor))
+        return _HostWork(
+            self, label, works, None if factor == 1.0 else partial(scale_sums, tensors[0], factor)
+        )
 
 
 class PointToPointComm(GenericComm):
     """gloo, up to 8 ranks: each pair of ranks exchanges the bytes that it must, and no others.
 
-    Ranks count messages alike, and each has a tag of its own in its pair of ranks. The tag says the label, too: ranks that
-    launched different collectives must not get each other's bytes. They wait for the timeout, and say what they launched.
+    Ranks count messages alike, and each has a tag of its own in its pair of ranks. The tag says the
+    label, too: ranks that launched different collectives must not get each other's bytes. They wait
+    for the timeout, and say what they launched.
     """
 
     traits = Traits(direct_bytes=512 << 10, max_direct=512, align=1, on_stream=False)
@@ -84,16 +98,23 @@ class PointToPointComm(GenericComm):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._messages = count()
-        # Each rank starts with its right neighbour; if all started with rank 0, that would be the bottleneck.
+        # Each rank starts with its right neighbour; if all started with rank 0, that would be the
+        # bottleneck.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
     def _all_gather(self, pairs: Pairs, label: str) -> Work:
         split = [(whole.split(shard.numel()), shard) for whole, shard in pairs if shard.numel()]
         works = self._exchange(
-            label, [([parts[peer] for peer in self._peers], [shard for _ in self._peers]) for parts, shard in split]
+            label,
+            [
+                ([parts[peer] for peer in self._peers], [shard for _ in self._peers])
+                for parts, shard in split
+            ],
         )
         if split:
-            torch._foreach_copy_([parts[self.rank] for parts, _ in split], [shard for _, shard in split])
+            torch._foreach_copy_(
+                [parts[self.rank] for parts, _ in split], [shard for _, shard in split]
+            )
         return _HostWork(self, label, works)
 
     def _reduce_scatter(self, pairs: Pairs, label: str, scale: float) -> Work:
@@ -101,7 +122,11 @@ class PointToPointComm(GenericComm):
         lent = [borrow(len(self._peers) * out.numel(), out.dtype) for out, _ in split]
         received = [buffer.split(out.numel()) for buffer, (out, _) in zip(lent, split, strict=True)]
         works = self._exchange(
-            label, [(rows, [parts[peer] for peer in self._peers]) for rows, (_, parts) in zip(received, split, strict=True)]
+            label,
+            [
+                (rows, [parts[peer] for peer in self._peers])
+                for rows, (_, parts) in zip(received, split, strict=True)
+            ],
         )
 
         def add_up() -> None:
@@ -118,12 +143,19 @@ class PointToPointComm(GenericComm):
 
         return _HostWork(self, label, works, add_up)
 
-    def _exchange(self, label: str, messages: list[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
-        """Launch messages. Each has what is received from, and what is sent to, each of `self._peers`."""
+    def _exchange(
+        self, label: str, messages: list[tuple[Sequence[Tensor], Sequence[Tensor]]]
+    ) -> list[Any]:
+        """Launch messages. Each has what is received from, and what is sent to, each of
+        `self._peers`.
+        """
         group, works, sends = self.group, [], []
         for received, sent in messages:
             tag = _FIRST_TAG | (next(self._messages) ^ checksum(label)) & (_FIRST_TAG - 1)
-            works += [group.recv([part], peer, tag) for part, peer in zip(received, self._peers, strict=True)]
+            works += [
+                group.recv([part], peer, tag)
+                for part, peer in zip(received, self._peers, strict=True)
+            ]
             sends += [(part, peer, tag) for part, peer in zip(sent, self._peers, strict=True)]
         # All receives come first: what arrives for one that is posted needs no memory in between.
         return works + [group.send([part], peer, tag) for part, peer, tag in sends]

@@ -1,4 +1,6 @@
-"""What each rank launched last, by name: for the texts of errors, and for the comparison of ranks under COMPOSABLE_DEBUG=1."""
+"""What each rank launched last, by name: for the texts of errors, and for the comparison of ranks
+under COMPOSABLE_DEBUG=1.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 DEBUG_VARIABLE: Final = "COMPOSABLE_DEBUG"  # "1" in the environment of all ranks
 REPORT_SECONDS: Final = 5.0  # in which a rank that raises waits for the reports of the others
 KEPT: Final = 32
-KEPT_IN_DEBUG: Final = 4096  # a backward of a large model, so that the first difference is among them
+# a backward of a large model, so that the first difference is among them
+KEPT_IN_DEBUG: Final = 4096
 _SHOWN: Final = 8
 _DIGEST_BITS: Final = (1 << 62) - 1  # a digest travels as an int64
 
@@ -35,7 +38,9 @@ Launches = tuple[int, Sequence[str]]
 
 @cache
 def debug_enabled() -> bool:
-    """Whether ranks compare their launches at the end of each backward. The environment is read once."""
+    """Whether ranks compare their launches at the end of each backward. The environment is read
+    once.
+    """
     return os.environ.get(DEBUG_VARIABLE) == "1"
 
 
@@ -50,7 +55,8 @@ class Ledger:
     Attributes:
         count: how many there were.
         labels: of the last ones.
-        digest: of the labels of all of them, in order, in debug mode. It is equal on two ranks that launched the same.
+        digest: of the labels of all of them, in order, in debug mode. It is equal on two ranks that
+            launched the same.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -60,7 +66,8 @@ class Ledger:
         self._group = ref(group)  # weak: comms keep the ledger, and must not keep the group
         self._rank = dist.get_rank(group)
         self._names = dist.get_process_group_ranks(group)  # texts call ranks by their global number
-        self._read: dict[int, bytes] = {}  # reports of earlier errors, which say nothing about the next one
+        # reports of earlier errors, which say nothing about the next one
+        self._read: dict[int, bytes] = {}
         self._reported: tuple[int, str] | None = None  # the count at the last report, and its text
 
     def note(self, label: str) -> None:
@@ -69,12 +76,14 @@ class Ledger:
         if debug_enabled():
             self.digest = (self.digest * 1_000_003 ^ checksum(label)) & _DIGEST_BITS
 
-    # --- comparison ---------------------------------------------------------------------------------------------------
+    # --- comparison ------------------------------------------------------------------------------
 
     def compare(self, comm: Comm) -> None:
-        """Check that all ranks of `comm` launched the same collectives. All of them call it at the same point.
+        """Check that all ranks of `comm` launched the same collectives. All of them call it at the
+        same point.
 
-        Each rank passes the ledger of a group of its own: the rows of a hybrid mesh are compared through all of its ranks.
+        Each rank passes the ledger of a group of its own: the rows of a hybrid mesh are compared
+        through all of its ranks.
 
         Raises:
             RanksDisagreeError: they did not; names the first difference.
@@ -85,19 +94,24 @@ class Ledger:
             return
         found: list[Launches] = comm.all_gather_objects(mine, "exchange of launches that differ")
         names = self._names if comm.group is None else dist.get_process_group_ranks(comm.group)
-        difference = _first_difference(dict(zip(names, found, strict=True)), until=max(count for count, _ in found))
+        difference = _first_difference(
+            dict(zip(names, found, strict=True)), until=max(count for count, _ in found)
+        )
         raise RanksDisagreeError(
-            f"the ranks launched different collectives. {difference or 'The difference lies further back than they remember.'} "
-            "All ranks must run the same modules in the same order, forward and backward."
+            "the ranks launched different collectives."
+            f" {difference or 'The difference lies further back than they remember.'} All ranks"
+            " must run the same modules in the same order, forward and backward."
         )
 
-    # --- reports of failures ------------------------------------------------------------------------------------------
+    # --- reports of failures ---------------------------------------------------------------------
 
     def report(self) -> str:
-        """The last launches of this rank and, as far as the other ranks failed, too, and can be reached, theirs.
+        """The last launches of this rank and, as far as the other ranks failed, too, and can be
+        reached, theirs.
 
-        Called for an error: publishes this rank's launches in the group's store and waits `REPORT_SECONDS` at most. Errors of
-        more collectives that were in flight at the same time have the same report.
+        Called for an error: publishes this rank's launches in the group's store and waits
+        `REPORT_SECONDS` at most. Errors of more collectives that were in flight at the same time
+        have the same report.
         """
         if self._reported is None or self._reported[0] != self.count:
             self._reported = self.count, self._report()
@@ -112,13 +126,19 @@ class Ledger:
         if store is None:
             return lines[0]
         found: dict[int, Launches] = {me: (self.count, tuple(self.labels))}
-        # In a thread, because a store whose server hangs answers no question, and has no timeout for that.
+        # In a thread, because a store whose server hangs answers no question, and has no timeout
+        # for that.
         thread = Thread(target=self._exchange, args=(store, found), daemon=True)
         thread.start()
         thread.join(REPORT_SECONDS + 1.0)
-        found = {name: found[name] for name in self._names if name in found}  # a thread that hangs may go on to write
+        # a thread that hangs may go on to write
+        found = {name: found[name] for name in self._names if name in found}
         lines += _by_text(
-            {name: f" launched last: {labels[-1]} (its launch {n})" for name, (n, labels) in found.items() if name != me}
+            {
+                name: f" launched last: {labels[-1]} (its launch {n})"
+                for name, (n, labels) in found.items()
+                if name != me
+            }
         )
         silent = f": no report within {REPORT_SECONDS:g} s: ended, or did not fail so far"
         lines += _by_text({name: silent for name in self._names if name not in found})
@@ -130,11 +150,14 @@ class Ledger:
         deadline = time.monotonic() + REPORT_SECONDS
         keys = [f"composable/ledger/{rank}" for rank in range(len(self._names))]
         missing = {rank for rank in range(len(self._names)) if rank != self._rank}
-        with suppress(Exception):  # the store may have ended with its rank: then there is nothing to add to the error itself
+        # the store may have ended with its rank: then there is nothing to add to the error itself
+        with suppress(Exception):
             store.set(keys[self._rank], json.dumps([self.count, list(self.labels)[-KEPT:]]))
             while missing and time.monotonic() < deadline:
                 for rank in sorted(missing):
-                    if store.check([keys[rank]]) and (text := store.get(keys[rank])) != self._read.get(rank):
+                    if store.check([keys[rank]]) and (
+                        text := store.get(keys[rank])
+                    ) != self._read.get(rank):
                         self._read[rank] = text
                         count, labels = json.loads(text)
                         found[self._names[rank]] = (count, labels)
@@ -143,12 +166,16 @@ class Ledger:
 
 
 def _first_difference(by_rank: Mapping[int, Launches], until: int) -> str | None:
-    """A sentence on the first launch below `until` that is not the same on all ranks; None if all remember the same."""
+    """A sentence on the first launch below `until` that is not the same on all ranks; None if all
+    remember the same.
+    """
     start = max(count - len(labels) for count, labels in by_rank.values())
     for number in range(start, until):
         found = {}
         for rank, (count, labels) in by_rank.items():
-            found[rank] = ": " + (labels[number - count + len(labels)] if number < count else "nothing")
+            found[rank] = ": " + (
+                labels[number - count + len(labels)] if number < count else "nothing"
+            )
         if any(text != next(iter(found.values())) for text in found.values()):
             return f"The first difference is in launch {number + 1}: {'; '.join(_by_text(found))}."
     return None

@@ -28,7 +28,8 @@ class MeshInfo:
 
     Attributes:
         mesh: None where there is no process group; parameters stay plain tensors then.
-        post_forward: among consecutive ranks of `shard`, for `reshard_after_forward=<number of ranks>`.
+        post_forward: among consecutive ranks of `shard`, for `reshard_after_forward=<number of
+            ranks>`.
         device: of parameters while modules compute with them.
         shard_dim: the dimension of the mesh that parameters are sharded over.
     """
@@ -43,7 +44,9 @@ class MeshInfo:
 
     @property
     def replicas(self) -> list[list[int]]:
-        """The global ranks that each replica is sharded over; empty unless the mesh has two dimensions."""
+        """The global ranks that each replica is sharded over; empty unless the mesh has two
+        dimensions.
+        """
         if self.mesh is None or self.mesh.ndim == 1:
             return []
         found: list[list[int]] = self.mesh.mesh.movedim(self.shard_dim, -1).tolist()
@@ -55,16 +58,22 @@ class MeshInfo:
     def __getstate__(self) -> dict[str, Any]:
         if self.mesh is not None:
             raise AnnotationError(
-                "a sharded or replicated module holds process groups and cannot be pickled; save its state_dict() "
-                "(torch.distributed.checkpoint writes it from all ranks), or call remove() with its module and verb first"
+                "a sharded or replicated module holds process groups and cannot be pickled; save"
+                " its state_dict() (torch.distributed.checkpoint writes it from all ranks), or call"
+                " remove() with its module and verb first"
             )
         return self.__dict__
 
 
 def mesh_info_of_shards(
-    mesh: DeviceMesh | None, device: torch.device, *, shard_dim: int = 0, post_forward_ranks: int | None = None
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    *,
+    shard_dim: int = 0,
+    post_forward_ranks: int | None = None,
 ) -> MeshInfo:
-    """Parameters are sharded over `shard_dim` of a mesh of one or two dimensions, and replicated over the other one.
+    """Parameters are sharded over `shard_dim` of a mesh of one or two dimensions, and replicated
+    over the other one.
 
     Args:
         post_forward_ranks: divides the number of ranks of the shard dimension.

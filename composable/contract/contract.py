@@ -1,8 +1,9 @@
 """`contract` makes verbs, `registry` reads what was applied to a module, `remove` undoes it.
 
-While a verb runs, `on_undo` collects callbacks. If the verb raises, they run in reverse, and a snapshot of the tables of all
-modules restores what they do not cover. If the verb succeeds, its record keeps the callbacks, and `remove` runs them. A verb that
-applies verbs to submodules owns these annotations: undoing the outer one undoes the inner ones.
+While a verb runs, `on_undo` collects callbacks. If the verb raises, they run in reverse, and a
+snapshot of the tables of all modules restores what they do not cover. If the verb succeeds, its
+record keeps the callbacks, and `remove` runs them. A verb that applies verbs to submodules owns
+these annotations: undoing the outer one undoes the inner ones.
 """
 
 from __future__ import annotations
@@ -31,9 +32,16 @@ from composable.contract.naming import (
     names_of,
     naming,
 )
-from composable.errors import AlreadyAnnotatedError, AnnotationError, ClashError, NotAnnotatedError, few
+from composable.errors import (
+    AlreadyAnnotatedError,
+    AnnotationError,
+    ClashError,
+    NotAnnotatedError,
+    few,
+)
 
-_RECORDS: Final = "_composable_annotations"  # the attribute of a module that holds its records, by the verb's name
+# the attribute of a module that holds its records, by the verb's name
+_RECORDS: Final = "_composable_annotations"
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -52,23 +60,26 @@ class Verb(Protocol, Generic[P, S_co]):
         ...
 
     def state(self, module: nn.Module | Sequence[nn.Module]) -> S_co | None:
-        """Return the verb's state for `module`, or for a list that was annotated as one; None if the verb was not applied.
+        """Return the verb's state for `module`, or for a list that was annotated as one; None if
+        the verb was not applied.
 
         Raises:
-            AnnotationError: `module` is not a module, or is a list of modules that were annotated separately.
+            AnnotationError: `module` is not a module, or is a list of modules that were annotated
+                separately.
         """
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- records ------------------------------------------------------------------------------------
 
 
 class Annotation:
     """The record of one call of a verb.
 
-    A copy of the module, by `copy.deepcopy` or pickling, has a copy of the record. `copy.deepcopy` copies bound methods and partials
-    with the objects in them, so that a record which has only such callbacks can be removed from the copy, too. Other callbacks
-    would change the original module: `remove` refuses such a copy, and what was pickled. Arguments that are more than a number
-    or a string are named by their type in a copy.
+    A copy of the module, by `copy.deepcopy` or pickling, has a copy of the record. `copy.deepcopy`
+    copies bound methods and partials with the objects in them, so that a record which has only such
+    callbacks can be removed from the copy, too. Other callbacks would change the original module:
+    `remove` refuses such a copy, and what was pickled. Arguments that are more than a number or a
+    string are named by their type in a copy.
 
     Attributes:
         name: the verb's name.
@@ -76,20 +87,35 @@ class Annotation:
         call_site: file and line of the call, as in `train.py:41`.
         fqn: the FQN of the module (the first one of a list), if it was known at the call.
         state: the verb's state; see `contract`.
-        modules: while the verb runs, its modules; then only those of a list, so that a single module and its record form no
-            reference cycle.
+        modules: while the verb runs, its modules; then only those of a list, so that a single
+            module and its record form no reference cycle.
         nested: annotations made inside this one, with their (first) modules.
         callbacks: those of `on_undo` and of nested annotations.
         copied: it is a copy, and its callbacks are not.
     """
 
-    __slots__ = ("call_site", "callbacks", "copied", "fqn", "kwargs", "modules", "name", "nested", "state")
+    __slots__ = (
+        "call_site",
+        "callbacks",
+        "copied",
+        "fqn",
+        "kwargs",
+        "modules",
+        "name",
+        "nested",
+        "state",
+    )
 
     callbacks: list[Callable[[], object]]
     modules: tuple[nn.Module, ...]
 
     def __init__(
-        self, name: str, kwargs: Mapping[str, Any], call_site: str, state: Any, modules: tuple[nn.Module, ...]
+        self,
+        name: str,
+        kwargs: Mapping[str, Any],
+        call_site: str,
+        state: Any,
+        modules: tuple[nn.Module, ...],
     ) -> None:
         self.__setstate__((name, kwargs, call_site, None, state))
         self.modules, self.copied = modules, False
@@ -117,7 +143,8 @@ class Annotation:
         """The verb succeeded: register the record."""
         self.modules = modules if len(modules) > 1 else ()
         for module in modules:
-            # A new mapping each time, so that the snapshot of an outer verb can restore the previous one.
+            # A new mapping each time, so that the snapshot of an outer verb can restore the
+            # previous one.
             vars(module)[_RECORDS] = {**vars(module).get(_RECORDS, {}), self.name: self}
 
     def undo(self) -> None:
@@ -128,14 +155,20 @@ class Annotation:
             self.callbacks = []
 
     def undo_on(self, module: nn.Module) -> None:
-        """Run the callbacks and unregister the record, also if one raises. Does nothing if it is not registered."""
+        """Run the callbacks and unregister the record, also if one raises. Does nothing if it is
+        not registered.
+        """
         if not self.is_on(module):
             return
         try:
             self.undo()
         finally:
             for other in self.modules or (module,):
-                records = {name: record for name, record in vars(other).get(_RECORDS, {}).items() if name != self.name}
+                records = {
+                    name: record
+                    for name, record in vars(other).get(_RECORDS, {}).items()
+                    if name != self.name
+                }
                 if records:
                     vars(other)[_RECORDS] = records
                 else:
@@ -144,7 +177,9 @@ class Annotation:
     def remove_from(self, module: nn.Module) -> None:
         """`remove`: ask the states whether they can be undone, then undo."""
         if self.copied:
-            raise AnnotationError(f"{self.name} cannot be removed from a copy of a module. Remove it before copying")
+            raise AnnotationError(
+                f"{self.name} cannot be removed from a copy of a module. Remove it before copying"
+            )
         states = list(self.states())
         for cls in dict.fromkeys(map(type, states)):
             if hasattr(cls, "before_removal"):
@@ -152,7 +187,9 @@ class Annotation:
         self.undo_on(module)
 
     def roll_back(self, error: BaseException) -> None:
-        """The verb raised `error`: run the callbacks. An exception of a callback becomes a note of `error`."""
+        """The verb raised `error`: run the callbacks. An exception of a callback becomes a note of
+        `error`.
+        """
         try:
             self.undo()
         except Exception as second:
@@ -180,7 +217,9 @@ class Annotation:
 
 
 def _is_copied_whole(callback: Callable[[], object]) -> bool:
-    """Whether `copy.deepcopy` copies what the callback changes. Of a function it copies neither defaults nor the closure."""
+    """Whether `copy.deepcopy` copies what the callback changes. Of a function it copies neither
+    defaults nor the closure.
+    """
     function = callback.func if isinstance(callback, partial) else callback
     return isinstance(function, MethodType) or (
         type(function) is FunctionType and function is not callback and function.__closure__ is None
@@ -188,13 +227,19 @@ def _is_copied_whole(callback: Callable[[], object]) -> bool:
 
 
 def _in_words(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and strings as they are. Others may hold parts of the model or process groups, or be lambdas."""
+    """Numbers and strings as they are. Others may hold parts of the model or process groups, or be
+    lambdas.
+    """
     plain = (bool, int, float, str, torch.dtype, type(None))
-    return {key: value if isinstance(value, plain) else f"<{type(value).__name__}>" for key, value in kwargs.items()}
+    return {
+        key: value if isinstance(value, plain) else f"<{type(value).__name__}>"
+        for key, value in kwargs.items()
+    }
 
 
 def registry(module: nn.Module) -> Mapping[str, Annotation]:
-    """The annotations of `module` by the verb's name, in the order of the calls; empty if there are none.
+    """The annotations of `module` by the verb's name, in the order of the calls; empty if there are
+    none.
 
     The mapping is read-only. A verb that is running is not in it yet.
 
@@ -207,25 +252,41 @@ def registry(module: nn.Module) -> Mapping[str, Annotation]:
     return MappingProxyType(vars(module).get(_RECORDS, {}))
 
 
-# --- undo -------------------------------------------------------------------------------------------------------------
+# --- undo ---------------------------------------------------------------------------------------
 
 # Innermost last. A context variable, so that verbs in other threads are not seen.
 _running: ContextVar[tuple[Annotation, ...]] = ContextVar("composable_running_verbs", default=())
 
-# Parameters, buffers, children and hooks: the tables that this version of torch gives to every module.
-_TABLES: Final = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
+# Parameters, buffers, children and hooks: the tables that this version of torch gives to every
+# module.
+_TABLES: Final = tuple(
+    name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))
+)
 _LISTS: Final = ("_flat_weights",)  # recurrent modules keep their parameters in a list, too
 
 
 class _Snapshot:
-    """The attributes and tables of all modules below `roots`, and the attributes of their parameters. Copies no tensor."""
+    """The attributes and tables of all modules below `roots`, and the attributes of their
+    parameters. Copies no tensor.
+    """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         modules = {id(module): module for root in roots for module in root.modules()}
-        parameters = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
-        self._attributes = [(owner, dict(vars(owner))) for owner in (*modules.values(), *parameters.values())]
-        held = [vars(module).get(name) for module in modules.values() for name in (*_TABLES, *_LISTS)]
-        self._tables = [(table, table.copy()) for table in held if isinstance(table, (dict, set, list))]
+        parameters = {
+            id(p): p
+            for module in modules.values()
+            for p in module._parameters.values()
+            if p is not None
+        }
+        self._attributes = [
+            (owner, dict(vars(owner))) for owner in (*modules.values(), *parameters.values())
+        ]
+        held = [
+            vars(module).get(name) for module in modules.values() for name in (*_TABLES, *_LISTS)
+        ]
+        self._tables = [
+            (table, table.copy()) for table in held if isinstance(table, (dict, set, list))
+        ]
 
     def restore(self) -> None:
         """Restore the content of the same table objects, because handles of hooks refer to them."""
@@ -260,7 +321,9 @@ def on_undo(callback: Callback) -> Callback:
     """
     running = _running.get()
     if not running:
-        raise AnnotationError("on_undo() was called while no verb is running; call it inside a contract() function")
+        raise AnnotationError(
+            "on_undo() was called while no verb is running; call it inside a contract() function"
+        )
     running[-1].callbacks.append(callback)
     return callback
 
@@ -273,8 +336,9 @@ def drop_attribute(module: nn.Module, name: str) -> None:
 def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
     """Undo an annotation: what the verb did is undone, its hooks and its record are gone.
 
-    Annotations that the verb made on submodules, as with a policy, are removed too. Of modules that were annotated as one, any
-    may be given. If a part of the undoing raises, the rest is done nevertheless.
+    Annotations that the verb made on submodules, as with a policy, are removed too. Of modules that
+    were annotated as one, any may be given. If a part of the undoing raises, the rest is done
+    nevertheless.
 
     Args:
         module: the annotated module, or list of modules.
@@ -285,7 +349,8 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
 
     Raises:
         NotAnnotatedError: `module` has no such annotation.
-        AnnotationError: a verb is running, or `module` is a copy whose record cannot be undone (see `Annotation`).
+        AnnotationError: a verb is running, or `module` is a copy whose record cannot be undone (see
+            `Annotation`).
 
     Example::
 
@@ -294,7 +359,8 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
     name = annotation if isinstance(annotation, str) else annotation.__name__
     if running := _running.get():
         raise AnnotationError(
-            f"remove(..., {name}) was called while {running[-1].name} is being applied. Remove first, then annotate"
+            f"remove(..., {name}) was called while {running[-1].name} is being applied. Remove"
+            " first, then annotate"
         )
     first = modules_of("remove", module)[0]
     record = registry(first).get(name)
@@ -306,7 +372,7 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
     return module
 
 
-# --- verbs ------------------------------------------------------------------------------------------------------------
+# --- verbs --------------------------------------------------------------------------------------
 
 
 def contract(
@@ -316,20 +382,25 @@ def contract(
     equivalents: Mapping[str, str] | None = None,
     only_submodules_with: str | None = None,
 ) -> Callable[[Callable[Concatenate[Any, P], Any]], Verb[P, S]]:
-    """Turn a function of a module, or of a list of modules, into a verb: its calls are recorded and can be removed.
+    """Turn a function of a module, or of a list of modules, into a verb: its calls are recorded and
+    can be removed.
 
-    A verb can be applied once per module. It must keep the names and the order of parameters, buffers and modules. If it
-    raises, the modules are as before, and the caller gets the exception. The idea of a contract with a state per module is
-    from `torch.distributed._composable.contract`.
+    A verb can be applied once per module. It must keep the names and the order of parameters,
+    buffers and modules. If it raises, the modules are as before, and the caller gets the exception.
+    The idea of a contract with a state per module is from `torch.distributed._composable.contract`.
 
     Args:
-        state_cls: called without arguments for every call of the verb; `verb.state(module)` returns the result, already
-            while the function runs. Default: `types.SimpleNamespace`. It is copied and pickled with the module. If the class
-            has a static method `before_removal(states)`, `remove` calls it first, with the states of this class in the
+        state_cls: called without arguments for every call of the verb; `verb.state(module)` returns
+            the result, already while the function runs. Default: `types.SimpleNamespace`. It is
+            copied and pickled with the module. If the class has a static method
+            `before_removal(states)`, `remove` calls it first, with the states of this class in the
             annotation and in those nested in it; it may raise, and nothing is changed then.
-        clashes: names of verbs that cannot be on the same module, perhaps with a sentence that says what to do instead.
-        equivalents: keywords of other libraries and what to write instead: a keyword such as `policy=`, or a sentence.
-        only_submodules_with: a keyword with which the verb annotates submodules only, and leaves no record on its argument.
+        clashes: names of verbs that cannot be on the same module, perhaps with a sentence that says
+            what to do instead.
+        equivalents: keywords of other libraries and what to write instead: a keyword such as
+            `policy=`, or a sentence.
+        only_submodules_with: a keyword with which the verb annotates submodules only, and leaves no
+            record on its argument.
 
     Raises:
         AlreadyAnnotatedError: by the verb, if the module has this annotation.
@@ -361,12 +432,16 @@ def contract(
             given = arguments.pop(next(iter(signature.parameters)))
             target = unwrapped(given)
             modules = modules_of(name, target)
-            spreads = only_submodules_with is not None and arguments.get(only_submodules_with) is not None
+            spreads = (
+                only_submodules_with is not None and arguments.get(only_submodules_with) is not None
+            )
             for module in () if spreads else modules:
                 _admit(name, module, reasons)
             outer = _running.get()
             call_site = outer[-1].call_site if outer else calling_site()
-            record = Annotation(name, arguments, call_site, make_state(), () if spreads else modules)
+            record = Annotation(
+                name, arguments, call_site, make_state(), () if spreads else modules
+            )
             # The target of the outermost verb gives the names for everything inside.
             with naming(target) if isinstance(target, nn.Module) and not outer else nullcontext():
                 record.fqn = known_fqn(modules[0])
@@ -386,7 +461,8 @@ def contract(
             states = [_state_on(one, name) for one in modules_of(f"{name}.state", module)]
             if any(state is not states[0] for state in states):
                 raise AnnotationError(
-                    f"{name}.state() takes one module, or a list that was annotated as one; these were annotated apart"
+                    f"{name}.state() takes one module, or a list that was annotated as one; these"
+                    " were annotated apart"
                 )
             return states[0]
 
@@ -396,7 +472,9 @@ def contract(
     return decorate
 
 
-def _apply(record: Annotation, function: Callable[..., Any], target: Any, modules: tuple[nn.Module, ...]) -> None:
+def _apply(
+    record: Annotation, function: Callable[..., Any], target: Any, modules: tuple[nn.Module, ...]
+) -> None:
     """Call the verb's function. If it raises or breaks the contract, the modules are as before."""
     names = [names_of(module) for module in modules]
     before = _Snapshot(modules)
@@ -405,8 +483,8 @@ def _apply(record: Annotation, function: Callable[..., Any], target: Any, module
         returned = function(target, **record.kwargs)
         if returned is not None and returned is not target:
             raise AnnotationError(
-                f"{record.name} returned a {type(returned).__name__}; an annotation works in place and must return what it "
-                "was given, or nothing"
+                f"{record.name} returned a {type(returned).__name__}; an annotation works in place"
+                " and must return what it was given, or nothing"
             )
         for module, old in zip(modules, names, strict=True):
             compare_names(record.name, module, old)
@@ -424,16 +502,20 @@ def _admit(name: str, module: nn.Module, reasons: Mapping[str, str]) -> None:
     if name in applied:
         record = applied[name]
         raise AlreadyAnnotatedError(
-            f"{name} was already applied to {module_name(module, record.fqn)} (at {record.call_site}); to apply it anew, call "
-            f"remove(module, {name}) first"
+            f"{name} was already applied to {module_name(module, record.fqn)} (at"
+            f" {record.call_site}); to apply it anew, call remove(module, {name}) first"
         )
     for running in _running.get():
         if running.covers(name, module):
-            raise AlreadyAnnotatedError(f"{name} is being applied to {module_name(module)} (at {running.call_site})")
+            raise AlreadyAnnotatedError(
+                f"{name} is being applied to {module_name(module)} (at {running.call_site})"
+            )
     for other, reason in reasons.items():
         if other in applied:
             tail = reason or f"{name} cannot be applied to the same module"
-            raise ClashError(f"{module_name(module, applied[other].fqn)} is managed by {other}; {tail}")
+            raise ClashError(
+                f"{module_name(module, applied[other].fqn)} is managed by {other}; {tail}"
+            )
 
 
 def _state_on(module: nn.Module, name: str) -> Any:

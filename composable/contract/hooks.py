@@ -1,8 +1,9 @@
 """Forward hooks of annotations, and callbacks in backward.
 
-A module has one pair of forward hooks, however many annotations it has. Each annotation adds a bracket: what it does before
-and after forward. `OUTERMOST_FIRST` gives the order in which brackets nest; the order in which the verbs were called does not
-matter. torch.compile does not trace the hooks; see `composable.compilation`.
+A module has one pair of forward hooks, however many annotations it has. Each annotation adds a
+bracket: what it does before and after forward. `OUTERMOST_FIRST` gives the order in which brackets
+nest; the order in which the verbs were called does not matter. torch.compile does not trace the
+hooks; see `composable.compilation`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from composable.compilation import drop_compiled, untraced, untraced_alone
 # Brackets of other verbs come last, in the order in which they were attached.
 OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "offload_activations", "checkpoint")
 
-_CALLBACKS: Final = "composable: callbacks before gradients"  # key in the metadata of an autograd node
+# key in the metadata of an autograd node
+_CALLBACKS: Final = "composable: callbacks before gradients"
 
 
-# --- forward ----------------------------------------------------------------------------------------------------------
+# --- forward ------------------------------------------------------------------------------------
 
 
 class Bracket(Protocol):
@@ -40,7 +42,9 @@ class Bracket(Protocol):
 
 
 class _Call:
-    """One call of a module: the brackets it has entered and not left, and the exception that was being handled at entry."""
+    """One call of a module: the brackets it has entered and not left, and the exception that was
+    being handled at entry.
+    """
 
     __slots__ = ("entered", "handled")
 
@@ -51,7 +55,8 @@ class _Call:
 
 
 class Dispatcher:
-    """The pair of forward hooks of one module. Copied and pickled with it, together with the brackets, but not open calls.
+    """The pair of forward hooks of one module. Copied and pickled with it, together with the
+    brackets, but not open calls.
 
     Attributes:
         brackets: by the name of their annotation, outermost first.
@@ -72,29 +77,40 @@ class Dispatcher:
 
     def add(self, name: str, bracket: Bracket) -> None:
         brackets = {**self.brackets, name: bracket}
-        known: dict[str, Bracket] = {name: brackets[name] for name in OUTERMOST_FIRST if name in brackets}
+        known: dict[str, Bracket] = {
+            name: brackets[name] for name in OUTERMOST_FIRST if name in brackets
+        }
         self.brackets = {**known, **brackets}
 
     def drop(self, name: str) -> None:
-        self.brackets = {other: bracket for other, bracket in self.brackets.items() if other != name}
+        self.brackets = {
+            other: bracket for other, bracket in self.brackets.items() if other != name
+        }
         if not self.brackets:
             for handle in self.handles:
                 handle.remove()
 
     @untraced_alone
-    def before(self, module: nn.Module, args: Any, kwargs: Any, without: str = "") -> tuple[Any, Any]:
-        """Enter the brackets, outermost first, except for the one named `without`; that is for methods other than forward."""
+    def before(
+        self, module: nn.Module, args: Any, kwargs: Any, without: str = ""
+    ) -> tuple[Any, Any]:
+        """Enter the brackets, outermost first, except for the one named `without`; that is for
+        methods other than forward.
+        """
         call = _Call()
         self._calls.append(call)
         for name, bracket in self.brackets.items():
             if name != without:
-                call.entered.append(bracket)  # before `enter`: a bracket whose `enter` fails cleans up in `on_error`
+                # before `enter`: a bracket whose `enter` fails cleans up in `on_error`
+                call.entered.append(bracket)
                 args, kwargs = bracket.enter(module, args, kwargs)
         return args, kwargs
 
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Leave the brackets, innermost first. If forward raised, torch passes None as the output."""
+        """Leave the brackets, innermost first. If forward raised, torch passes None as the
+        output.
+        """
         if not self._calls:
             return output  # a hook of the user's that runs before `before` raised
         call = self._calls[-1]
@@ -112,8 +128,9 @@ class Dispatcher:
         return output
 
     def drop_calls(self, module: nn.Module, keep: int) -> None:
-        """Close calls that a KeyboardInterrupt ended, as if forward had raised: torch does not tell forward hooks of it. The
-        newest `keep` calls go on."""
+        """Close calls that a KeyboardInterrupt ended, as if forward had raised: torch does not tell
+        forward hooks of it. The newest `keep` calls go on.
+        """
         newest = self._calls[len(self._calls) - keep :]
         del self._calls[len(self._calls) - keep :]
         while self._calls:
@@ -159,24 +176,30 @@ def drop_calls(module: nn.Module, keep: int = 0) -> None:
 
 
 def hooks_attached(module: nn.Module) -> bool:
-    """Whether both hooks of the dispatcher are still registered on `module`; user code may have cleared them."""
+    """Whether both hooks of the dispatcher are still registered on `module`; user code may have
+    cleared them.
+    """
     dispatcher = dispatcher_of(module)
     return dispatcher is not None and dispatcher.handles[1].id in module._forward_hooks
 
 
-# --- backward ---------------------------------------------------------------------------------------------------------
+# --- backward -----------------------------------------------------------------------------------
 
 
-def before_gradient(tensor: Tensor, callback: Callable[..., None], where: Callable[[Any], bool] | None = None) -> bool:
-    """Call `callback` before backward goes through `tensor`, which requires gradients. Returns whether there is a node that
-    `where` accepts (by default any), or a leaf, where it is called.
+def before_gradient(
+    tensor: Tensor, callback: Callable[..., None], where: Callable[[Any], bool] | None = None
+) -> bool:
+    """Call `callback` before backward goes through `tensor`, which requires gradients. Returns
+    whether there is a node that `where` accepts (by default any), or a leaf, where it is called.
 
-    A view is watched at its own node and at its base's: an in-place write gives the view a new node and leaves the old one
-    out of the graph, but the graph still goes through the base. A callback at a leaf is called once and is then removed,
-    because a leaf may be a parameter, which outlives the graph.
+    A view is watched at its own node and at its base's: an in-place write gives the view a new node
+    and leaves the old one out of the graph, but the graph still goes through the base. A callback
+    at a leaf is called once and is then removed, because a leaf may be a parameter, which outlives
+    the graph.
 
-    Several callbacks at one node are called in reverse order. They come from nested modules that return the same tensor, and
-    backward enters the outer module first. Another rank may see different tensors there, and all ranks must use one order.
+    Several callbacks at one node are called in reverse order. They come from nested modules that
+    return the same tensor, and backward enters the outer module first. Another rank may see
+    different tensors there, and all ranks must use one order.
     """
     node = tensor.grad_fn
     if node is None:

@@ -1,4 +1,6 @@
-"""Names in messages, and the checks of a verb's call: its target, its keywords, and the FQNs it must not change."""
+"""Names in messages, and the checks of a verb's call: its target, its keywords, and the FQNs it
+must not change.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ from typing import Any, Final
 from torch import nn
 
 from composable.compilation import unwrapped
-from composable.errors import AnnotationError, NamesChangedError, UnknownArgumentError, closest, describe_module, few
+from composable.errors import (
+    AnnotationError,
+    NamesChangedError,
+    UnknownArgumentError,
+    closest,
+    describe_module,
+    few,
+)
 
 # The FQN of every module below the root of an open `naming()`, by the module's id.
 _names: ContextVar[Mapping[int, str]] = ContextVar("composable_names", default=MappingProxyType({}))
@@ -23,7 +32,7 @@ _LIBRARIES: Final = ("composable", "torch")
 _DEMO: Final = "composable.demo"  # its call sites are reported like those of a user's script
 
 
-# --- names of modules -------------------------------------------------------------------------------------------------
+# --- names of modules ---------------------------------------------------------------------------
 
 
 @contextmanager
@@ -43,24 +52,34 @@ def known_fqn(module: nn.Module) -> str | None:
 
 
 def find_fqn(module: nn.Module) -> str | None:
-    """The FQN of `module` for an error message, or None: from an open `naming`, or from a model in the variables of the calling
-    code. The search is slow."""
+    """The FQN of `module` for an error message, or None: from an open `naming`, or from a model in
+    the variables of the calling code. The search is slow.
+    """
     fqn = known_fqn(module)
     if fqn:
         return fqn
-    # The root of an open `naming` has the FQN "" there, but the caller may hold a larger model around it.
+    # The root of an open `naming` has the FQN "" there, but the caller may hold a larger model
+    # around it.
     for frame in _user_frames():
-        values = [value for scope in (frame.f_locals, frame.f_globals) for value in list(scope.values())]
+        values = [
+            value for scope in (frame.f_locals, frame.f_globals) for value in list(scope.values())
+        ]
         # By type, because isinstance would load lazy proxies.
-        models: list[nn.Module] = [value for value in values if issubclass(type(value), nn.Module) and value is not module]
-        names: list[str] = [name for model in models for name, below in model.named_modules() if below is module]
+        models: list[nn.Module] = [
+            value for value in values if issubclass(type(value), nn.Module) and value is not module
+        ]
+        names: list[str] = [
+            name for model in models for name, below in model.named_modules() if below is module
+        ]
         if names:
             return max(names, key=len)  # the name in the outermost of these models
     return fqn
 
 
 def module_name(module: nn.Module, fqn: str | None = None) -> str:
-    """`'layers.3'` if the FQN is given or can be found, otherwise the name of the class: `Block`."""
+    """`'layers.3'` if the FQN is given or can be found, otherwise the name of the class:
+    `Block`.
+    """
     fqn = fqn or find_fqn(module)
     return f"'{fqn}'" if fqn else type(module).__name__
 
@@ -86,11 +105,13 @@ def _is_in(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-# --- the call of a verb -----------------------------------------------------------------------------------------------
+# --- the call of a verb -------------------------------------------------------------------------
 
 
 def modules_of(verb: str, target: Any) -> tuple[nn.Module, ...]:
-    """The modules that `target`, a module or a list of modules, stands for; without wrappers of torch.compile."""
+    """The modules that `target`, a module or a list of modules, stands for; without wrappers of
+    torch.compile.
+    """
     target = unwrapped(target)
     if isinstance(target, nn.Module):
         return (target,)
@@ -98,23 +119,38 @@ def modules_of(verb: str, target: Any) -> tuple[nn.Module, ...]:
         got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
         raise AnnotationError(f"{verb}() takes a module or a list of modules, and got {got}")
     if not target:
-        raise AnnotationError(f"{verb}() takes a module or a list of modules, and got an empty {type(target).__name__}")
+        raise AnnotationError(
+            f"{verb}() takes a module or a list of modules, and got an empty"
+            f" {type(target).__name__}"
+        )
     seen: set[int] = set()
     for index, module in enumerate(target):
         if not isinstance(module, nn.Module):
-            raise AnnotationError(f"{verb}() got a {type(module).__name__} at position {index} of its list of modules")
+            raise AnnotationError(
+                f"{verb}() got a {type(module).__name__} at position {index} of its list of modules"
+            )
         if id(module) in seen:
-            raise AnnotationError(f"{verb}() got {module_name(module)} twice in its list of modules")
+            raise AnnotationError(
+                f"{verb}() got {module_name(module)} twice in its list of modules"
+            )
         seen.add(id(module))
     return tuple(target)
 
 
 def arguments_of(
-    verb: str, signature: inspect.Signature, args: Sequence[Any], keywords: Mapping[str, Any], equivalents: Mapping[str, str]
+    verb: str,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    equivalents: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The arguments of one call by name, the target among them. For `equivalents` see `contract`."""
+    """The arguments of one call by name, the target among them. For `equivalents` see
+    `contract`.
+    """
     parameters = signature.parameters.values()
-    target, *takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    target, *takes = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
     unknown = next((key for key in keywords if key not in (target, *takes)), None)
     if unknown is not None and rest is None:
@@ -128,7 +164,9 @@ def arguments_of(
         arguments = dict(signature.bind(*args, **keywords).arguments)
     except TypeError as error:
         keys = "".join(f", {name}=" for name in takes)
-        raise UnknownArgumentError(f"{verb}(): {error}; call it as {verb}({target}{keys})") from None
+        raise UnknownArgumentError(
+            f"{verb}(): {error}; call it as {verb}({target}{keys})"
+        ) from None
     more = arguments.pop(rest, {}) if rest else {}
     return {**arguments, **more}
 
@@ -139,27 +177,37 @@ def has_forward(module: nn.Module) -> bool:
     return forward is not nn.Module.forward or "forward" in vars(module)
 
 
-def require_callable(module: nn.Module, *, so: str = "its parameters cannot be gathered around one") -> None:
-    """Refuse a container without a forward of its own, such as a plain `nn.ModuleList`; `so` says what follows from that."""
+def require_callable(
+    module: nn.Module, *, so: str = "its parameters cannot be gathered around one"
+) -> None:
+    """Refuse a container without a forward of its own, such as a plain `nn.ModuleList`; `so` says
+    what follows from that.
+    """
     if not has_forward(module):
         what = describe_module(module, find_fqn(module))
-        raise AnnotationError(f"{what} has no forward, so {so}; annotate its children, or pass policy=")
+        raise AnnotationError(
+            f"{what} has no forward, so {so}; annotate its children, or pass policy="
+        )
 
 
-# --- names that a verb must keep --------------------------------------------------------------------------------------
+# --- names that a verb must keep ----------------------------------------------------------------
 
 
 def names_of(root: nn.Module) -> dict[str, list[str]]:
     """The FQNs of all parameters, buffers and modules below `root`, in order.
 
-    Each module is looked into once, so that trees with cycles or shared modules take linear time. Every registration of a tied
-    parameter or a shared module is listed.
+    Each module is looked into once, so that trees with cycles or shared modules take linear time.
+    Every registration of a tied parameter or a shared module is listed.
     """
     names: dict[str, list[str]] = {"parameters": [], "buffers": [], "modules": []}
     for fqn, module in root.named_modules():
         prefix = f"{fqn}." if fqn else ""
         for kind, found in names.items():
-            found += [prefix + name for name, value in getattr(module, f"_{kind}").items() if value is not None]
+            found += [
+                prefix + name
+                for name, value in getattr(module, f"_{kind}").items()
+                if value is not None
+            ]
     return names
 
 
@@ -170,7 +218,10 @@ def compare_names(verb: str, root: nn.Module, before: Mapping[str, list[str]]) -
         new = after[kind]
         if old == new:
             continue
-        start = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        start = next(
+            (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
+            min(len(old), len(new)),
+        )
         old, new = old[start:], new[start:]
         while old and new and old[-1] == new[-1]:
             old, new = old[:-1], new[:-1]

@@ -1,7 +1,8 @@
 """Annotated modules of a tree, in order, and which annotation manages which parameter.
 
-The order is left-to-right depth-first, that of `.modules()`. It is the same on every rank, and the same for annotations by
-hand and by a policy. Every function visits each module once, also in trees with cycles or shared modules.
+The order is left-to-right depth-first, that of `.modules()`. It is the same on every rank, and the
+same for annotations by hand and by a policy. Every function visits each module once, also in trees
+with cycles or shared modules.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Managed(Generic[T]):
-    """A parameter or a buffer that an annotation manages, with all its registrations: several if it is tied."""
+    """A parameter or a buffer that an annotation manages, with all its registrations: several if it
+    is tied.
+    """
 
     tensor: T
     places: tuple[Place, ...]
@@ -66,10 +69,13 @@ def states_below(modules: Iterable[nn.Module]) -> list[Any]:
     return list(found.values())
 
 
-def walk(root: nn.Module, prefix: str = "", *, stop: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
+def walk(
+    root: nn.Module, prefix: str = "", *, stop: Collection[str] = ()
+) -> Iterator[tuple[str, nn.Module]]:
     """FQN and module for `root` and the modules below it, each once.
 
-    Modules annotated with one of the verbs `stop` are left out with all below them, except for `root` itself.
+    Modules annotated with one of the verbs `stop` are left out with all below them, except for
+    `root` itself.
     """
     seen: set[int] = set()
     pending = [(prefix, root)]
@@ -94,45 +100,60 @@ def names_below(root: nn.Module) -> Mapping[int, str]:
 def registered_parameters(
     root: nn.Module, prefix: str = "", stop: Collection[str] = (REPLICATE,)
 ) -> Iterator[tuple[Place, nn.Parameter]]:
-    """Every registration of a parameter in `root` and below, except in subtrees annotated with one of `stop`."""
+    """Every registration of a parameter in `root` and below, except in subtrees annotated with one
+    of `stop`.
+    """
     return _registered("_parameters", root, prefix, stop)
 
 
-def _registered(table: str, root: nn.Module, prefix: str, stop: Collection[str]) -> Iterator[tuple[Place, Any]]:
+def _registered(
+    table: str, root: nn.Module, prefix: str, stop: Collection[str]
+) -> Iterator[tuple[Place, Any]]:
     for fqn, module in walk(root, prefix, stop=stop):
         for name, tensor in getattr(module, table).items():
             if tensor is not None:
                 yield Place(module, name, f"{fqn}.{name}" if fqn else name), tensor
 
 
-def managed_parameters(modules: Sequence[nn.Module], *, ignored: Collection[int] = ()) -> list[Managed[nn.Parameter]]:
-    """Return the parameters below `modules` that no annotation below them manages, without those whose ids are `ignored`.
+def managed_parameters(
+    modules: Sequence[nn.Module], *, ignored: Collection[int] = ()
+) -> list[Managed[nn.Parameter]]:
+    """Return the parameters below `modules` that no annotation below them manages, without those
+    whose ids are `ignored`.
 
     Names in one of several modules begin with its index.
     """
-    return [managed for managed in _managed("_parameters", modules) if id(managed.tensor) not in ignored]
+    return [
+        managed for managed in _managed("_parameters", modules) if id(managed.tensor) not in ignored
+    ]
 
 
 def managed_buffers(modules: Sequence[nn.Module]) -> list[Managed[Tensor]]:
-    """Return the buffers of `modules`, persistent or not, that are in no annotated module below them."""
+    """Return the buffers of `modules`, persistent or not, that are in no annotated module below
+    them.
+    """
     return _managed("_buffers", modules)
 
 
 def _managed(table: str, modules: Sequence[nn.Module]) -> list[Managed[Any]]:
     found: dict[int, tuple[Any, dict[Place, None]]] = {}
     for index, root in enumerate(modules):
-        for place, tensor in _registered(table, root, "" if len(modules) == 1 else str(index), (SHARD, REPLICATE)):
+        for place, tensor in _registered(
+            table, root, "" if len(modules) == 1 else str(index), (SHARD, REPLICATE)
+        ):
             found.setdefault(id(tensor), (tensor, {}))[1].setdefault(place)
     return [Managed(tensor, tuple(places)) for tensor, places in found.values()]
 
 
-# --- units ------------------------------------------------------------------------------------------------------------
+# --- units --------------------------------------------------------------------------------------
 
 
 def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
-    """Return the fully sharded modules in `root`, in order; for modules annotated as one unit, the first of them.
+    """Return the fully sharded modules in `root`, in order; for modules annotated as one unit, the
+    first of them.
 
-    `replicate`d subtrees are left out with everything in them, except that `root` itself may be replicated.
+    `replicate`d subtrees are left out with everything in them, except that `root` itself may be
+    replicated.
     """
     return [module for module, _ in _units(root, SHARD, stop=(REPLICATE,))]
 
@@ -143,24 +164,38 @@ def get_states(root: nn.Module) -> list[Any]:
 
 
 def get_handles(root: nn.Module) -> list[Any]:
-    """Return the param groups of each of `get_states(root)`: one entry per unit, also for a unit without parameters."""
+    """Return the param groups of each of `get_states(root)`: one entry per unit, also for a unit
+    without parameters.
+    """
     return [state.handle for state in get_states(root)]
 
 
 def get_root_states(root: nn.Module) -> list[Any]:
-    """Return the units of the topmost fully sharded modules in `root`: its own, or those of the subtrees if it has none."""
+    """Return the units of the topmost fully sharded modules in `root`: its own, or those of the
+    subtrees if it has none.
+    """
     units = get_states(root)
-    inside = {key for unit in units for module in unit.modules for key in names_below(module) if key != id(module)}
+    inside = {
+        key
+        for unit in units
+        for module in unit.modules
+        for key in names_below(module)
+        if key != id(module)
+    }
     return [unit for unit in units if id(unit.modules[0]) not in inside]
 
 
 def get_replicated_states(root: nn.Module) -> list[Any]:
-    """Return the units of all `replicate`d modules in `root`, in order, also inside fully sharded ones."""
+    """Return the units of all `replicate`d modules in `root`, in order, also inside fully sharded
+    ones.
+    """
     return [state for _, state in _units(root, REPLICATE)]
 
 
 def get_all_sharded_states(root: nn.Module) -> list[Any]:
-    """Return the units of all fully sharded modules in `root`, in order, also inside `replicate`d ones."""
+    """Return the units of all fully sharded modules in `root`, in order, also inside `replicate`d
+    ones.
+    """
     return [state for _, state in _units(root, SHARD)]
 
 
@@ -175,7 +210,8 @@ def _units(root: nn.Module, verb: str, stop: Collection[str] = ()) -> list[tuple
 
 
 class TreeWatch:
-    """Whether modules below `root` were added, removed or exchanged, or whether their number of parameters changed.
+    """Whether modules below `root` were added, removed or exchanged, or whether their number of
+    parameters changed.
 
     The comparison runs in C: the engine makes it before every root forward.
     """

@@ -1,4 +1,6 @@
-"""Tensors in the inputs and outputs of modules: find them in any value, and change them in any container."""
+"""Tensors in the inputs and outputs of modules: find them in any value, and change them in any
+container.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,30 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-_LEAVES: Final = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_LEAVES: Final = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
 _NOT_SEARCHED: Final = (*_LEAVES, nn.Module, type, ModuleType)
-# The first one that fits is the base whose own methods build, read and fill a subclass without calling the subclass's code.
+# The first one that fits is the base whose own methods build, read and fill a subclass without
+# calling the subclass's code.
 _CONTAINERS: Final = (tuple, list, deque, set, frozenset, OrderedDict, defaultdict, dict)
 _PLAIN: Final = (tuple, list, dict, set, frozenset)  # these types themselves have no attributes
 
 
 def tensors_in(value: Any, opaque: list[Any] | None = None) -> Sequence[Tensor]:
-    """Every tensor in `value` once, in order: in containers, mappings, and attributes and slots of objects, but not of modules,
-    classes and Python modules. `opaque` receives the objects that cannot be searched, such as iterators."""
+    """Every tensor in `value` once, in order: in containers, mappings, and attributes and slots of
+    objects, but not of modules, classes and Python modules. `opaque` receives the objects that
+    cannot be searched, such as iterators.
+    """
     if isinstance(value, Tensor):
         return (value,)
     found: list[Tensor] = []
@@ -30,11 +46,14 @@ def tensors_in(value: Any, opaque: list[Any] | None = None) -> Sequence[Tensor]:
     return found
 
 
-def _search(value: Any, found: list[Tensor], opaque: list[Any] | None, seen: dict[int, Any]) -> None:
+def _search(
+    value: Any, found: list[Tensor], opaque: list[Any] | None, seen: dict[int, Any]
+) -> None:
     is_tensor = isinstance(value, Tensor)
     if id(value) in seen or (not is_tensor and isinstance(value, _NOT_SEARCHED)):
         return
-    seen[id(value)] = value  # kept alive: values that a mapping makes on access must not reuse an id
+    # kept alive: values that a mapping makes on access must not reuse an id
+    seen[id(value)] = value
     if is_tensor:
         found.append(value)
         return
@@ -46,7 +65,12 @@ def _search(value: Any, found: list[Tensor], opaque: list[Any] | None, seen: dic
         items = list(value)
     elif isinstance(value, Mapping):
         items = list(value.values())
-    elif opaque is not None and not attributes and not hasattr(value, "__dict__") and not callable(value):
+    elif (
+        opaque is not None
+        and not attributes
+        and not hasattr(value, "__dict__")
+        and not callable(value)
+    ):
         opaque.append(value)
     for item in chain(items, attributes.values()):
         _search(item, found, opaque, seen)
@@ -55,9 +79,10 @@ def _search(value: Any, found: list[Tensor], opaque: list[Any] | None, seen: dic
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with every tensor replaced by `change(tensor)`, called once per tensor.
 
-    Containers (subclasses of tuple, list, deque, set and dict, named tuples, `UserDict`, `UserList` and dataclasses, with
-    their items and attributes) are rebuilt with the same type, without calling their constructors. Other objects are returned
-    as they are, and so are containers in which no tensor changes: the caller may keep a reference to them.
+    Containers (subclasses of tuple, list, deque, set and dict, named tuples, `UserDict`, `UserList`
+    and dataclasses, with their items and attributes) are rebuilt with the same type, without
+    calling their constructors. Other objects are returned as they are, and so are containers in
+    which no tensor changes: the caller may keep a reference to them.
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -78,9 +103,12 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[A
     return result
 
 
-def _map_container(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]]) -> Any:
+def _map_container(
+    value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]]
+) -> Any:
     kind: Any = type(value)
-    if kind is tuple or kind is list:  # these and dicts are what modules are called with: no attributes to look for
+    # these and dicts are what modules are called with: no attributes to look for
+    if kind is tuple or kind is list:
         new = [_map(item, change, done) for item in value]
         return value if all(map(is_, new, value)) else kind(new)
     if kind is dict:
@@ -91,7 +119,9 @@ def _map_container(value: Any, change: Callable[[Tensor], Tensor], done: dict[in
         old = list(base.values(value))
     elif base is not object:
         old = list(value)
-    elif isinstance(value, (UserDict, UserList)) or (is_dataclass(value) and not isinstance(value, _NOT_SEARCHED)):
+    elif isinstance(value, (UserDict, UserList)) or (
+        is_dataclass(value) and not isinstance(value, _NOT_SEARCHED)
+    ):
         old = []
     else:
         return value
@@ -103,7 +133,8 @@ def _map_container(value: Any, change: Callable[[Tensor], Tensor], done: dict[in
 
     twin: Any
     if hasattr(kind, "n_sequence_fields"):
-        twin = kind(new)  # torch.return_types are struct sequences, which only their own constructor can build
+        # torch.return_types are struct sequences, which only their own constructor can build
+        twin = kind(new)
     elif base in (tuple, frozenset):
         twin = base.__new__(kind, new)
     else:

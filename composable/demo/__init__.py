@@ -1,1 +1,3 @@
-"""`python -m composable demo`: train a small language model on real text, with the public interface of the package."""
+"""`python -m composable demo`: train a small language model on real text, with the public interface
+of the package.
+"""

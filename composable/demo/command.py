@@ -1,4 +1,6 @@
-"""The `demo` command. Started by a user it launches the ranks; started by a launcher it is one rank."""
+"""The `demo` command. Started by a user it launches the ranks; started by a launcher it is one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from composable.demo.train import train
 
 INTERRUPTED: Final = 130  # the exit status of a command that Ctrl-C ended
 
-# What a rank runs. Ctrl-C reaches every process of the terminal, and only the launcher should report it.
+# What a rank runs. Ctrl-C reaches every process of the terminal, and only the launcher should
+# report it.
 _RANK: Final = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -49,9 +52,13 @@ def run(options: Options, command_line: Sequence[str]) -> int:
 
 
 def _launch(options: Options, command_line: Sequence[str]) -> int:
-    """Run the ranks as `torchrun --standalone` does, but in this process: `torchrun` prints stack traces after Ctrl-C."""
+    """Run the ranks as `torchrun --standalone` does, but in this process: `torchrun` prints stack
+    traces after Ctrl-C.
+    """
     # Ranks share the cores of one machine: without this each would start a thread per core.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.ranks)))
     config = LaunchConfig(
         min_nodes=1,
@@ -69,12 +76,16 @@ def _launch(options: Options, command_line: Sequence[str]) -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         how = f"exit status {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
-        print(f"composable demo: rank {rank} failed ({how}); the reason stands above", file=sys.stderr)
+        print(
+            f"composable demo: rank {rank} failed ({how}); the reason stands above", file=sys.stderr
+        )
         return 1
     except (KeyboardInterrupt, SignalException):
         left = "there is no checkpoint yet, so the next run starts anew"
         if step := snapshot.saved_step(options):
-            left = f"the checkpoint of step {step} is in {options.out}, and --resume continues from it"
+            left = (
+                f"the checkpoint of step {step} is in {options.out}, and --resume continues from it"
+            )
         print(f"composable demo: interrupted; {left}", file=sys.stderr)
         return INTERRUPTED
     return 0

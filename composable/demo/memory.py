@@ -1,8 +1,8 @@
 """Measure which bytes are alive during a training step.
 
-A dispatch mode sees every operation, and so every storage when it is made, also those that only autograd holds. Weak references
-tell when a storage is freed. Several storages may share memory (DLPack); every byte is counted once. The idea is that of
-`torch.distributed._tools.mem_tracker`.
+A dispatch mode sees every operation, and so every storage when it is made, also those that only
+autograd holds. Weak references tell when a storage is freed. Several storages may share memory
+(DLPack); every byte is counted once. The idea is that of `torch.distributed._tools.mem_tracker`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ class MemoryTrace:
     Attributes:
         totals: live bytes by `Kind` after every operation.
         phases: the name of each phase, and the index of its first sample.
-        idle: bytes of storages without a tensor at the end of the step, which are kept for the next one.
-        footprint: bytes at the end of backward of this process and of the whole model, by what they are for.
+        idle: bytes of storages without a tensor at the end of the step, which are kept for the next
+            one.
+        footprint: bytes at the end of backward of this process and of the whole model, by what they
+            are for.
     """
 
     totals: list[tuple[int, ...]] = field(default_factory=list)
@@ -56,9 +58,14 @@ class MemoryTrace:
 
 
 def measure_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor], *, ignore: Iterable[Tensor] = ()
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[[], Tensor],
+    *,
+    ignore: Iterable[Tensor] = (),
 ) -> MemoryTrace:
-    """Run one training step and measure what is alive after each of its operations; a measured step is a slow one.
+    """Run one training step and measure what is alive after each of its operations; a measured step
+    is a slow one.
 
     Args:
         loss: the forward, from the batch to a scalar.
@@ -83,7 +90,9 @@ def measure_step(
 
 
 class _Meter(TorchDispatchMode):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, ignore: Iterable[Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, ignore: Iterable[Tensor]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = MemoryTrace()
         self._optimizer = optimizer
@@ -93,9 +102,12 @@ class _Meter(TorchDispatchMode):
         self._kind: dict[int, Kind] = {}
         self._ignored = {_storage(tensor)._cdata for tensor in ignore}
         self._own = {_storage(parameter)._cdata for parameter in self._at_rest}
-        # Tensors that were made before this step count, too; their memory may come and go during the step.
+        # Tensors that were made before this step count, too; their memory may come and go during
+        # the step.
         before = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
-        self._note([tensor for tensor in before if tensor.layout is torch.strided], Kind.COMMUNICATION)
+        self._note(
+            [tensor for tensor in before if tensor.layout is torch.strided], Kind.COMMUNICATION
+        )
         self._note([*self._at_rest, *model.buffers()], Kind.PARAMETERS)
 
     def phase(self, name: str) -> None:
@@ -107,11 +119,19 @@ class _Meter(TorchDispatchMode):
     def finish(self) -> None:
         self._sample()
         storages = [thing for thing in gc.get_objects() if type(thing) is torch.UntypedStorage]
-        unseen = {s._cdata: s.nbytes() for s in storages if s._cdata not in self._live and s._cdata not in self._ignored}
+        unseen = {
+            s._cdata: s.nbytes()
+            for s in storages
+            if s._cdata not in self._live and s._cdata not in self._ignored
+        }
         self.trace.idle = sum(unseen.values())
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
@@ -133,9 +153,12 @@ class _Meter(TorchDispatchMode):
 
     def _sample(self) -> None:
         """Record what is alive now."""
-        registered = [p for module in self._modules for p in module._parameters.values() if p is not None]
+        registered = [
+            p for module in self._modules for p in module._parameters.values() if p is not None
+        ]
         plain = [p for p in registered if not isinstance(p, DTensor)]
-        # A plain tensor that is registered on a module now and was not at rest is an unsharded parameter.
+        # A plain tensor that is registered on a module now and was not at rest is an unsharded
+        # parameter.
         self._note([p for p in plain if _storage(p)._cdata not in self._own], Kind.UNSHARDED)
         self._note([p.grad for p in (*plain, *self._at_rest)], Kind.GRADIENTS)
         spans: list[tuple[int, int, Kind]] = []
@@ -151,7 +174,9 @@ class _Meter(TorchDispatchMode):
 
 def _bytes_by_kind(spans: Iterable[tuple[int, int, Kind]]) -> tuple[int, ...]:
     """Bytes of memory by kind. Where spans (start, end, kind) overlap, the greatest kind counts."""
-    edges = sorted(edge for start, end, kind in spans for edge in ((start, kind, 1), (end, kind, -1)))
+    edges = sorted(
+        edge for start, end, kind in spans for edge in ((start, kind, 1), (end, kind, -1))
+    )
     total, open_spans = [0] * len(Kind), [0] * len(Kind)
     for (at, kind, change), (following, _, _) in pairwise(edges):
         open_spans[kind] += change
@@ -168,7 +193,10 @@ def _footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         "gradients": [p.grad for p in parameters if p.grad is not None],
     }
     return {
-        name: (sum(_local(t).nbytes for t in tensors), sum(t.numel() * t.element_size() for t in tensors))
+        name: (
+            sum(_local(t).nbytes for t in tensors),
+            sum(t.numel() * t.element_size() for t in tensors),
+        )
         for name, tensors in groups.items()
     }
 

@@ -1,7 +1,7 @@
 """A byte-level GPT and how it trains, written as for one device.
 
-The architecture is GPT-2's (Radford et al. 2019) without biases, with rotary positions (Su et al. 2021), from which a model
-this small learns much faster; the output head is not tied.
+The architecture is GPT-2's (Radford et al. 2019) without biases, with rotary positions (Su et al.
+2021), from which a model this small learns much faster; the output head is not tied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ WARM_UP_STEPS: Final = 20
 
 
 class Rotary(nn.Module):
-    """Turn each pair of channels by an angle that grows with the position, (..., time, head width) to the same."""
+    """Turn each pair of channels by an angle that grows with the position, (..., time, head width)
+    to the same.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -30,7 +32,9 @@ class Rotary(nn.Module):
             self.register_buffer(name, torch.empty(context, HEAD_WIDTH // 2), persistent=False)
 
     def reset_parameters(self) -> None:
-        """Compute the angles: on the meta device, where the model is built, they would have no values."""
+        """Compute the angles: on the meta device, where the model is built, they would have no
+        values.
+        """
         frequencies = 10000.0 ** (-torch.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH)
         angles = torch.outer(torch.arange(len(self.cos)), frequencies)
         self.cos.copy_(angles.cos())
@@ -43,7 +47,9 @@ class Rotary(nn.Module):
 
 
 class ResidualLinear(nn.Linear):
-    """A projection back into the residual stream; its weights are scaled down by the number of additions to that."""
+    """A projection back into the residual stream; its weights are scaled down by the number of
+    additions to that.
+    """
 
     def __init__(self, inputs: int, width: int, layers: int) -> None:
         super().__init__(inputs, width, bias=False)
@@ -106,7 +112,9 @@ class GPT(nn.Module):
 def initialise(module: nn.Module) -> None:
     """Fill the parameters and buffers of one module."""
     if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02 * (module.scale if isinstance(module, ResidualLinear) else 1.0))
+        nn.init.normal_(
+            module.weight, std=0.02 * (module.scale if isinstance(module, ResidualLinear) else 1.0)
+        )
     elif isinstance(module, nn.LayerNorm | Rotary):
         module.reset_parameters()
 
@@ -135,12 +143,19 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, idx: Tensor, targets: Tensor, *, peak: float, step: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    idx: Tensor,
+    targets: Tensor,
+    *,
+    peak: float,
+    step: int,
 ) -> Tensor:
     """One step; returns the loss of this process's rows, a scalar without a graph.
 
-    The learning rate warms up to `peak` and then falls with the square root of the step. It depends on the step alone and not
-    on how long the run will be, so a continued run follows the same curve.
+    The learning rate warms up to `peak` and then falls with the square root of the step. It depends
+    on the step alone and not on how long the run will be, so a continued run follows the same
+    curve.
     """
     for group in optimizer.param_groups:
         group["lr"] = peak * min((step + 1) / WARM_UP_STEPS, (WARM_UP_STEPS / (step + 1)) ** 0.5)

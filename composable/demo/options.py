@@ -18,7 +18,9 @@ class DemoError(Exception):
 
 
 class Options(argparse.Namespace):
-    """One run of the demo. `steps` is the step that it ends at; `batch_size` counts sequences over all ranks."""
+    """One run of the demo. `steps` is the step that it ends at; `batch_size` counts sequences over
+    all ranks.
+    """
 
     steps: int | None
     ranks: int
@@ -52,9 +54,15 @@ class Options(argparse.Namespace):
         if self.batch_size % self.ranks:
             below = self.batch_size // self.ranks * self.ranks
             choices = " or ".join(str(size) for size in (below, below + self.ranks) if size)
-            raise DemoError(f"--batch-size {self.batch_size} cannot be divided among {self.ranks} ranks; {choices} can")
+            raise DemoError(
+                f"--batch-size {self.batch_size} cannot be divided among {self.ranks} ranks;"
+                f" {choices} can"
+            )
         if self.width % HEAD_WIDTH:
-            raise DemoError(f"--width {self.width} must be a multiple of {HEAD_WIDTH}, the width of an attention head")
+            raise DemoError(
+                f"--width {self.width} must be a multiple of {HEAD_WIDTH}, the width of an"
+                " attention head"
+            )
         if not self.prompt:
             raise DemoError("--prompt needs at least one character")
 
@@ -66,7 +74,9 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
 
 
-def _number(kind: type[int] | type[float], least: float, most: float | None = None) -> Callable[[str], float]:
+def _number(
+    kind: type[int] | type[float], least: float, most: float | None = None
+) -> Callable[[str], float]:
     """An argparse type: a number within bounds."""
 
     def parse(text: str) -> float:
@@ -87,20 +97,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=_number(int, 1),
         metavar="N",
-        help=f"train until step N (default {DEFAULT_STEPS}; with --resume {MORE_STEPS} more than the checkpoint)",
+        help=(
+            f"train until step N (default {DEFAULT_STEPS}; with --resume {MORE_STEPS} more than the"
+            " checkpoint)"
+        ),
     )
-    run.add_argument("--ranks", type=_number(int, 1, 64), default=2, metavar="N", help="processes (default 2)")
-    run.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="where checkpoint and pictures go")
+    run.add_argument(
+        "--ranks", type=_number(int, 1, 64), default=2, metavar="N", help="processes (default 2)"
+    )
+    run.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="DIR",
+        help="where checkpoint and pictures go",
+    )
     run.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     run.add_argument(
-        "--save-every", type=_number(int, 1), default=100, metavar="N", help="steps between checkpoints (default 100)"
+        "--save-every",
+        type=_number(int, 1),
+        default=100,
+        metavar="N",
+        help="steps between checkpoints (default 100)",
     )
-    run.add_argument("--quiet", action="store_true", help="no progress bar, no tables: one line per result")
+    run.add_argument(
+        "--quiet", action="store_true", help="no progress bar, no tables: one line per result"
+    )
     check = parser.add_argument_group("the check against the un-annotated model")
     check.add_argument(
-        "--baseline-steps", type=_number(int, 1), default=20, metavar="N", help="steps to compare, loss by loss (default 20)"
+        "--baseline-steps",
+        type=_number(int, 1),
+        default=20,
+        metavar="N",
+        help="steps to compare, loss by loss (default 20)",
     )
-    check.add_argument("--no-baseline", dest="baseline_steps", action="store_const", const=0, help="do not compare")
+    check.add_argument(
+        "--no-baseline", dest="baseline_steps", action="store_const", const=0, help="do not compare"
+    )
     job = parser.add_argument_group("the job")
     for flag, bounds, default, help_text in (
         ("--seed", (0, 2**31 - 1), 0, "of weights, data and sampling"),
@@ -111,7 +144,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--sample-bytes", (0,), 240, "length of the text sample"),
     ):
         job.add_argument(
-            flag, type=_number(int, *bounds), default=default, metavar="N", help=f"{help_text} (default {default})"
+            flag,
+            type=_number(int, *bounds),
+            default=default,
+            metavar="N",
+            help=f"{help_text} (default {default})",
         )
     job.add_argument(
         "--learning-rate",
@@ -120,4 +157,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="of AdamW, after warm-up (default 0.002)",
     )
-    job.add_argument("--prompt", default="def ", metavar="TEXT", help="what the text sample starts with (default 'def ')")
+    job.add_argument(
+        "--prompt",
+        default="def ",
+        metavar="TEXT",
+        help="what the text sample starts with (default 'def ')",
+    )

@@ -23,14 +23,18 @@ from composable.demo.options import DemoError, Options
 
 @dataclass
 class Progress:
-    """How far a run has come: steps done, the training loss of each, and pairs of step and validation loss."""
+    """How far a run has come: steps done, the training loss of each, and pairs of step and
+    validation loss.
+    """
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
 
 
-def save(options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> Path:
+def save(
+    options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress
+) -> Path:
     """Write a checkpoint and make it the one that `--resume` finds; called by all ranks."""
     folder = _folder(options, progress.step)
     if dist.get_rank() == 0 and folder.exists():
@@ -40,8 +44,8 @@ def save(options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, p
     write_shards({"model": weights, "optimizer": state}, checkpoint_id=folder)
     dist.barrier()
     if dist.get_rank() == 0:
-        # Older checkpoints are removed only after the new one is complete: a run that ends while it saves can be
-        # resumed from the one before.
+        # Older checkpoints are removed only after the new one is complete: a run that ends while it
+        # saves can be resumed from the one before.
         draft = folder.with_name("latest.json.new")
         draft.write_text(json.dumps({"options": options.fixed(), **asdict(progress)}))
         os.replace(draft, _latest(options))
@@ -55,7 +59,9 @@ def load(options: Options, model: nn.Module, optimizer: torch.optim.Optimizer) -
     """Fill `model` and `optimizer` from the latest checkpoint; called by all ranks."""
     progress = read(options)
     weights, state = get_state_dict(model, optimizer)
-    read_shards({"model": weights, "optimizer": state}, checkpoint_id=_folder(options, progress.step))
+    read_shards(
+        {"model": weights, "optimizer": state}, checkpoint_id=_folder(options, progress.step)
+    )
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     return progress
 
@@ -70,7 +76,8 @@ def read(options: Options) -> Progress:
     """What the latest checkpoint holds, after a check that this run can continue it.
 
     Raises:
-        DemoError: there is none, it belongs to a run with other options, or it has no steps left to do.
+        DemoError: there is none, it belongs to a run with other options, or it has no steps left to
+            do.
     """
     if not _latest(options).exists():
         raise DemoError(f"--resume: there is no checkpoint in {options.out}")
@@ -79,10 +86,15 @@ def read(options: Options) -> Progress:
     for name, value in options.fixed().items():
         if made_with[name] != value:
             flag = "--" + name.replace("_", "-")
-            raise DemoError(f"--resume: the checkpoint was made with {flag} {made_with[name]}, not {value}")
+            raise DemoError(
+                f"--resume: the checkpoint was made with {flag} {made_with[name]}, not {value}"
+            )
     progress = Progress(**record)
     if options.until(progress.step) <= progress.step:
-        raise DemoError(f"--resume: the checkpoint is at step {progress.step} already; --steps must go beyond that")
+        raise DemoError(
+            f"--resume: the checkpoint is at step {progress.step} already; --steps must go beyond"
+            " that"
+        )
     return progress
 
 

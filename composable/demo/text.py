@@ -18,7 +18,9 @@ VOCABULARY: Final = 256
 
 
 class Corpus(NamedTuple):
-    """Bytes to train on and held-out bytes, each a 1-D uint8 tensor, and how many files they come from."""
+    """Bytes to train on and held-out bytes, each a 1-D uint8 tensor, and how many files they come
+    from.
+    """
 
     train: Tensor
     validation: Tensor
@@ -26,7 +28,8 @@ class Corpus(NamedTuple):
 
 
 def read_corpus(folder: Path | None = None) -> Corpus:
-    """The modules of the standard library in alphabetical order; every twentieth file is held out for validation.
+    """The modules of the standard library in alphabetical order; every twentieth file is held out
+    for validation.
 
     All processes of a run read the same bytes, because they run the same interpreter.
 
@@ -42,15 +45,22 @@ def read_corpus(folder: Path | None = None) -> Corpus:
         files += 1
         (train if files % HELD_OUT_EVERY else held_out).extend(path.read_bytes())
     if len(train) < 1 << 16 or len(held_out) < 1 << 13:
-        raise DemoError(f"too little text in {folder}: this Python comes without the sources of its standard library")
-    return Corpus(torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8), files)
+        raise DemoError(
+            f"too little text in {folder}: this Python comes without the sources of its standard"
+            " library"
+        )
+    return Corpus(
+        torch.frombuffer(train, dtype=torch.uint8),
+        torch.frombuffer(held_out, dtype=torch.uint8),
+        files,
+    )
 
 
 def batch(data: Tensor, *, step: int, seed: int, size: int, context: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of one step, int64 of shape (size, context).
 
-    A pure function of its arguments: so a resumed run, another number of ranks and the un-annotated model all see the
-    same batch at the same step, and no position in the data needs to be saved.
+    A pure function of its arguments: so a resumed run, another number of ranks and the un-annotated
+    model all see the same batch at the same step, and no position in the data needs to be saved.
     """
     # The generator uses 32 bits of its seed and no more, so both numbers are mixed into them.
     mixed = hashlib.sha256(f"{seed} {step}".encode()).digest()[:4]

@@ -1,4 +1,6 @@
-"""One rank of the demo, as a user would write a training script: annotate, train, check, sample, save, report."""
+"""One rank of the demo, as a user would write a training script: annotate, train, check, sample,
+save, report.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,48 @@ from rich.text import Text
 from safetensors.torch import load_file
 from torch import Tensor
 
-from composable import checkpoint, describe, export, full_state_dict, fully_shard, keep_unsharded, materialize, replicate
+from composable import (
+    checkpoint,
+    describe,
+    export,
+    full_state_dict,
+    fully_shard,
+    keep_unsharded,
+    materialize,
+    replicate,
+)
 from composable.demo import snapshot
 from composable.demo.memory import MemoryTrace, measure_step
-from composable.demo.model import GPT, Block, build, initialise, loss_of, optimizer_of, shapes, train_step
+from composable.demo.model import (
+    GPT,
+    Block,
+    build,
+    initialise,
+    loss_of,
+    optimizer_of,
+    shapes,
+    train_step,
+)
 from composable.demo.options import DemoError, Options
 from composable.demo.pictures import MIB, draw_losses, draw_memory
 from composable.demo.text import batch, read_corpus
 
 VALIDATE_EVERY: Final = 50
 VALIDATION_BATCHES: Final = 4
-LINE_EVERY: Final = 20  # steps, where the output is no terminal and a bar would show nothing until the end
+# steps, where the output is no terminal and a bar would show nothing until the end
+LINE_EVERY: Final = 20
 TEMPERATURE: Final = 0.7
 TOLERANCE: Final = 1e-4
 
 
 def annotate(model: GPT) -> GPT:
-    """Annotate the modules in place; the training loop is the same as for the un-annotated model."""
+    """Annotate the modules in place; the training loop is the same as for the un-annotated
+    model.
+    """
     checkpoint(model, policy={Block})  # forget activations, recompute them in backward
     replicate(model.tok_emb)  # plain data parallel
-    fully_shard(model, policy={Block})  # the rest: parameters, gradients and optimizer state sharded
+    # the rest: parameters, gradients and optimizer state sharded
+    fully_shard(model, policy={Block})
     return model
 
 
@@ -46,17 +70,21 @@ def train(options: Options) -> None:
     """The whole demo on this rank; the default process group is up.
 
     Raises:
-        DemoError: the checkpoint to resume from does not fit this run, or the losses of the annotated and the un-annotated
-            model differ.
+        DemoError: the checkpoint to resume from does not fit this run, or the losses of the
+            annotated and the un-annotated model differ.
     """
     run = Run(options)
     corpus = run.corpus
     run.say(
-        f"composable demo: {options.ranks} rank{'s' * (options.ranks > 1)}, "
-        f"{len(corpus.train) / 1e6:.1f} MB of Python source from {corpus.files} files of the standard library"
+        f"composable demo: {options.ranks} rank{'s' * (options.ranks > 1)},"
+        f" {len(corpus.train) / 1e6:.1f} MB of Python source from {corpus.files} files of the"
+        " standard library"
     )
     if not options.resume and (step := snapshot.saved_step(options)):
-        run.say(f"the checkpoint in {options.out} (step {step}) will be replaced; --resume would continue from it")
+        run.say(
+            f"the checkpoint in {options.out} (step {step}) will be replaced; --resume would"
+            " continue from it"
+        )
     baseline: list[float] = []
     traces: list[tuple[str, MemoryTrace]] = []
     if options.baseline_steps and not options.resume:
@@ -103,20 +131,34 @@ class Run:
         self.details.rule(Text(title, style="bold"), align="left")
 
     def baseline(self, count: int) -> tuple[list[float], MemoryTrace]:
-        """The losses of `count` steps of the un-annotated model on the whole batch, and the memory of one more."""
+        """The losses of `count` steps of the un-annotated model on the whole batch, and the memory
+        of one more.
+        """
         options = self.options
         model = build(options)
         optimizer = optimizer_of(model)
-        rows = partial(batch, self.corpus.train, seed=options.seed, size=options.batch_size, context=options.context)
+        rows = partial(
+            batch,
+            self.corpus.train,
+            seed=options.seed,
+            size=options.batch_size,
+            context=options.context,
+        )
         losses = [
-            train_step(model, optimizer, *rows(step=step), peak=options.learning_rate, step=step).item()
+            train_step(
+                model, optimizer, *rows(step=step), peak=options.learning_rate, step=step
+            ).item()
             for step in range(count)
         ]
         idx, targets = rows(step=count)
-        return losses, measure_step(model, optimizer, lambda: loss_of(model, idx, targets), ignore=self.corpus[:2])
+        return losses, measure_step(
+            model, optimizer, lambda: loss_of(model, idx, targets), ignore=self.corpus[:2]
+        )
 
     def train(self, baseline: list[float]) -> None:
-        """Train until the last step, and check the losses of the first ones against those of the un-annotated model."""
+        """Train until the last step, and check the losses of the first ones against those of the
+        un-annotated model.
+        """
         options = self.options
         self.model = annotate(shapes(options))  # without memory, until every rank knows its part
         torch.manual_seed(options.seed)
@@ -127,21 +169,33 @@ class Run:
         progress, start = self.progress, self.progress.step
         until = options.until(start)
         numel = sum(parameter.numel() for parameter in self.model.parameters())
-        self.heading(f"Training the annotated model, {numel / 1e6:.2f} M parameters, on {options.ranks} ranks")
+        self.heading(
+            f"Training the annotated model, {numel / 1e6:.2f} M parameters, on {options.ranks}"
+            " ranks"
+        )
         if options.resume:
             self.say(f"resumed from step {start}")
         seconds, validation, speed = 0.0, "", ""
         lines = not self.details.is_terminal
         columns = (MofNCompleteColumn(), *Bar.get_default_columns())
-        with Bar(*columns, console=self.details, disable=lines or self.details.quiet, transient=True) as bar:
+        with Bar(
+            *columns, console=self.details, disable=lines or self.details.quiet, transient=True
+        ) as bar:
             task = bar.add_task("", total=until, completed=start)
             for step in range(start, until):
                 before = time.perf_counter()
                 rows = self._rows(self.corpus.train, step)
-                loss = self._mean(train_step(self.model, self.optimizer, *rows, peak=options.learning_rate, step=step))
+                loss = self._mean(
+                    train_step(
+                        self.model, self.optimizer, *rows, peak=options.learning_rate, step=step
+                    )
+                )
                 seconds += time.perf_counter() - before
                 per_step = seconds / (step + 1 - start)
-                speed = f"{1e3 * per_step:,.0f} ms per step, {options.batch_size * options.context / per_step:,.0f} tokens/s"
+                speed = (
+                    f"{1e3 * per_step:,.0f} ms per step,"
+                    f" {options.batch_size * options.context / per_step:,.0f} tokens/s"
+                )
                 if step < len(baseline):
                     check_parity(step, loss, baseline[step])
                 progress.step = step + 1
@@ -158,14 +212,25 @@ class Run:
                     folder = snapshot.save(options, self.model, self.optimizer, progress)
         if baseline:
             count = len(baseline)
-            differences = [relative_difference(*pair) for pair in zip(progress.losses[:count], baseline, strict=True)]
+            differences = [
+                relative_difference(*pair)
+                for pair in zip(progress.losses[:count], baseline, strict=True)
+            ]
             table = _table("step", "un-annotated, 1 process", "annotated", "relative difference")
             stride = max(1, count // 5)
             for i in sorted({0, count - 1, *range(stride - 1, count, stride)}):
-                table.add_row(str(i + 1), f"{baseline[i]:.7f}", f"{progress.losses[i]:.7f}", f"{differences[i]:.1e}")
+                table.add_row(
+                    str(i + 1),
+                    f"{baseline[i]:.7f}",
+                    f"{progress.losses[i]:.7f}",
+                    f"{differences[i]:.1e}",
+                )
             self.details.print(table)
             most = max(differences)
-            self.say(f"first {count} steps agree with the un-annotated model: relative difference at most {most:.1e}")
+            self.say(
+                f"first {count} steps agree with the un-annotated model: relative difference at"
+                f" most {most:.1e}"
+            )
         self.say(f"step {until}: {figures} nats per byte, {speed}")
         self.say(f"sharded checkpoint {folder}")
         self.export(options.out / f"model-{until:06d}")
@@ -178,8 +243,14 @@ class Run:
         export(self.model, folder)
         whole = full_state_dict(self.model)
         if dist.get_rank() == 0:
-            read = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-            if read.keys() != whole.keys() or not all(torch.equal(read[name], whole[name]) for name in whole):
+            read = {
+                name: tensor
+                for file in sorted(folder.glob("*.safetensors"))
+                for name, tensor in load_file(file).items()
+            }
+            if read.keys() != whole.keys() or not all(
+                torch.equal(read[name], whole[name]) for name in whole
+            ):
                 raise DemoError(f"safetensors reads other weights from {folder} than the model has")
         self.say(f"exported model     {folder}, {len(whole)} tensors, as safetensors reads them")
 
@@ -187,12 +258,17 @@ class Run:
         """Mean loss over a few held-out batches, always the same ones."""
         self.model.eval()
         with torch.no_grad(), keep_unsharded(self.model):
-            losses = [loss_of(self.model, *self._rows(self.corpus.validation, -1 - i)) for i in range(VALIDATION_BATCHES)]
+            losses = [
+                loss_of(self.model, *self._rows(self.corpus.validation, -1 - i))
+                for i in range(VALIDATION_BATCHES)
+            ]
         self.model.train()
         return self._mean(torch.stack(losses).mean())
 
     def generate(self) -> str:
-        """Bytes that follow the prompt. All ranks generate the same, in lockstep, so they gather together."""
+        """Bytes that follow the prompt. All ranks generate the same, in lockstep, so they gather
+        together.
+        """
         options = self.options
         generator = torch.Generator().manual_seed(options.seed)
         idx = torch.tensor([list(options.prompt.encode(errors="surrogateescape"))])
@@ -200,7 +276,9 @@ class Run:
         with torch.no_grad(), keep_unsharded(self.model):
             for _ in range(options.sample_bytes):
                 logits = self.model(idx[:, -options.context :])[0, -1]
-                following = torch.multinomial((logits / TEMPERATURE).softmax(0), 1, generator=generator)
+                following = torch.multinomial(
+                    (logits / TEMPERATURE).softmax(0), 1, generator=generator
+                )
                 idx = torch.cat([idx, following[None]], dim=1)
         self.model.train()
         text = bytes(idx[0, -options.sample_bytes :].tolist()).decode("utf-8", errors="replace")
@@ -209,11 +287,18 @@ class Run:
     def measure(self) -> MemoryTrace:
         """One more step, after everything that counts, with a record of its memory."""
         idx, targets = self._rows(self.corpus.train, self.progress.step)
-        return measure_step(self.model, self.optimizer, lambda: loss_of(self.model, idx, targets), ignore=self.corpus[:2])
+        return measure_step(
+            self.model,
+            self.optimizer,
+            lambda: loss_of(self.model, idx, targets),
+            ignore=self.corpus[:2],
+        )
 
     def _rows(self, data: Tensor, step: int) -> tuple[Tensor, Tensor]:
         options = self.options
-        idx, targets = batch(data, step=step, seed=options.seed, size=options.batch_size, context=options.context)
+        idx, targets = batch(
+            data, step=step, seed=options.seed, size=options.batch_size, context=options.context
+        )
         rank = dist.get_rank()
         return idx.chunk(options.ranks)[rank], targets.chunk(options.ranks)[rank]
 
@@ -232,18 +317,22 @@ def check_parity(step: int, loss: float, expected: float) -> None:
     """Check the loss of one step against the un-annotated model.
 
     Raises:
-        DemoError: the losses differ by more than 1e-4 of the expected one, or one of them is not a number.
+        DemoError: the losses differ by more than 1e-4 of the expected one, or one of them is not a
+            number.
     """
     difference = relative_difference(loss, expected)
     if not difference <= TOLERANCE:
         raise DemoError(
-            f"step {step + 1}: the annotated model's loss is {loss:.7f}, the un-annotated model's {expected:.7f}; "
-            f"they differ by {difference:.1e} of it, and {TOLERANCE:.0e} is allowed"
+            f"step {step + 1}: the annotated model's loss is {loss:.7f}, the un-annotated model's"
+            f" {expected:.7f}; they differ by {difference:.1e} of it, and {TOLERANCE:.0e} is"
+            " allowed"
         )
 
 
 def _memory_table(trace: MemoryTrace, ranks: int) -> Table:
-    """What one rank holds between steps and at the end of backward, beside the un-annotated model."""
+    """What one rank holds between steps and at the end of backward, beside the un-annotated
+    model.
+    """
     rows = {**trace.footprint, "anything else": (trace.kept(), 0)}
     gradients = rows.pop("gradients")
     mine, whole = (sum(column) for column in zip(*rows.values(), strict=True))
@@ -259,4 +348,6 @@ def _memory_table(trace: MemoryTrace, ranks: int) -> Table:
 
 
 def _table(first: str, *others: str) -> Table:
-    return Table(first, *(Column(name, justify="right") for name in others), box=None, pad_edge=False)
+    return Table(
+        first, *(Column(name, justify="right") for name in others), box=None, pad_edge=False
+    )

@@ -1,8 +1,9 @@
 """`replicate` alone: gradients are reduced in buckets while backward runs, as DDP does.
 
-Buckets are launched strictly in one order, and all of them in every backward: a rank without a gradient sends zeros. The order is
-the reverse of the parameters' in the first backward, which launches them all at its end; from then on it is the order in which
-rank 0's gradients were ready, which is broadcast once.
+Buckets are launched strictly in one order, and all of them in every backward: a rank without a
+gradient sends zeros. The order is the reverse of the parameters' in the first backward, which
+launches them all at its end; from then on it is the order in which rank 0's gradients were ready,
+which is broadcast once.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched ear
 class _Pending:
     """A bucket, and which of its gradients this backward has not brought yet.
 
-    Autograd tells of the last one only, where the order is agreed and no gradient is there when backward begins: then the
-    others are seen where they are. A call for each gradient would take the host longer than the bucket itself.
+    Autograd tells of the last one only, where the order is agreed and no gradient is there when
+    backward begins: then the others are seen where they are. A call for each gradient would take
+    the host longer than the bucket itself.
 
     Attributes:
         missing: what autograd has not told of; None where it tells of the last one only.
@@ -58,7 +60,8 @@ class _Pending:
         bucket.follow()
         bucket.open()
         self.launched = False
-        # Hooks of users, optimizers in backward among them, put a reduced gradient there before backward ends.
+        # Hooks of users, optimizers in backward among them, put a reduced gradient there before
+        # backward ends.
         hooked = have_post_accumulate_hooks(bucket.at_rest)
         if agreed and all(bucket.trainable) and not bucket.has_gradients and not hooked:
             self.missing = None
@@ -82,8 +85,16 @@ class _Pending:
     def absent(self) -> list[int]:
         """Indices of parameters that this backward has brought no gradient for."""
         if self.missing is None:
-            return [index for index, parameter in enumerate(self.bucket.compute) if parameter.grad is None]
-        return [index for index, param in enumerate(self.bucket.params) if param in self.missing] if self.missing else []
+            return [
+                index
+                for index, parameter in enumerate(self.bucket.compute)
+                if parameter.grad is None
+            ]
+        return (
+            [index for index, param in enumerate(self.bucket.params) if param in self.missing]
+            if self.missing
+            else []
+        )
 
     def close(self) -> None:
         hear_arrivals(self.silent)
@@ -102,7 +113,8 @@ class Buckets:
         self._iteration = iteration
         self.is_open = self._by_arrival = False
         self._next = 0  # in `_buckets`
-        self._ready: list[ManagedParam] | None = []  # in the order of arrival, until the order is agreed
+        # in the order of arrival, until the order is agreed
+        self._ready: list[ManagedParam] | None = []
         self._members: dict[ManagedParam, tuple[Unit, ParamGroup, Slot]] = {
             param: (unit, group, slot)
             for unit in units
@@ -110,10 +122,19 @@ class Buckets:
             for param, slot in zip(group.params, group.slots, strict=True)
             if not only_looked_up(param.info)
         }
-        self._fill([param for unit in reversed(units) for param in reversed(unit.params) if param in self._members])
+        self._fill(
+            [
+                param
+                for unit in reversed(units)
+                for param in reversed(unit.params)
+                if param in self._members
+            ]
+        )
 
     def _fill(self, order: Sequence[ManagedParam]) -> None:
-        """Fill buckets with parameters in `order`; those of one unit, precision and device share some."""
+        """Fill buckets with parameters in `order`; those of one unit, precision and device share
+        some.
+        """
         open_buckets: dict[ParamGroup, list[ManagedParam]] = {}
         sizes: dict[ParamGroup, int] = {}
         filled: list[tuple[ParamGroup, list[ManagedParam]]] = []
@@ -121,7 +142,9 @@ class Buckets:
             unit, group, _ = self._members[param]
             members = open_buckets.setdefault(group, [])
             members.append(param)
-            sizes[group] = sizes.get(group, 0) + param.at_rest.numel() * group.precision.reduce.itemsize
+            sizes[group] = (
+                sizes.get(group, 0) + param.at_rest.numel() * group.precision.reduce.itemsize
+            )
             cap = unit.spec.bucket_bytes if filled else min(FIRST_BYTES, unit.spec.bucket_bytes)
             if sizes[group] >= cap:
                 filled.append((group, open_buckets.pop(group)))
@@ -136,7 +159,10 @@ class Buckets:
                 slots, group.precision, group.device, unit.mesh_info,
                 factor=unit.grad_factor, keeps=unit.spec.keeps_buckets,
             )  # fmt: skip
-            bucket.reducer.label = f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to '{members[-1].fqn}')"
+            bucket.reducer.label = (
+                f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to"
+                f" '{members[-1].fqn}')"
+            )
             pending = _Pending(unit, bucket)
             self._buckets.append(pending)
             self._bucket_of.update(dict.fromkeys(members, pending))
@@ -156,8 +182,9 @@ class Buckets:
         """A backward begins; every bucket takes part in it, whichever gradient came first.
 
         Args:
-            alone: no other root launches collectives in this backward, so buckets are launched as gradients arrive. Otherwise
-                the order among roots would depend on which gradients arrive, and all are launched at the end.
+            alone: no other root launches collectives in this backward, so buckets are launched as
+                gradients arrive. Otherwise the order among roots would depend on which gradients
+                arrive, and all are launched at the end.
         """
         if not self.is_open:
             self.is_open, self._next, self._by_arrival = True, 0, alone
@@ -171,12 +198,25 @@ class Buckets:
             return  # sparse gradients are summed at the end of backward
         if each.launched:
             _refuse_second_gradient(each.unit, param)
-        if each.missing is not None and each.missing.pop(param, param) is None and self._ready is not None:
+        if (
+            each.missing is not None
+            and each.missing.pop(param, param) is None
+            and self._ready is not None
+        ):
             self._ready.append(param)
         iteration = self._iteration()
-        while self._by_arrival and self._next < len(self._buckets) and self._buckets[self._next].is_complete:
-            if self._next == len(self._buckets) - 1 and iteration is not None and iteration.forwards_left:
-                return  # the last bucket carries whether forwards were left out, which is not known yet
+        while (
+            self._by_arrival
+            and self._next < len(self._buckets)
+            and self._buckets[self._next].is_complete
+        ):
+            if (
+                self._next == len(self._buckets) - 1
+                and iteration is not None
+                and iteration.forwards_left
+            ):
+                # the last bucket carries whether forwards were left out, which is not known yet
+                return
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -193,9 +233,12 @@ class Buckets:
         if each is self._buckets[-1] and iteration is not None:
             each.bucket.forwards = (iteration.forwards, int(iteration.forwards_left > 0))
         each.bucket.reduce(absent)
-        # Optimizers in backward free gradients as they step: land the bucket before this one now, and not only at the end.
+        # Optimizers in backward free gradients as they step: land the bucket before this one now,
+        # and not only at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
-            if before.bucket.reduction is not None and have_post_accumulate_hooks(before.bucket.at_rest):
+            if before.bucket.reduction is not None and have_post_accumulate_hooks(
+                before.bucket.at_rest
+            ):
                 before.bucket.land()
 
     def launch_rest(self) -> None:
@@ -219,7 +262,11 @@ class Buckets:
             each.close()
         self.is_open = False
         # On ranks without any gradient, too: the order is broadcast.
-        if self._ready is not None and self._members and all(unit.accumulation.now is SyncMode.REDUCE for unit in self._units):
+        if (
+            self._ready is not None
+            and self._members
+            and all(unit.accumulation.now is SyncMode.REDUCE for unit in self._units)
+        ):
             self._agree_on_order()
 
     def _agree_on_order(self) -> None:
@@ -271,7 +318,7 @@ class Buckets:
 
 def _refuse_second_gradient(unit: Unit, param: ManagedParam) -> NoReturn:
     raise PhaseError(
-        f"parameter '{param.fqn}' of unit '{unit.name}' got a second gradient in one backward, after the first was "
-        "sent (reentrant checkpointing of modules that share it does this). Use checkpoint(module) of this library, or "
-        "use_reentrant=False"
+        f"parameter '{param.fqn}' of unit '{unit.name}' got a second gradient in one backward,"
+        " after the first was sent (reentrant checkpointing of modules that share it does this)."
+        " Use checkpoint(module) of this library, or use_reentrant=False"
     )

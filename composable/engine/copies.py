@@ -1,9 +1,12 @@
-"""Copies of annotated modules: `copy.deepcopy` gives a module that is annotated alike, pickling a plain one.
+"""Copies of annotated modules: `copy.deepcopy` gives a module that is annotated alike, pickling a
+plain one.
 
-torch copies a module's tables: the hooks, the registry and the parameters. The units behind them are copied empty, and filled when
-the whole module has been copied: then every module and parameter of a unit has its copy in the memo, in whatever order the tables
-were visited. Annotated modules have a `__deepcopy__` and a `__reduce_ex__` of their own for this, since torch calls nothing when
-it has copied a module. No message is sent: meshes and communicators are shared, and shards are copied where they are.
+torch copies a module's tables: the hooks, the registry and the parameters. The units behind them
+are copied empty, and filled when the whole module has been copied: then every module and parameter
+of a unit has its copy in the memo, in whatever order the tables were visited. Annotated modules
+have a `__deepcopy__` and a `__reduce_ex__` of their own for this, since torch calls nothing when it
+has copied a module. No message is sent: meshes and communicators are shared, and shards are copied
+where they are.
 
 As in one process, a copy has no gradients, no step under way, and is in no scope.
 """
@@ -68,7 +71,9 @@ class _Copies:
         self.plain = plain
 
     def prepare(self, units: Iterable[Copied], memo: dict[Any, Any]) -> None:
-        """Before tables are copied: whichever form of a parameter they hold now, the copy gets the at-rest one."""
+        """Before tables are copied: whichever form of a parameter they hold now, the copy gets the
+        at-rest one.
+        """
         for unit in units:
             if unit in self.prepared:
                 continue
@@ -82,16 +87,21 @@ class _Copies:
                     memo[id(at_rest.device_mesh)] = at_rest.device_mesh  # of optimizer state, too
                     memo[id(at_rest)] = _copy_of(at_rest)
                 if param.registered is param.compute and param.compute is not at_rest:
-                    memo[id(param.compute)] = at_rest if self.plain else copy.deepcopy(at_rest, memo)
+                    memo[id(param.compute)] = (
+                        at_rest if self.plain else copy.deepcopy(at_rest, memo)
+                    )
 
     def finish(self, memo: dict[Any, Any]) -> None:
         """After tables were copied: fill the units all of whose modules have a copy now."""
         copied = {
-            unit: twin for unit, twin in self.twins.items() if unit.modules and all(id(each) in memo for each in unit.modules)
+            unit: twin
+            for unit, twin in self.twins.items()
+            if unit.modules and all(id(each) in memo for each in unit.modules)
         }
         for unit, twin in copied.items():
             twin.relate(unit, copied)
-        for unit, twin in sorted(copied.items(), key=lambda pair: not pair[0].is_sharded):  # they decide how others rest
+        # they decide how others rest
+        for unit, twin in sorted(copied.items(), key=lambda pair: not pair[0].is_sharded):
             if not twin.modules:
                 twin.fill(unit, memo, plain=self.plain)
             elif not self.plain:
@@ -99,7 +109,9 @@ class _Copies:
 
 
 def attach_copying(module: nn.Module) -> None:
-    """Let `copy.deepcopy` and pickle call this file for `module`. They look for both methods on the object."""
+    """Let `copy.deepcopy` and pickle call this file for `module`. They look for both methods on the
+    object.
+    """
     vars(module).update(__deepcopy__=partial(_copy, module), __reduce_ex__=partial(_reduce, module))
 
 
@@ -132,8 +144,9 @@ def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
         copies.depth -= 1
     if not (copies.plain or registry(made)):
         raise AnnotationError(
-            f"copy.deepcopy of {module_name(module)}: the __deepcopy__ of {type(module).__name__} leaves out hooks, and the copy would "
-            "not be annotated. Copy the module before it is annotated, and annotate the copy"
+            f"copy.deepcopy of {module_name(module)}: the __deepcopy__ of {type(module).__name__}"
+            " leaves out hooks, and the copy would not be annotated. Copy the module before it is"
+            " annotated, and annotate the copy"
         )
     if not copies.depth:
         copies.finish(memo)
@@ -154,7 +167,9 @@ def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
 
 
 def _copy_of(parameter: DTensor) -> nn.Parameter:
-    """Without its gradient, as torch copies parameters; torch's copy of a `DTensor` has a copy of the mesh."""
+    """Without its gradient, as torch copies parameters; torch's copy of a `DTensor` has a copy of
+    the mesh.
+    """
     made = dtensor_parameter(
         local_of(parameter).clone(), parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride(),
         requires_grad=parameter.requires_grad,

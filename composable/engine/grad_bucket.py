@@ -1,12 +1,13 @@
-"""The gradients of parameters that share a message: from autograd's tensors to the gradients of at-rest parameters.
+"""The gradients of parameters that share a message: from autograd's tensors to the gradients of
+at-rest parameters.
 
-`reduce` takes them off the compute parameters and launches a `Reduction`; `land` waits for it and puts the sums on
-the at-rest parameters, cast to the gradient dtype and added to what is there. If no rank had a gradient of a
-parameter, `.grad` stays as it was, on all ranks.
+`reduce` takes them off the compute parameters and launches a `Reduction`; `land` waits for it and
+puts the sums on the at-rest parameters, cast to the gradient dtype and added to what is there. If
+no rank had a gradient of a parameter, `.grad` stays as it was, on all ranks.
 
-Accumulation. What backwards under `no_sync` leave *is* the gradient of the at-rest parameter: a `DTensor` with a
-`Partial` placement around this rank's whole gradient, or the plain local gradient of a plain parameter. So users see
-it, `zero_grad` clears it, and there is no other copy.
+Accumulation. What backwards under `no_sync` leave *is* the gradient of the at-rest parameter: a
+`DTensor` with a `Partial` placement around this rank's whole gradient, or the plain local gradient
+of a plain parameter. So users see it, `zero_grad` clears it, and there is no other copy.
 """
 
 from __future__ import annotations
@@ -50,17 +51,20 @@ class GradBucket:
 
     Args:
         members: parameters with equal precision, device and mesh, and their slots.
-        factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is what was asked for.
+        factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
+            what was asked for.
         keeps: gradients live in the bucket from step to step (`gradient_as_bucket_view`).
 
     Attributes:
         reducer: sends the message.
         reduction: the message in flight; None if there is none.
         home: where gradients rest under CPU offload.
-        in_place: autograd accumulates on the very parameters that users see: what is there already is part of the gradient.
+        in_place: autograd accumulates on the very parameters that users see: what is there already
+            is part of the gradient.
         trainable, trains: which of its parameters get a gradient; whether any does.
         held: the backwards whose gradients wait to be reduced.
-        forwards: how many there were since the last backward, and 1 if this one leaves some out; set on a root's last bucket only.
+        forwards: how many there were since the last backward, and 1 if this one leaves some out;
+            set on a root's last bucket only.
     """
 
     def __init__(
@@ -88,14 +92,21 @@ class GradBucket:
         self.home = home
         self.held = 0
         self.forwards = (0, 0)
-        self._wraps = any(isinstance(param, DTensor) for param in self.at_rest)  # gradients land as DTensors
-        # What is accumulated on users' own parameters is a plain local gradient, which is marked; others say so by `Partial`.
+        # gradients land as DTensors
+        self._wraps = any(isinstance(param, DTensor) for param in self.at_rest)
+        # What is accumulated on users' own parameters is a plain local gradient, which is marked;
+        # others say so by `Partial`.
         self._marks = all(param.at_rest is param.own for param in self.params)
-        self._factor = 1.0 if self.in_place else factor  # in place, a tensor hook of the unit multiplies what arrives
-        self._wanted: tuple[bool, ...] = ()  # which parameters trained when gradients were accumulated
-        self._absent: Sequence[int] = ()  # in place, those that no backward since the last reduction brought
-        self._earlier: list[Tensor | None] = []  # in place, the gradients that were there before this backward
-        self._hooks_wait = False  # under no_sync, where gradients land at once (one rank): post-accumulate hooks wait
+        # in place, a tensor hook of the unit multiplies what arrives
+        self._factor = 1.0 if self.in_place else factor
+        # which parameters trained when gradients were accumulated
+        self._wanted: tuple[bool, ...] = ()
+        # in place, those that no backward since the last reduction brought
+        self._absent: Sequence[int] = ()
+        # in place, the gradients that were there before this backward
+        self._earlier: list[Tensor | None] = []
+        # under no_sync, where gradients land at once (one rank): post-accumulate hooks wait
+        self._hooks_wait = False
         self._unhooked: dict[int, None] = {}  # parameters whose hooks wait
         # Sums that have landed, flags that were not read yet, and of which parameters.
         self._undecided: list[tuple[Reduction, Tensor, list[int]]] = []
@@ -106,7 +117,7 @@ class GradBucket:
         self.trainable = tuple(map(trainability, self.at_rest))
         self.trains = any(self.trainable)
 
-    # --- what autograd left -----------------------------------------------------------------------------------------
+    # --- what autograd left ----------------------------------------------------------------------
 
     @property
     def has_gradients(self) -> bool:
@@ -124,10 +135,14 @@ class GradBucket:
             self._earlier = list(map(gradient_of, self.at_rest))
 
     def _take(self) -> list[Tensor | None]:
-        """Take the gradients of this backward off the compute parameters. In place, those that were there before stay."""
+        """Take the gradients of this backward off the compute parameters. In place, those that were
+        there before stay.
+        """
         gradients = list(map(gradient_of, self.compute))
         if self.in_place and self._earlier:
-            for parameter, gradient, earlier in zip(self.compute, gradients, self._earlier, strict=True):
+            for parameter, gradient, earlier in zip(
+                self.compute, gradients, self._earlier, strict=True
+            ):
                 if gradient is not earlier:
                     parameter.grad = None
         else:
@@ -136,19 +151,23 @@ class GradBucket:
         self._earlier = []
         there = [gradient for gradient in gradients if gradient is not None]
         if any(map(_is_sparse, there)):  # `torch.nn.functional.embedding(..., sparse=True)`
-            gradients = [None if gradient is None else gradient.to_dense() for gradient in gradients]
+            gradients = [
+                None if gradient is None else gradient.to_dense() for gradient in gradients
+            ]
             there = [gradient for gradient in gradients if gradient is not None]
             for parameter, gradient in zip(self.compute, gradients, strict=True):
-                if parameter.grad is not None:  # it stays, and the reduced gradient will be copied to it
+                # it stays, and the reduced gradient will be copied to it
+                if parameter.grad is not None:
                     parameter.grad = gradient
         if self._factor != 1.0 and there:
             torch._foreach_mul_(there, self._factor)
         return gradients
 
-    # --- accumulation -----------------------------------------------------------------------------------------------
+    # --- accumulation ----------------------------------------------------------------------------
 
     def hold(self, absent: Sequence[int] = ()) -> None:
-        """Add this backward's gradients to what is accumulated on the at-rest parameters (`no_sync`).
+        """Add this backward's gradients to what is accumulated on the at-rest parameters
+        (`no_sync`).
 
         Args:
             absent: in place, indices of parameters that this backward brought no gradient for.
@@ -177,35 +196,46 @@ class GradBucket:
             if gradient is None:
                 gradient = torch.zeros_like(self.compute[index])
             if before is None:
-                at_rest.grad = unreduced_gradient(gradient.to(self.reducer.precision.gradient), at_rest)
+                at_rest.grad = unreduced_gradient(
+                    gradient.to(self.reducer.precision.gradient), at_rest
+                )
             elif _is_whole(before):
                 local_of(before).add_(gradient)
             else:
-                # `before` is a mean already, cut into shards. Each rank adds `ranks` times its own shard to its own gradient: the
-                # later mean divides by `ranks`, so `before` is in it once. Ranks without a gradient must do so, too.
-                whole, slot = gradient.to(self.reducer.precision.gradient), self.reducer.slots[index]
+                # `before` is a mean already, cut into shards. Each rank adds `ranks` times its own
+                # shard to its own gradient: the later mean divides by `ranks`, so `before` is in it
+                # once. Ranks without a gradient must do so, too.
+                whole, slot = (
+                    gradient.to(self.reducer.precision.gradient),
+                    self.reducer.slots[index],
+                )
                 ranks = 1 if slot.route is Route.WHOLE else slot.num_shards
                 mean = local_of(before).to(whole.device)  # type: ignore[arg-type]
                 cut(whole, slot, self.reducer.mesh_info.shard.rank).add_(mean, alpha=ranks)
                 at_rest.grad = unreduced_gradient(whole, at_rest)
 
     def _hold_marked(self, first: bool) -> None:
-        gradients = [None] * len(self.at_rest) if self.in_place else self._take()  # in place autograd has added them
+        # in place autograd has added them
+        gradients = [None] * len(self.at_rest) if self.in_place else self._take()
         for index, (at_rest, gradient) in enumerate(zip(self.at_rest, gradients, strict=True)):
             held = at_rest.grad
             if gradient is not None:
                 if held is not None and first:
                     self._refuse_hooks_twice(index)
-                at_rest.grad = gradient.to(self.reducer.precision.gradient) if held is None else held.add_(gradient)
+                at_rest.grad = (
+                    gradient.to(self.reducer.precision.gradient)
+                    if held is None
+                    else held.add_(gradient)
+                )
             if first:
                 set_holds_unreduced(at_rest, holds=True)
 
     def _refuse_hooks_twice(self, index: int) -> None:
         if gradient_hooks(self.at_rest[index]):
             raise PhaseError(
-                f"parameter '{self.params[index].fqn}' has a reduced gradient, for which its tensor hooks were called; under "
-                "no_sync more is added to it, and they would be called again for all of it. Call zero_grad() before the first "
-                "backward under no_sync"
+                f"parameter '{self.params[index].fqn}' has a reduced gradient, for which its tensor"
+                " hooks were called; under no_sync more is added to it, and they would be called"
+                " again for all of it. Call zero_grad() before the first backward under no_sync"
             )
 
     def _hold_no_more(self) -> None:
@@ -215,7 +245,9 @@ class GradBucket:
         self.held, self._wanted = 0, ()
 
     def _take_held(self) -> tuple[list[Tensor | None], list[tuple[int, Tensor]]]:
-        """This backward's gradients together with what was accumulated; and what is reduced over the shard dimension already."""
+        """This backward's gradients together with what was accumulated; and what is reduced over
+        the shard dimension already.
+        """
         gradients = self._take()
         carried: list[tuple[int, Tensor]] = []
         if not self.held or self.in_place:
@@ -231,16 +263,21 @@ class GradBucket:
                 carried.append((index, local_of(held)))  # type: ignore[arg-type]
                 continue
             at_rest.grad = None
-        return [None if gradient is None else gradient.to(self.reducer.precision.gradient) for gradient in gradients], carried
+        return [
+            None if gradient is None else gradient.to(self.reducer.precision.gradient)
+            for gradient in gradients
+        ], carried
 
-    # --- reduction --------------------------------------------------------------------------------------------------
+    # --- reduction -------------------------------------------------------------------------------
 
     def reduce(self, absent: Sequence[int] = (), *, shards_only: bool = False) -> None:
-        """Launch the reduction of what is here. All ranks call it at the same point of their program.
+        """Launch the reduction of what is here. All ranks call it at the same point of their
+        program.
 
         Args:
             absent: as for `hold`.
-            shards_only: reduce over the shard dimension only, and accumulate the result (`no_sync(level="replicate")`).
+            shards_only: reduce over the shard dimension only, and accumulate the result
+                (`no_sync(level="replicate")`).
         """
         reducer = self.reducer
         assert self.reduction is None
@@ -255,9 +292,13 @@ class GradBucket:
             self._land_alone()
             return
         shards_only = shards_only and reducer.replica_comm is not None
-        trainable = tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
+        trainable = (
+            tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
+        )
         absent = [index for index in absent if not self.held or index in self._absent]
-        counts = counts_of(reducer.label, self.held, self.forwards) if reducer.compares else Counts()
+        counts = (
+            counts_of(reducer.label, self.held, self.forwards) if reducer.compares else Counts()
+        )
         gradients, carried = self._take_held()
         if shards_only:
             carried = []  # what is reduced over the shard dimension stays, and this is added to it
@@ -291,12 +332,16 @@ class GradBucket:
         if missing and reduction.shards_only:
             flags = zip(delivered, reduction.plan.flags_of(reduction.flat), strict=False)
             delivered = [
-                index for index, flag in flags if index not in missing or self.at_rest[index].grad is not None or bool(flag)
+                index
+                for index, flag in flags
+                if index not in missing or self.at_rest[index].grad is not None or bool(flag)
             ]
         elif missing and self.reducer.mesh_info.all.traits.on_stream:
             # To read a flag would make the host wait for the device in the middle of backward.
             delivered = [index for index in delivered if index not in missing]
-            self._undecided.append((reduction, reduction.plan.flags_of(reduction.flat).clone(), missing))
+            self._undecided.append(
+                (reduction, reduction.plan.flags_of(reduction.flat).clone(), missing)
+            )
         elif missing:
             used = dict(zip(delivered, said, strict=True))
             delivered = [index for index in delivered if index not in missing or used[index]]
@@ -318,7 +363,7 @@ class GradBucket:
             if gradient is not None and index in reduction.spared:
                 gradient.copy_(reduction.spared[index])
 
-    # --- landing ----------------------------------------------------------------------------------------------------
+    # --- landing ---------------------------------------------------------------------------------
 
     def _deliver(self, reduction: Reduction, indices: Sequence[int]) -> None:
         flat, dtype, plan = reduction.flat, self.reducer.precision.gradient, reduction.plan
@@ -330,11 +375,16 @@ class GradBucket:
         if reduction.shards_only:
             self._hold_on(indices, fresh)
         elif plan.specs:
-            self._put(indices, dtensors_around(fresh, map(plan.specs.__getitem__, indices), plan.stand_in))
+            self._put(
+                indices, dtensors_around(fresh, map(plan.specs.__getitem__, indices), plan.stand_in)
+            )
         elif not self._wraps:
             self._put(indices, fresh)
         else:
-            self._put(indices, [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)])
+            self._put(
+                indices,
+                [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)],
+            )
 
     def _put(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add reduced gradients to those of the at-rest parameters, and call hooks of users."""
@@ -378,18 +428,25 @@ class GradBucket:
 
     def _land_alone(self) -> None:
         """One rank alone: nothing is summed. Gradients are cast as where there are other ranks."""
-        there = [(index, gradient) for index, gradient in enumerate(self._take()) if gradient is not None]
+        there = [
+            (index, gradient) for index, gradient in enumerate(self._take()) if gradient is not None
+        ]
         precision = self.reducer.precision
         fresh = [gradient.to(precision.reduce).to(precision.gradient) for _, gradient in there]
         if self.home is not None:
             fresh = self.home.take(fresh)
         indices = [index for index, _ in there]
-        self._put(indices, [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)])
+        self._put(
+            indices,
+            [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)],
+        )
 
-    # --- giving up --------------------------------------------------------------------------------------------------
+    # --- giving up -------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """A step is lost: wait for what is in flight, and forget unreduced and accumulated gradients."""
+        """A step is lost: wait for what is in flight, and forget unreduced and accumulated
+        gradients.
+        """
         reduction, self.reduction = self.reduction, None
         try:
             if reduction is not None:
@@ -400,19 +457,24 @@ class GradBucket:
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:
-                if is_unreduced(parameter.grad) or (lost and self._marks and not self.reducer.is_alone):
+                if is_unreduced(parameter.grad) or (
+                    lost and self._marks and not self.reducer.is_alone
+                ):
                     parameter.grad = None
             self._hold_no_more()
 
 
 def _is_whole(gradient: Tensor | None) -> TypeGuard[DTensor]:
     """Whether `gradient` was accumulated before any stage of its reduction."""
-    return isinstance(gradient, DTensor) and all(placement.is_partial() for placement in gradient.placements)
+    return isinstance(gradient, DTensor) and all(
+        placement.is_partial() for placement in gradient.placements
+    )
 
 
 def _add(parameter: nn.Parameter, grad: Tensor, more: Tensor) -> None:
     if isinstance(grad, DTensor) and isinstance(more, DTensor):
-        if grad.placements != more.placements:  # of a loss that was made from the at-rest parameter itself
+        # of a loss that was made from the at-rest parameter itself
+        if grad.placements != more.placements:
             parameter.grad = grad = grad.redistribute(placements=more.placements)
         local_of(grad).add_(local_of(more))
     else:

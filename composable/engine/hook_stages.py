@@ -1,4 +1,5 @@
-"""Communication hooks: a user's function in place of one stage of the gradient reduction, with its divisions.
+"""Communication hooks: a user's function in place of one stage of the gradient reduction, with its
+divisions.
 
 | mesh          | stage          | the hook gets                                      | and returns the mean over |
 |---------------|----------------|----------------------------------------------------|---------------------------|
@@ -7,11 +8,13 @@
 | hybrid        | reduce_scatter | the same                                           | the shard dimension       |
 | hybrid        | all_reduce     | this rank's shards: means over the shard dimension | the replicate dimension   |
 
-So hooks written for an all-reduce work for shards as well, at the bytes of an all-reduce, and see gradients in the shapes of
-their parameters, which PowerSGD needs. The flags of unused parameters travel in a small all-reduce of their own, after the hook.
+So hooks written for an all-reduce work for shards as well, at the bytes of an all-reduce, and see
+gradients in the shapes of their parameters, which PowerSGD needs. The flags of unused parameters
+travel in a small all-reduce of their own, after the hook.
 
-On an accelerator the hook is waited for where the collective would be. On a host it is waited for at once: a hook that launches a
-second collective when its first is complete does so on a thread of the backend, in another order on each rank.
+On an accelerator the hook is waited for where the collective would be. On a host it is waited for
+at once: a hook that launches a second collective when its first is complete does so on a thread of
+the backend, in another order on each rank.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class Hooked(Protocol):
 
 @dataclass(eq=False)
 class HookBucket:
-    """Gradients that are reduced together, as a hook sees them: the methods of `torch.distributed.GradBucket`, and more.
+    """Gradients that are reduced together, as a hook sees them: the methods of
+    `torch.distributed.GradBucket`, and more.
 
     Attributes:
         fqns: names of the parameters, below the module that the hook was registered for.
@@ -64,11 +68,15 @@ class HookBucket:
     _is_last: bool = False
 
     def index(self) -> int:
-        """A number that belongs to these parameters in this order, and to no others, when buckets are filled anew."""
+        """A number that belongs to these parameters in this order, and to no others, when buckets
+        are filled anew.
+        """
         return self._index
 
     def is_last(self) -> bool:
-        """Whether no other bucket of this hook follows in this backward. A backward that leaves out a unit has no last one."""
+        """Whether no other bucket of this hook follows in this backward. A backward that leaves out
+        a unit has no last one.
+        """
         return self._is_last
 
     def buffer(self) -> Tensor:
@@ -91,19 +99,26 @@ class HookBucket:
 def cut_flat(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     """Views of a flat tensor with these shapes, one behind the other."""
     sizes = [shape.numel() for shape in shapes]
-    return [piece.view(shape) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
+    return [
+        piece.view(shape)
+        for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)
+    ]
 
 
 class CommHook:
     """One registration of a hook.
 
     Args:
-        state: the hook's first argument. If it is None, or its `process_group` is, the hook gets the ranks that reduce.
+        state: the hook's first argument. If it is None, or its `process_group` is, the hook gets
+            the ranks that reduce.
         stage: that it replaces.
-        prefixes: the units whose gradients it reduces, with what precedes the FQNs of their parameters.
+        prefixes: the units whose gradients it reduces, with what precedes the FQNs of their
+            parameters.
     """
 
-    def __init__(self, hook: Callable[[Any, Any], Any], state: Any, stage: str, prefixes: Mapping[Any, str]) -> None:
+    def __init__(
+        self, hook: Callable[[Any, Any], Any], state: Any, stage: str, prefixes: Mapping[Any, str]
+    ) -> None:
         self.name = str(getattr(hook, "__name__", None) or type(hook).__name__)
         self.stage = stage
         self.prefixes = dict(prefixes)
@@ -120,10 +135,12 @@ class CommHook:
                 state = copy.deepcopy(state, memo)
             except TypeError as error:
                 raise CommHookError(
-                    f"copy.deepcopy: the state of the communication hook '{self.name}' cannot be copied: {error}. Remove the hook first, or give "
-                    f"{type(state).__name__} a __deepcopy__"
+                    f"copy.deepcopy: the state of the communication hook '{self.name}' cannot be"
+                    f" copied: {error}. Remove the hook first, or give {type(state).__name__} a"
+                    " __deepcopy__"
                 ) from error
-            if hasattr(state, "process_group"):  # torch's states are copied with the default group in its place
+            # torch's states are copied with the default group in its place
+            if hasattr(state, "process_group"):
                 state.process_group = self._state.process_group
         prefixes = {copy.deepcopy(unit, memo): prefix for unit, prefix in self.prefixes.items()}
         twin = CommHook(self._hook, state, self.stage, prefixes)
@@ -131,12 +148,18 @@ class CommHook:
         return twin
 
     def call(self, stage: HookStage, bucket: HookBucket, label: str) -> Any:
-        # On all ranks buckets hold the same parameters and come in the same order, so they get the same numbers.
+        # On all ranks buckets hold the same parameters and come in the same order, so they get the
+        # same numbers.
         bucket._index = self._indices.setdefault(bucket.fqns, len(self._indices))
         if stage in self._called:
             self._called = set()  # another backward
         self._called.add(stage)
-        bucket._is_last = all(each in self._called for stages in self.stages.values() for each in stages if each.takes_part)
+        bucket._is_last = all(
+            each in self._called
+            for stages in self.stages.values()
+            for each in stages
+            if each.takes_part
+        )
         if bucket._is_last:
             self._called = set()
         ledger_of(bucket.group).note(f"{label} by hook '{self.name}'")
@@ -152,34 +175,41 @@ class CommHook:
             self._raise_failed(bucket, label, error)
         finally:
             if fills:
-                state.process_group = None  # it would keep the group alive after `destroy_process_group`
+                # it would keep the group alive after `destroy_process_group`
+                state.process_group = None
 
     def result(self, returned: Any, bucket: HookBucket, like: Tensor, label: str) -> Tensor:
         """Wait for what the hook returned: as many elements as in `like`, flat."""
         value = returned
-        if hasattr(returned, "wait"):  # what `then` returns is no `torch.futures.Future`, but has its methods
+        # what `then` returns is no `torch.futures.Future`, but has its methods
+        if hasattr(returned, "wait"):
             try:
                 value = returned.wait()
             except RuntimeError as error:
                 self._raise_failed(bucket, label, error)
-            if isinstance(value, (list, tuple)) and len(value) == 1:  # the future of a collective has a list
+            # the future of a collective has a list
+            if isinstance(value, (list, tuple)) and len(value) == 1:
                 (value,) = value
         found = type(value).__name__
         if isinstance(value, Tensor):
-            alike = value.dtype == like.dtype or (value.is_floating_point() and like.is_floating_point())
+            alike = value.dtype == like.dtype or (
+                value.is_floating_point() and like.is_floating_point()
+            )
             if alike and value.numel() == like.numel() and value.device == like.device:
                 return value.reshape(-1)
             found = f"{value.numel()} elements of {value.dtype} on {value.device}"
         raise CommHookError(
-            f"the communication hook '{self.name}' returned {found} for bucket {bucket.index()} ('{bucket.fqns[0]}' to "
-            f"'{bucket.fqns[-1]}'). It must return the reduced gradients, {like.numel()} elements of {like.dtype} on "
-            f"{like.device}, as a tensor or a torch.futures.Future of one"
+            f"the communication hook '{self.name}' returned {found} for bucket {bucket.index()}"
+            f" ('{bucket.fqns[0]}' to '{bucket.fqns[-1]}'). It must return the reduced gradients,"
+            f" {like.numel()} elements of {like.dtype} on {like.device}, as a tensor or a"
+            " torch.futures.Future of one"
         )
 
     def _raise_failed(self, bucket: HookBucket, label: str, error: Exception) -> NoReturn:
         raise CommunicationError(
-            f"rank {dist.get_rank()}: the communication hook '{self.name}' failed in the {label}: {first_line(error)}\n"
-            f"Look for the first error among all ranks.\n{ledger_of(bucket.group).report()}"
+            f"rank {dist.get_rank()}: the communication hook '{self.name}' failed in the {label}:"
+            f" {first_line(error)}\nLook for the first error among all"
+            f" ranks.\n{ledger_of(bucket.group).report()}"
         ) from error
 
 
@@ -188,10 +218,13 @@ class HookStage:
 
     Args:
         comm: among the ranks that the stage reduces over.
-        whole: the hook gets whole gradients, of which this rank keeps its shard; otherwise it gets shards.
+        whole: the hook gets whole gradients, of which this rank keeps its shard; otherwise it gets
+            shards.
     """
 
-    def __init__(self, hook: CommHook, unit: Hooked, bucket: GradBucket, comm: Comm, *, whole: bool) -> None:
+    def __init__(
+        self, hook: CommHook, unit: Hooked, bucket: GradBucket, comm: Comm, *, whole: bool
+    ) -> None:
         self._hook = hook
         self._bucket = bucket
         self._comm = comm
@@ -200,7 +233,9 @@ class HookStage:
 
     @property
     def takes_part(self) -> bool:
-        """Whether the hook is called for this bucket: PowerSGD and others cannot take shards without rows."""
+        """Whether the hook is called for this bucket: PowerSGD and others cannot take shards
+        without rows.
+        """
         reducer = self._bucket.reducer
         rank = reducer.mesh_info.shard.rank
         slots = zip(reducer.slots, self._bucket.trainable, strict=True)
@@ -208,7 +243,12 @@ class HookStage:
 
     @torch.no_grad()
     def launch(
-        self, indices: Sequence[int], gradients: Sequence[Tensor], into: Sequence[Tensor], flags: Tensor, label: str
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[Tensor],
+        into: Sequence[Tensor],
+        flags: Tensor,
+        label: str,
     ) -> Work:
         """Call the hook. The result is in `into` when the returned work is complete.
 
@@ -223,7 +263,10 @@ class HookStage:
         if gradients:
             buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
             shapes = [gradient.shape for gradient in gradients]
-            fqns, parameters = tuple(self._fqns[i] for i in indices), [self._bucket.at_rest[i] for i in indices]
+            fqns, parameters = (
+                tuple(self._fqns[i] for i in indices),
+                [self._bucket.at_rest[i] for i in indices],
+            )
             handed = HookBucket(fqns, 1.0 / self._comm.size, group, buffer, shapes, parameters)
             returned = self._hook.call(self, handed, label)
 
@@ -233,7 +276,10 @@ class HookStage:
                 if self._whole:
                     reducer = self._bucket.reducer
                     rank, slots = reducer.mesh_info.shard.rank, reducer.slots
-                    reduced = [cut(each, slots[index], rank) for each, index in zip(reduced, indices, strict=True)]
+                    reduced = [
+                        cut(each, slots[index], rank)
+                        for each, index in zip(reduced, indices, strict=True)
+                    ]
                 torch._foreach_copy_(list(into), reduced)
 
             if self._comm.traits.on_stream:
@@ -257,7 +303,9 @@ class _HookWork:
 
 
 def attach_hooks(unit: Hooked, buckets: Sequence[GradBucket]) -> None:
-    """Let the communication hooks of `unit` reduce `buckets`, which are all of its buckets now. One rank calls no hook."""
+    """Let the communication hooks of `unit` reduce `buckets`, which are all of its buckets now. One
+    rank calls no hook.
+    """
     shard, replicate = unit.mesh_info.shard, unit.mesh_info.replicate
     for bucket in buckets:
         bucket.reducer.first_stage = bucket.reducer.second_stage = None
@@ -278,7 +326,9 @@ def attach_hooks(unit: Hooked, buckets: Sequence[GradBucket]) -> None:
 
 def names_of_hooks(unit: Hooked) -> str:
     """The hooks of `unit` in words, with their stages where there are two."""
-    hooks = [unit.comm_hooks[stage] for stage in (REDUCE_SCATTER, ALL_REDUCE) if stage in unit.comm_hooks]
+    hooks = [
+        unit.comm_hooks[stage] for stage in (REDUCE_SCATTER, ALL_REDUCE) if stage in unit.comm_hooks
+    ]
     mesh = unit.mesh_info.mesh
     two = unit.is_sharded and mesh is not None and mesh.ndim == 2
     return ", ".join(f"{hook.name} ({hook.stage})" if two else hook.name for hook in hooks)

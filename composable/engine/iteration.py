@@ -1,4 +1,6 @@
-"""What one step leaves behind while it runs, and one forward: both are dropped, and not cleaned up field by field."""
+"""What one step leaves behind while it runs, and one forward: both are dropped, and not cleaned up
+field by field.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch import nn
 from composable.engine.param import ManagedParam
 from composable.engine.unit import Unit
 
-REMEMBERED: Final = 4096  # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
+# entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
+REMEMBERED: Final = 4096
 
 CLOCK: Final = count()  # of forwards and ends of backwards
 
@@ -40,19 +43,27 @@ class Iteration:
     """One or more forwards and their backward.
 
     Attributes:
-        stream: that the forward computes on; autograd ends a backward on whatever stream the caller has.
+        stream: that the forward computes on; autograd ends a backward on whatever stream the caller
+            has.
         began: when its last forward did, on the clock of `CLOCK`.
         forward: `Root.forward` of the one that backward is in.
-        read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a forward, and that forward.
-        finished: units that gather and whose forward has ended, newest last. Backward will probably enter them in reverse.
-        last: units that `reshard_after_forward=None` keeps until a forward enters another unit over the same ranks.
-        untracked: units that backward may need without entering them: an output aliases a parameter, or none was found to watch.
-        end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that backward raised.
+        read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a
+            forward, and that forward.
+        finished: units that gather and whose forward has ended, newest last. Backward will probably
+            enter them in reverse.
+        last: units that `reshard_after_forward=None` keeps until a forward enters another unit over
+            the same ranks.
+        untracked: units that backward may need without entering them: an output aliases a
+            parameter, or none was found to watch.
+        end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that
+            backward raised.
         active: units that backward has entered and not left.
-        to_reduce: units that backward has entered, or brought a gradient to, since they were last reduced.
+        to_reduce: units that backward has entered, or brought a gradient to, since they were last
+            reduced.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
         builds_graph: the backward runs with `create_graph=True`.
-        forwards, forwards_left: calls of the outermost module in training mode; how many of them backward has not entered.
+        forwards, forwards_left: calls of the outermost module in training mode; how many of them
+            backward has not entered.
     """
 
     def __init__(self, stream: Any) -> None:

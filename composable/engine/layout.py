@@ -1,12 +1,15 @@
-"""Where every element of a parameter group lives: shards, the full buffer, and the rows of messages. Integers only, no torch.
+"""Where every element of a parameter group lives: shards, the full buffer, and the rows of
+messages. Integers only, no torch.
 
 A parameter travels in one of three ways:
 
-* `DIRECT`: it is cut evenly along dimension 0 and its shard is large. Its rows go straight from the shards to their place in the
-  full buffer, and its gradient straight to the shards: nothing is copied in or out.
-* `PACKED`: everything else that is cut. A message costs about 0.1 ms whatever its size, so small parameters share one, which
-  lands in a staging buffer and is copied out.
-* `WHOLE`: it is not cut, because it has no dimension or the shard dimension of the mesh has one rank.
+* `DIRECT`: it is cut evenly along dimension 0 and its shard is large. Its rows go straight from the
+  shards to their place in the full buffer, and its gradient straight to the shards: nothing is
+  copied in or out.
+* `PACKED`: everything else that is cut. A message costs about 0.1 ms whatever its size, so small
+  parameters share one, which lands in a staging buffer and is copied out.
+* `WHOLE`: it is not cut, because it has no dimension or the shard dimension of the mesh has one
+  rank.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class ParamShape:
     Attributes:
         shape: sizes in memory order, from the outermost dimension to the innermost.
         dim: the position in `shape` that is cut; None if the parameter is not cut.
-        order: which dimension of the parameter each position of `shape` is; empty if they are in order (contiguous).
+        order: which dimension of the parameter each position of `shape` is; empty if they are in
+            order (contiguous).
     """
 
     name: str
@@ -43,7 +47,9 @@ class ParamShape:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place, in elements. Shards follow `torch.chunk`: the last ranks may have fewer rows, or none."""
+    """One parameter's place, in elements. Shards follow `torch.chunk`: the last ranks may have
+    fewer rows, or none.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -74,15 +80,23 @@ class Slot:
 
     @property
     def full_numel(self) -> int:
-        """Elements in the full buffer. Along dimension 0 rows are padded, so that rank r's rows land r chunks from the start."""
-        return self.num_shards * self.chunk_numel if self.route is not Route.WHOLE and self.dim == 0 else self.numel
+        """Elements in the full buffer. Along dimension 0 rows are padded, so that rank r's rows
+        land r chunks from the start.
+        """
+        return (
+            self.num_shards * self.chunk_numel
+            if self.route is not Route.WHOLE and self.dim == 0
+            else self.numel
+        )
 
     @property
     def even(self) -> bool:
         return self.route is Route.WHOLE or self.shape[self.dim] % self.num_shards == 0
 
     def extent(self, rank: int) -> tuple[int, int]:
-        """First index and number of indices of `dim` that `rank` has, of a parameter that is cut."""
+        """First index and number of indices of `dim` that `rank` has, of a parameter that is
+        cut.
+        """
         size = self.shape[self.dim]
         chunk = -(-size // self.num_shards)
         start = min(rank * chunk, size)
@@ -99,10 +113,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The shard buffer holds direct parameters, then packed ones side by side (that stretch is the message), then whole ones.
+    """The shard buffer holds direct parameters, then packed ones side by side (that stretch is the
+    message), then whole ones.
 
     Attributes:
-        full_numel: of direct and whole parameters; packed ones have a buffer of their own, of `late_numel`.
+        full_numel: of direct and whole parameters; packed ones have a buffer of their own, of
+            `late_numel`.
     """
 
     slots: tuple[Slot, ...]
@@ -115,7 +131,9 @@ class Layout:
 
     def of(self, route: Route) -> list[Slot]:
         """In the order of the shard buffer."""
-        return sorted((slot for slot in self.slots if slot.route is route), key=lambda slot: slot.shard_start)
+        return sorted(
+            (slot for slot in self.slots if slot.route is route), key=lambda slot: slot.shard_start
+        )
 
     @property
     def gathered(self) -> bool:
@@ -137,7 +155,11 @@ def _route(spec: ParamShape, num_shards: int, direct_numel: int, align: int) -> 
         return Route.WHOLE
     chunk = math.prod(spec.shape) // num_shards
     even = spec.dim == 0 and spec.shape[0] % num_shards == 0
-    return Route.DIRECT if even and chunk >= max(direct_numel, 1) and chunk % align == 0 else Route.PACKED
+    return (
+        Route.DIRECT
+        if even and chunk >= max(direct_numel, 1) and chunk % align == 0
+        else Route.PACKED
+    )
 
 
 def plan_layout(
@@ -155,9 +177,11 @@ def plan_layout(
     Args:
         direct_numel: elements in a shard from which a parameter travels in a message of its own.
         max_direct: messages of their own at most; the largest parameters get them.
-        align: slots of the full buffer, and direct shards, start at multiples of this many elements.
+        align: slots of the full buffer, and direct shards, start at multiples of this many
+            elements.
         packed_align: the same for packed shards, a divisor of `align`.
-        late: packed parameters have a full buffer of their own, which gets its memory when their message has landed.
+        late: packed parameters have a full buffer of their own, which gets its memory when their
+            message has landed.
     """
     routes = [_route(spec, num_shards, direct_numel, packed_align) for spec in specs]
     direct = [index for index, route in enumerate(routes) if route is Route.DIRECT]
@@ -170,9 +194,13 @@ def plan_layout(
         apart = late and route is Route.PACKED
         for index in [index for index, each in enumerate(routes) if each is route]:
             spec, start = specs[index], late_numel if apart else full
-            slot = Slot(spec.name, spec.shape, spec.dim or 0, num_shards, route, shard, start, spec.order)
+            slot = Slot(
+                spec.name, spec.shape, spec.dim or 0, num_shards, route, shard, start, spec.order
+            )
             slots[index] = slot
-            shard = round_up(shard + slot.chunk_numel, align if route is Route.DIRECT else packed_align)
+            shard = round_up(
+                shard + slot.chunk_numel, align if route is Route.DIRECT else packed_align
+            )
             if apart:
                 late_numel = round_up(late_numel + slot.full_numel, align)
             else:
@@ -184,7 +212,8 @@ def plan_layout(
         shard_numel=shard,
         packed_start=ends[Route.DIRECT],
         packed_numel=ends[Route.PACKED] - ends[Route.DIRECT],
-        # A multiple of `num_shards`, so that neighbours can keep equal cuts of the whole buffer after forward.
+        # A multiple of `num_shards`, so that neighbours can keep equal cuts of the whole buffer
+        # after forward.
         full_numel=round_up(full, num_shards * align),
         late_numel=late_numel,
     )
@@ -192,17 +221,21 @@ def plan_layout(
 
 @dataclass(frozen=True, slots=True)
 class ReduceLayout:
-    """How the gradients of one bucket travel: direct ones as they are, the others as columns of one row per rank.
+    """How the gradients of one bucket travel: direct ones as they are, the others as columns of one
+    row per rank.
 
-    Behind the columns each row has one flag per gradient. A rank without a gradient for a parameter sends zeros and a zero
-    flag, so the sum of the flags tells every rank whether any rank used the parameter, without another message.
+    Behind the columns each row has one flag per gradient. A rank without a gradient for a parameter
+    sends zeros and a zero flag, so the sum of the flags tells every rank whether any rank used the
+    parameter, without another message.
 
     Attributes:
         trainable: indices of the slots that get a gradient.
-        direct: of these, those that travel as they are, with where their sum lands in the flat gradient buffer.
+        direct: of these, those that travel as they are, with where their sum lands in the flat
+            gradient buffer.
         columns: slot index, start and length in a row, in the order of the row.
         row_start: where the reduced row lands in the flat gradient buffer.
-        flags_start: where in a row the flags are; they and the numbers behind them fill it to `row_numel`.
+        flags_start: where in a row the flags are; they and the numbers behind them fill it to
+            `row_numel`.
         numel: of the flat gradient buffer.
     """
 
@@ -242,4 +275,6 @@ def plan_reduction(
             columns.append((index, cursor, numel))
             cursor = round_up(cursor + numel, packed_align)
     row_numel = round_up(cursor + len(wanted) + numbers, packed_align)
-    return ReduceLayout(wanted, tuple(direct), tuple(columns), row_start, cursor, row_numel, row_start + row_numel)
+    return ReduceLayout(
+        wanted, tuple(direct), tuple(columns), row_start, cursor, row_numel, row_start + row_numel
+    )

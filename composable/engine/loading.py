@@ -1,11 +1,13 @@
 """How a state dict comes into parameters that rest as DTensors.
 
-`load_state_dict` hands every module its entries, after a hook that may exchange them. There a plain full tensor becomes the
-`DTensor` of this rank's shard, without a message, and one with other placements is redistributed. What cannot be taken is
-reported as torch reports a wrong shape: by name, at the end of loading.
+`load_state_dict` hands every module its entries, after a hook that may exchange them. There a plain
+full tensor becomes the `DTensor` of this rank's shard, without a message, and one with other
+placements is redistributed. What cannot be taken is reported as torch reports a wrong shape: by
+name, at the end of loading.
 
-With `assign=True` torch registers a new parameter per entry. A tied parameter has several entries and stays one: its first entry
-is registered at all of its places, and the others must have the same values.
+With `assign=True` torch registers a new parameter per entry. A tied parameter has several entries
+and stays one: its first entry is registered at all of its places, and the others must have the same
+values.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ class StateDictHook:
     def __init__(self, unit: Loaded) -> None:
         self._unit = unit
         self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
-        self._here: dict[int, list[tuple[ManagedParam, str]]] = {}  # by module id: parameters, and their names there
-        self._assigned: dict[ManagedParam, tuple[str, nn.Parameter]] = {}  # what was registered in this call, for which key
+        # by module id: parameters, and their names there
+        self._here: dict[int, list[tuple[ManagedParam, str]]] = {}
+        # what was registered in this call, for which key
+        self._assigned: dict[ManagedParam, tuple[str, nn.Parameter]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHook:
         return StateDictHook(copy.deepcopy(self._unit, memo))
@@ -48,7 +52,12 @@ class StateDictHook:
         return StateDictHook, (self._unit,)
 
     def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        *rest: Any,
     ) -> None:
         """Exchange the entries of `module` for what its parameters can take."""
         _strict, _missing_keys, _unexpected_keys, errors = rest
@@ -69,19 +78,25 @@ class StateDictHook:
         if not isinstance(at_rest, DTensor):
             return value  # a replicated parameter without shards around it
         if value.shape == (1,) and not at_rest.shape:
-            value = value[0]  # as torch does, for files from before there were tensors without dimensions
+            # as torch does, for files from before there were tensors without dimensions
+            value = value[0]
         if value.shape != at_rest.shape:
             return value  # torch names it
         if isinstance(value, DTensor) and value.device_mesh != at_rest.device_mesh:
             self._errors.append(
-                f'"{key}" is a DTensor over {describe_mesh(value.device_mesh)}, the parameter is sharded over '
-                f"{describe_mesh(at_rest.device_mesh)}; load its full_tensor() in place of it"
+                f'"{key}" is a DTensor over {describe_mesh(value.device_mesh)}, the parameter is'
+                f" sharded over {describe_mesh(at_rest.device_mesh)}; load its full_tensor() in"
+                " place of it"
             )
             return at_rest  # so that nothing is changed
-        if isinstance(value, DTensor) and value.device_mesh.get_coordinate() != at_rest.device_mesh.get_coordinate():
+        if (
+            isinstance(value, DTensor)
+            and value.device_mesh.get_coordinate() != at_rest.device_mesh.get_coordinate()
+        ):
             self._errors.append(
-                f'"{key}" is the shard of another rank, whose state dict torch.save wrote. Write checkpoints from all ranks with '
-                "torch.distributed.checkpoint, or save full_state_dict(model)"
+                f'"{key}" is the shard of another rank, whose state dict torch.save wrote. Write'
+                " checkpoints from all ranks with torch.distributed.checkpoint, or save"
+                " full_state_dict(model)"
             )
             return at_rest
         with torch.no_grad():
@@ -97,18 +112,24 @@ class StateDictHook:
         first, parameter = self._assigned[param]
         assert isinstance(parameter, DTensor)
         if not torch.equal(local_of(parameter), local_of(taken)):
-            self._errors.append(f'"{key}" and "{first}" are one parameter, and the state dict has different values for them')
+            self._errors.append(
+                f'"{key}" and "{first}" are one parameter, and the state dict has different values'
+                " for them"
+            )
         return parameter
 
 
 def shard_like(value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:
-    """`value` with the placements of `parameter`: of a plain tensor, which every rank has, this rank's part on `device`.
+    """`value` with the placements of `parameter`: of a plain tensor, which every rank has, this
+    rank's part on `device`.
 
     A DTensor with other placements is redistributed, so all ranks must call this.
     """
     placements = parameter.placements
     if isinstance(value, DTensor):
-        return value if value.placements == placements else value.redistribute(placements=placements)
+        return (
+            value if value.placements == placements else value.redistribute(placements=placements)
+        )
     mesh, local = parameter.device_mesh, value.detach()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None

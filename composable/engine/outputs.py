@@ -1,9 +1,11 @@
-"""Where backward comes to a unit: at the autograd nodes that the unit's forward created for its outputs.
+"""Where backward comes to a unit: at the autograd nodes that the unit's forward created for its
+outputs.
 
-Only outputs that the call created (`node._sequence_nr()` at least the number at entry) trigger the pre-backward hook. An input that
-is returned unchanged, such as a decoder's `memory`, belongs to the call that created it: hooking it here would unshard this unit
-too early. If a call created none of its outputs, they get a node that does nothing: other ranks may have computed something, and
-all ranks must enter the same units in backward.
+Only outputs that the call created (`node._sequence_nr()` at least the number at entry) trigger the
+pre-backward hook. An input that is returned unchanged, such as a decoder's `memory`, belongs to the
+call that created it: hooking it here would unshard this unit too early. If a call created none of
+its outputs, they get a node that does nothing: other ranks may have computed something, and all
+ranks must enter the same units in backward.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Watched(NamedTuple):
 
 
 def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or of a wrapper that autograd knows nothing of (`vmap`, a subclass), the tensors inside that have the graph."""
+    """The tensor, or of a wrapper that autograd knows nothing of (`vmap`, a subclass), the tensors
+    inside that have the graph.
+    """
     yield tensor if tensor.requires_grad else innermost(tensor)
     if type(tensor) in _PLAIN or tensor.grad_fn is not None:
         return
@@ -64,7 +68,8 @@ def watch(
         since: the number of autograd's next node when the call began.
         aliases: whether a tensor lies in the memory of a compute parameter.
         counted: it is a forward, and no recomputation.
-        anchors: an output that needs no gradient gets a node, too (a constant, where other ranks computed something).
+        anchors: an output that needs no gradient gets a node, too (a constant, where other ranks
+            computed something).
     """
     if type(output) is Tensor and not output._is_view():  # nearly always
         node = output.grad_fn
@@ -100,7 +105,8 @@ def watch(
 class _Uncompiled(torch.autograd.Function):
     """The identity, which compiled autograd may not record.
 
-    It unpacks what nodes have saved before it calls any of their hooks, and would fail at a parameter that is not gathered.
+    It unpacks what nodes have saved before it calls any of their hooks, and would fail at a
+    parameter that is not gathered.
     """
 
     @staticmethod
@@ -113,12 +119,15 @@ class _Uncompiled(torch.autograd.Function):
         return gradient, None
 
     @staticmethod
-    def _compiled_autograd_key(ctx: Any) -> Any:  # asked for when the node is recorded, in torch 2.11 to 2.14
+    # asked for when the node is recorded, in torch 2.11 to 2.14
+    def _compiled_autograd_key(ctx: Any) -> Any:
         ctx.refuse()
 
 
 def refuse_compiled(output: Any, refuse: Callable[[], object]) -> Any:
-    """Call `refuse`, which raises, if compiled autograd is about to record a backward through `output`."""
+    """Call `refuse`, which raises, if compiled autograd is about to record a backward through
+    `output`.
+    """
 
     def guarded(tensor: Tensor) -> Tensor:
         if tensor.grad_fn is None:
@@ -130,11 +139,17 @@ def refuse_compiled(output: Any, refuse: Callable[[], object]) -> Any:
 
 
 def _with_a_node(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor) if tensor.requires_grad and tensor.layout is torch.strided else tensor
+    return (
+        tensor.view_as(tensor)
+        if tensor.requires_grad and tensor.layout is torch.strided
+        else tensor
+    )
 
 
 def _with_an_anchor(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
+    if tensor.layout is not torch.strided or not (
+        tensor.is_floating_point() or tensor.is_complex()
+    ):
         return tensor
     return tensor + torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
 
@@ -166,7 +181,13 @@ class Entry:
             self._counted = False
             unit, trained = self._unit, self._trained
             if LISTENERS:
-                tell(Event.COUNT, unit, trained is not None and unit.root is not None and trained is unit.root.iteration)
+                tell(
+                    Event.COUNT,
+                    unit,
+                    trained is not None
+                    and unit.root is not None
+                    and trained is unit.root.iteration,
+                )
             unit.pending -= 1
             if trained is not None:
                 trained.forwards_left -= 1

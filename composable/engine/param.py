@@ -1,7 +1,8 @@
-"""One managed parameter: where it is registered, what users see at rest, and what modules compute with.
+"""One managed parameter: where it is registered, what users see at rest, and what modules compute
+with.
 
-Autograd always accumulates on the compute form; gradients land on the at-rest form. Both are one object where nothing is
-sharded or cast:
+Autograd always accumulates on the compute form; gradients land on the at-rest form. Both are one
+object where nothing is sharded or cast:
 
 | case                            | at rest                                     | compute                              |
 |---------------------------------|---------------------------------------------|--------------------------------------|
@@ -71,7 +72,7 @@ class Owner(Protocol):
     model_group: ref[dist.ProcessGroup] | None
 
 
-# --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages --------------------------
+# --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages ----
 
 _LABEL: Final = "_composable_label"
 
@@ -81,8 +82,8 @@ class ParamLabel:
 
     Attributes:
         unit, fqn: the names of both.
-        form: "at_rest", "compute", "original" (replaced by the annotation, or when it was adopted), "replaced" (by the user,
-            afterwards) or "removed" (replaced by `remove`).
+        form: "at_rest", "compute", "original" (replaced by the annotation, or when it was adopted),
+            "replaced" (by the user, afterwards) or "removed" (replaced by `remove`).
         owner: of an at-rest or original parameter, the unit.
         places: modules, weakly, and names at which the unit's parameter is registered.
         holds_unreduced: its gradient, a plain tensor, was accumulated under `no_sync`.
@@ -114,7 +115,9 @@ def labels_of(parameters: Sequence[Tensor]) -> list[ParamLabel | None]:
     return list(map(getattr, parameters, repeat(_LABEL), repeat(None)))
 
 
-def set_label(parameter: nn.Parameter, info: ParamInfo, unit: str, form: str, owner: object = None) -> None:
+def set_label(
+    parameter: nn.Parameter, info: ParamInfo, unit: str, form: str, owner: object = None
+) -> None:
     label = label_of(parameter)
     if label is None:
         label = ParamLabel(unit, info.fqn, form)
@@ -131,23 +134,30 @@ def drop_label(parameter: nn.Parameter) -> None:
 
 def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give `target` the Python attributes that users have set on `source`."""
-    vars(target).update({name: value for name, value in vars(source).items() if name not in (_LABEL, "_is_param")})
+    vars(target).update(
+        {name: value for name, value in vars(source).items() if name not in (_LABEL, "_is_param")}
+    )
 
 
 def owner_of(parameter: Tensor) -> Owner | None:
     """The unit that manages `parameter`; `unit_of` knows it as one."""
     label = label_of(parameter)
-    return None if label is None or label.owner is None or label.form == "original" else label.owner()
+    return (
+        None if label is None or label.owner is None or label.form == "original" else label.owner()
+    )
 
 
 def unit_mesh_of(parameter: Tensor) -> DeviceMesh | None:
-    """The mesh of the unit that manages `parameter`; None for one rank, and for a parameter that no unit manages."""
+    """The mesh of the unit that manages `parameter`; None for one rank, and for a parameter that no
+    unit manages.
+    """
     owner = owner_of(parameter)
     return None if owner is None else owner.mesh_info.mesh
 
 
 def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
-    """The group of all ranks that train the model of which `parameter` is a part (an expert on a mesh of its own).
+    """The group of all ranks that train the model of which `parameter` is a part (an expert on a
+    mesh of its own).
 
     None if the parameter's own mesh has all of them.
     """
@@ -161,12 +171,14 @@ def set_holds_unreduced(parameter: Tensor, *, holds: bool) -> None:
 
 
 def holds_unreduced(parameter: Tensor) -> bool:
-    """Whether the gradient of a plain parameter was accumulated under `no_sync` and is not the mean over all ranks yet."""
+    """Whether the gradient of a plain parameter was accumulated under `no_sync` and is not the mean
+    over all ranks yet.
+    """
     label = label_of(parameter)
     return label is not None and label.holds_unreduced and parameter.grad is not None
 
 
-# --- the managed parameter ------------------------------------------------------------------------------------------
+# --- the managed parameter ----------------------------------------------------------------------
 
 
 def _no_parameter() -> None:
@@ -178,12 +190,23 @@ class ManagedParam:
 
     Attributes:
         info: what the annotation asked for; `places` may grow by tied places of other units.
-        own: the user's parameter, for units that leave its memory where it is; None where the unit has shards.
-        original: weakly, the parameter that was registered before the annotation, or that the user assigned later.
+        own: the user's parameter, for units that leave its memory where it is; None where the unit
+            has shards.
+        original: weakly, the parameter that was registered before the annotation, or that the user
+            assigned later.
         at_rest, compute: see the table at the top of this file.
     """
 
-    __slots__ = ("__weakref__", "at_rest", "by_setattr", "compute", "info", "original", "own", "tables")
+    __slots__ = (
+        "__weakref__",
+        "at_rest",
+        "by_setattr",
+        "compute",
+        "info",
+        "original",
+        "own",
+        "tables",
+    )
 
     original: Callable[[], nn.Parameter | None]
 
@@ -206,8 +229,12 @@ class ManagedParam:
     def set_info(self, info: ParamInfo) -> None:
         self.info = info
         # RNNs keep a list of their own of their parameters, which only `setattr` updates.
-        self.by_setattr = tuple(p for p in info.places if type(p.module).__setattr__ is not nn.Module.__setattr__)
-        self.tables = tuple((p.module._parameters, p.name) for p in info.places if p not in self.by_setattr)
+        self.by_setattr = tuple(
+            p for p in info.places if type(p.module).__setattr__ is not nn.Module.__setattr__
+        )
+        self.tables = tuple(
+            (p.module._parameters, p.name) for p in info.places if p not in self.by_setattr
+        )
 
     @property
     def fqn(self) -> str:
@@ -215,10 +242,14 @@ class ManagedParam:
 
     @property
     def registered(self) -> nn.Parameter | None:
-        return next((found for place in self.info.places if (found := place.registered) is not None), None)
+        return next(
+            (found for place in self.info.places if (found := place.registered) is not None), None
+        )
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Register `parameter` at all places. A place that was deleted, or set to None, stays so."""
+        """Register `parameter` at all places. A place that was deleted, or set to None, stays
+        so.
+        """
         for table, name in self.tables:
             if table.get(name) is not None:
                 table[name] = parameter
@@ -227,14 +258,20 @@ class ManagedParam:
 
 
 class ParameterSwap:
-    """Which form of a unit's parameters its modules hold. A tensor that the user registered stays where it is."""
+    """Which form of a unit's parameters its modules hold. A tensor that the user registered stays
+    where it is.
+    """
 
     __slots__ = ("_in", "_out")
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
         apart = [param for param in params if param.at_rest is not param.compute]
         tables = [(table, name, p.at_rest, p.compute) for p in apart for table, name in p.tables]
-        by_setattr = [(place.module, place.name, p.at_rest, p.compute) for p in apart for place in p.by_setattr]
+        by_setattr = [
+            (place.module, place.name, p.at_rest, p.compute)
+            for p in apart
+            for place in p.by_setattr
+        ]
         self._in = tables, by_setattr
         self._out = (
             [(*at, after, before) for *at, before, after in tables],
@@ -260,11 +297,13 @@ def _exchange(tables: Sequence[Any], by_setattr: Sequence[Any]) -> None:
             setattr(module, name, after)
 
 
-# --- memory order: shards of dense parameters that are not contiguous (channels_last) -------------------------------
+# --- memory order: shards of dense parameters that are not contiguous (channels_last) -----------
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of a dense tensor from the outermost in memory to the innermost; empty for a contiguous one."""
+    """The dimensions of a dense tensor from the outermost in memory to the innermost; empty for a
+    contiguous one.
+    """
     if tensor.is_contiguous():
         return ()
     # As torch lays out a tensor like this one: what is not dense becomes so.
@@ -276,7 +315,11 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 def as_parameter(tensor: Tensor, slot: Slot) -> Tensor:
     """A tensor whose dimensions are in memory order, with the parameter's order of dimensions."""
-    return tensor.permute(sorted(range(tensor.ndim), key=slot.order.__getitem__)) if slot.order else tensor
+    return (
+        tensor.permute(sorted(range(tensor.ndim), key=slot.order.__getitem__))
+        if slot.order
+        else tensor
+    )
 
 
 def whole_shape(slot: Slot) -> Tensor:
@@ -291,20 +334,31 @@ def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
     return whole.narrow(slot.cut_dim, *slot.extent(rank))
 
 
-# --- DTensors -------------------------------------------------------------------------------------------------------
+# --- DTensors -----------------------------------------------------------------------------------
 
 
 def wrap(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
 ) -> DTensor:
     """A `DTensor` around `local`, without a collective."""
     if local.device.type not in ("meta", mesh.device_type):
-        # A local tensor on the host, on a mesh of accelerators (CPU offload): `from_local` would move it.
+        # A local tensor on the host, on a mesh of accelerators (CPU offload): `from_local` would
+        # move it.
         bare = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-        return dtensor_like(local, DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride))
-    # Around a stand-in: a DTensor takes over the storage offset of what it is made around, and then cannot be copied.
+        return dtensor_like(
+            local,
+            DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride),
+        )
+    # Around a stand-in: a DTensor takes over the storage offset of what it is made around, and then
+    # cannot be copied.
     stand_in = torch.empty_like(local) if local.storage_offset() else local
-    made = DTensor.from_local(stand_in, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made = DTensor.from_local(
+        stand_in, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
     set_local(made, local)
     return made
 
@@ -318,7 +372,9 @@ def dtensor_parameter(
     *,
     requires_grad: bool,
 ) -> nn.Parameter:
-    """A parameter around `local`. Around a stand-in first, since a Parameter is a detached copy of what it is made of."""
+    """A parameter around `local`. Around a stand-in first, since a Parameter is a detached copy of
+    what it is made of.
+    """
     made = wrap(torch.empty_like(local), mesh, placements, shape, stride)
     parameter = parameter_around(made, requires_grad=requires_grad)
     assert isinstance(parameter, DTensor)
@@ -327,47 +383,68 @@ def dtensor_parameter(
 
 
 def shard_placements(slot: Slot, mesh: DeviceMesh, mesh_dim: int) -> list[Placement]:
-    """The placements of a sharded parameter: cut over `mesh_dim`, the same along other dimensions of the mesh."""
+    """The placements of a sharded parameter: cut over `mesh_dim`, the same along other dimensions
+    of the mesh.
+    """
     uncut = slot.route is Route.WHOLE and (slot.num_shards > 1 or not slot.shape)
     along: Placement = Replicate() if uncut else Shard(slot.cut_dim)
     return [along if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
 
 
 def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """`local` as a gradient of `parameter`: a `DTensor` of the same placements, or `local` itself."""
+    """`local` as a gradient of `parameter`: a `DTensor` of the same placements, or `local`
+    itself.
+    """
     if not isinstance(parameter, DTensor):
         return local
     own = local_of(parameter)
     if local.shape == own.shape and local.stride() == own.stride() and local.dtype == own.dtype:
         return dtensor_like(local, parameter)  # the usual case, 5 us instead of 50
-    return wrap(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+    return wrap(
+        local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+    )
 
 
 def unreduced_gradient(local: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's whole gradient of `parameter`, not yet reduced: the mean over all ranks is the gradient."""
+    """This rank's whole gradient of `parameter`, not yet reduced: the mean over all ranks is the
+    gradient.
+    """
     if not isinstance(parameter, DTensor):
         return local
     mesh = parameter.device_mesh
     made = wrap(local, mesh, [Partial("avg")] * mesh.ndim, local.shape, local.stride())
-    # torch refuses a gradient on another device than its parameter; under CPU offload this one is on its way there.
-    return made if made.device.type == parameter.device.type else dtensor_like(local, made, parameter.device)
+    # torch refuses a gradient on another device than its parameter; under CPU offload this one is
+    # on its way there.
+    return (
+        made
+        if made.device.type == parameter.device.type
+        else dtensor_like(local, made, parameter.device)
+    )
 
 
 def gradient_of_shards(local: Tensor, parameter: Tensor, shard_dim: int) -> Tensor:
-    """A gradient that is reduced over the shard dimension of the mesh, and not yet over the replicate dimension."""
+    """A gradient that is reduced over the shard dimension of the mesh, and not yet over the
+    replicate dimension.
+    """
     assert isinstance(parameter, DTensor)
-    placements = [each if dim == shard_dim else Partial("avg") for dim, each in enumerate(parameter.placements)]
+    placements = [
+        each if dim == shard_dim else Partial("avg")
+        for dim, each in enumerate(parameter.placements)
+    ]
     return wrap(local, parameter.device_mesh, placements, parameter.shape, parameter.stride())
 
 
 def is_unreduced(gradient: Tensor | None) -> bool:
     """Whether `gradient` was accumulated under `no_sync` and is not the mean over all ranks yet."""
-    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
+    return isinstance(gradient, DTensor) and any(
+        placement.is_partial() for placement in gradient.placements
+    )
 
 
 @torch.no_grad()
 def whole_of(tensor: Tensor) -> Tensor:
-    """Gather a whole copy of a parameter, gradient or optimizer state; all ranks of its mesh call this.
+    """Gather a whole copy of a parameter, gradient or optimizer state; all ranks of its mesh call
+    this.
 
     One all-gather of one tensor, torch's own, which knows uneven shards and every placement.
     """
@@ -381,23 +458,29 @@ def whole_of(tensor: Tensor) -> Tensor:
         assert isinstance(moved, DTensor)
         tensor = moved
     whole = tensor.full_tensor()
-    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole  # replicated, or one rank
+    # replicated, or one rank
+    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:
     """Like `the (2,) cpu mesh of ranks 0, 1`."""
-    return f"the {tuple(mesh.shape)} {mesh.device_type} mesh of ranks {few([str(r) for r in mesh.mesh.flatten().tolist()])}"
+    return (
+        f"the {tuple(mesh.shape)} {mesh.device_type} mesh of ranks"
+        f" {few([str(r) for r in mesh.mesh.flatten().tolist()])}"
+    )
 
 
 def keep_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:
-    """Let the parameter's gradient have `dtype`; torch accepts the parameter's own only, unless told otherwise."""
+    """Let the parameter's gradient have `dtype`; torch accepts the parameter's own only, unless
+    told otherwise.
+    """
     if getattr(parameter, "grad_dtype", dtype) != dtype:
         gradient, parameter.grad = parameter.grad, None
         parameter.grad_dtype = dtype
         parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
-# --- the engine's hooks on what autograd accumulates on ---------------------------------------------------------------
+# --- the engine's hooks on what autograd accumulates on -----------------------------------------
 
 # The table of a parameter's post-accumulate hooks, and a key and a hook in it.
 Arrival = tuple[OrderedDict[int, Any], int, Callable[[Tensor], None]]
@@ -416,11 +499,13 @@ def hear_arrivals(arrivals: Iterable[Arrival]) -> None:
         OrderedDict.__setitem__(table, key, hook)
 
 
-# --- hooks of users on at-rest parameters ---------------------------------------------------------------------------
+# --- hooks of users on at-rest parameters -------------------------------------------------------
 
 
 def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
-    """`target` has the hooks of `source`, and `source` none. What removes a hook knows its table, so the tables move."""
+    """`target` has the hooks of `source`, and `source` none. What removes a hook knows its table,
+    so the tables move.
+    """
     tensor_hooks, after = gradient_hooks(source), hooks_after_accumulation(source)
     if isinstance(after, DeferredHooks):
         after = after.of_users
@@ -433,7 +518,9 @@ def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
 
 
 def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """What the parameter's tensor hooks make of a gradient that lands, as autograd would ask them."""
+    """What the parameter's tensor hooks make of a gradient that lands, as autograd would ask
+    them.
+    """
     with torch.no_grad():
         for hook in list((gradient_hooks(parameter) or {}).values()):
             changed = hook(gradient)
@@ -446,11 +533,15 @@ def have_post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:
     try:
         return any(map(_deferred_hooks, parameters))
     except AttributeError:  # not all have deferred ones
-        return any(getattr(hooks, "of_users", hooks) for hooks in map(hooks_after_accumulation, parameters))
+        return any(
+            getattr(hooks, "of_users", hooks) for hooks in map(hooks_after_accumulation, parameters)
+        )
 
 
 def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
-    """Call the post-accumulate hooks of an at-rest parameter, when its reduced gradient is there."""
+    """Call the post-accumulate hooks of an at-rest parameter, when its reduced gradient is
+    there.
+    """
     hooks = hooks_after_accumulation(parameter)
     if not hooks:
         return
@@ -466,15 +557,17 @@ _OF_ENGINE: Final = -1  # the key of the engine's hook; those of users count fro
 class DeferredHooks(OrderedDict[int, Any]):
     """The post-accumulate hooks of a replicated parameter on which autograd itself accumulates.
 
-    Autograd calls every hook in the table as soon as the local gradient is there. Users mean the reduced one. torch's C++ code
-    reads the dict itself, and users add and remove hooks by the methods: so the dict holds the engine's hook only, and the
-    methods keep the users' in `of_users`, from where they are called when the reduction has landed.
+    Autograd calls every hook in the table as soon as the local gradient is there. Users mean the
+    reduced one. torch's C++ code reads the dict itself, and users add and remove hooks by the
+    methods: so the dict holds the engine's hook only, and the methods keep the users' in
+    `of_users`, from where they are called when the reduction has landed.
     """
 
     def __init__(self, users: OrderedDict[int, Any] | None) -> None:
         super().__init__()
         self.of_users: OrderedDict[int, Any] = OrderedDict() if users is None else users
-        # The handle that removes a hook refers weakly to the dict that it was added to: this one, which must outlive its use.
+        # The handle that removes a hook refers weakly to the dict that it was added to: this one,
+        # which must outlive its use.
         self.of_users.deferred = self  # type: ignore[attr-defined]
 
     @property
@@ -502,10 +595,18 @@ class DeferredHooks(OrderedDict[int, Any]):
 _deferred_hooks: Final = attrgetter("_post_accumulate_grad_hooks.of_users")
 
 
-def defer_hooks(parameter: nn.Parameter, arrived: Callable[[Tensor], None]) -> tuple[Arrival, Callable[[], None]]:
-    """Call `arrived` when autograd has accumulated, and the hooks of users when they are run; also returns the inverse."""
+def defer_hooks(
+    parameter: nn.Parameter, arrived: Callable[[Tensor], None]
+) -> tuple[Arrival, Callable[[], None]]:
+    """Call `arrived` when autograd has accumulated, and the hooks of users when they are run; also
+    returns the inverse.
+    """
     users = hooks_after_accumulation(parameter)
-    deferred = users if isinstance(users, DeferredHooks) else getattr(users, "deferred", None) or DeferredHooks(users)
+    deferred = (
+        users
+        if isinstance(users, DeferredHooks)
+        else getattr(users, "deferred", None) or DeferredHooks(users)
+    )
     hook = deferred.of_engine = untraced(arrived)
     parameter._post_accumulate_grad_hooks = deferred
 

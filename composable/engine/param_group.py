@@ -1,4 +1,5 @@
-"""The parameters of one unit with one precision on one device, which are unsharded and resharded together.
+"""The parameters of one unit with one precision on one device, which are unsharded and resharded
+together.
 
 State machine, with everything that may affect it in this file:
 
@@ -9,16 +10,19 @@ State machine, with everything that may affect it in this file:
 | UNSHARDED            | -                                | -                  | SHARDED              | SHARDED_POST_FORWARD       |
 | SHARDED_POST_FORWARD | UNSHARDING, from n ranks' shards | -                  | SHARDED              | -                          |
 
-`unshard` reshards first what is out of date. A collective in flight owns its memory, so `reshard` waits for it first. Groups
-whose compute parameters are the users' own memory have nothing to gather: they are UNSHARDED at all times.
+`unshard` reshards first what is out of date. A collective in flight owns its memory, so `reshard`
+waits for it first. Groups whose compute parameters are the users' own memory have nothing to
+gather: they are UNSHARDED at all times.
 
-Memory. The full buffer's storage lives as long as the group and its memory comes and goes inside it, since autograd may have
-saved any alias of a compute parameter. Packed parameters have a buffer of their own, which gets its memory when their message has
-landed. All writes of the engine go through tensors made from `.data`, whose version counters are their own.
+Memory. The full buffer's storage lives as long as the group and its memory comes and goes inside
+it, since autograd may have saved any alias of a compute parameter. Packed parameters have a buffer
+of their own, which gets its memory when their message has landed. All writes of the engine go
+through tensors made from `.data`, whose version counters are their own.
 
-Versions. A compute parameter's version counter moves when its at-rest parameter is written to, so autograd refuses a graph that
-saved the values of before, as it does for a plain parameter. Two counters tell: the at-rest parameter's own (an operator on a
-`DTensor` does not move its local tensor's) and the shard buffer's, which all local tensors share. While the memory is gone the
+Versions. A compute parameter's version counter moves when its at-rest parameter is written to, so
+autograd refuses a graph that saved the values of before, as it does for a plain parameter. Two
+counters tell: the at-rest parameter's own (an operator on a `DTensor` does not move its local
+tensor's) and the shard buffer's, which all local tensors share. While the memory is gone the
 counter has a value that no graph has: autograd raises its own error before it reads freed memory.
 """
 
@@ -74,7 +78,8 @@ logger = logging.getLogger("composable")
 
 version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-defined]  # the quickest way to ask many
 
-# A version that no parameter comes to. docs/errors.md has it, since users read it in autograd's error.
+# A version that no parameter comes to. docs/errors.md has it, since users read it in autograd's
+# error.
 ABSENT: Final = 2**31 - 1
 _CACHE_LINE: Final = 64  # bytes
 
@@ -92,13 +97,16 @@ class ParamGroup:
     """See the top of this file.
 
     Args:
-        params: as they are registered now: plain parameters, or `DTensor`s of an earlier group of the same unit.
-        rest_mesh: for `replicate` in a tree with shards: the mesh that its parameters rest on as `DTensor(Replicate)`.
+        params: as they are registered now: plain parameters, or `DTensor`s of an earlier group of
+            the same unit.
+        rest_mesh: for `replicate` in a tree with shards: the mesh that its parameters rest on as
+            `DTensor(Replicate)`.
 
     Attributes:
         unit: its name, for messages.
         has_shards: at-rest parameters are views of a shard buffer (`fully_shard` over ranks).
-        gathers: unsharding takes a message or a cast; otherwise compute parameters are the users' memory.
+        gathers: unsharding takes a message or a cast; otherwise compute parameters are the users'
+            memory.
         takes_message: unsharding takes a message, so that all ranks take part.
     """
 
@@ -123,7 +131,11 @@ class ParamGroup:
         self._label = ""
         self._work: Work | None = None
         self._warned = False
-        self.home = HostHome(device, pin_memory=offload.pin_memory) if has_shards and offload and has_streams(device) else None
+        self.home = (
+            HostHome(device, pin_memory=offload.pin_memory)
+            if has_shards and offload and has_streams(device)
+            else None
+        )
         self.layout = self._plan()
         self.slots = self.layout.slots
         self.takes_message = has_shards and self.layout.gathered
@@ -134,7 +146,7 @@ class ParamGroup:
             self._make_forms()
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
 
-    # --- construction -----------------------------------------------------------------------------------------------
+    # --- construction ----------------------------------------------------------------------------
 
     def _plan(self) -> Layout:
         traits, precision = self.comm.traits, self.precision
@@ -142,11 +154,18 @@ class ParamGroup:
         for param in self.params:
             tensor = param.registered
             assert tensor is not None
-            # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out as the parameter is.
+            # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out
+            # as the parameter is.
             order, dim = memory_order(tensor), param.info.shard_dim if self.has_shards else None
             shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
-            specs.append(ParamShape(param.fqn, shape, order.index(dim) if order and dim is not None else dim, order))
-        smallest = min(precision.original.itemsize, precision.compute.itemsize, precision.reduce.itemsize)
+            specs.append(
+                ParamShape(
+                    param.fqn, shape, order.index(dim) if order and dim is not None else dim, order
+                )
+            )
+        smallest = min(
+            precision.original.itemsize, precision.compute.itemsize, precision.reduce.itemsize
+        )
         return plan_layout(
             specs,
             num_shards=self.comm.size if self.has_shards else 1,
@@ -178,24 +197,31 @@ class ParamGroup:
         return as_parameter(shard.view(slot.local_shape(self.comm.rank)), slot)
 
     def _local(self, slot: Slot) -> Tensor:
-        """A shard as the at-rest parameter holds it: the buffer's memory and version counter, and a storage of its own.
+        """A shard as the at-rest parameter holds it: the buffer's memory and version counter, and a
+        storage of its own.
 
-        What `torch.save` writes is storages, and a view of the buffer would take the whole buffer with it.
+        What `torch.save` writes is storages, and a view of the buffer would take the whole buffer
+        with it.
         """
         shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
         local = shard.detach()
-        local.data = as_parameter(with_own_storage(shard).view(slot.local_shape(self.comm.rank)), slot)
+        local.data = as_parameter(
+            with_own_storage(shard).view(slot.local_shape(self.comm.rank)), slot
+        )
         return local
 
     def _adopt_own(self, rest_mesh: DeviceMesh | None) -> None:
-        """The users' parameters stay where they are; next to shards they rest as `DTensor(Replicate)` over the same memory."""
+        """The users' parameters stay where they are; next to shards they rest as
+        `DTensor(Replicate)` over the same memory.
+        """
         for param in self.params:
             registered, known = param.registered, False
             assert registered is not None
             if param.own is not None and registered is param.at_rest:
                 own, known = param.own, True
                 local = local_of(registered) if isinstance(registered, DTensor) else own
-                if own.is_meta and not local.is_meta:  # torch gives no memory to what was made on the meta device
+                # torch gives no memory to what was made on the meta device
+                if own.is_meta and not local.is_meta:
                     own = nn.Parameter(local.detach(), requires_grad=registered.requires_grad)
                 elif local.data_ptr() != own.data_ptr():
                     own.data = local  # the at-rest parameter was moved
@@ -218,7 +244,8 @@ class ParamGroup:
                     requires_grad=own.requires_grad,
                 )  # fmt: skip
                 copy_attributes(own, at_rest)
-                move_hooks(own, at_rest)  # autograd accumulates on `own`, and users mean the reduced gradient
+                # autograd accumulates on `own`, and users mean the reduced gradient
+                move_hooks(own, at_rest)
                 if own.grad is not None:
                     at_rest.grad = gradient_like(own.grad, at_rest)
                     own.grad = None
@@ -231,7 +258,8 @@ class ParamGroup:
         layout, dtype, device = self.layout, self.precision.compute, self.device
         self.full = self.late = None  # memory of compute parameters
         self._buffers: tuple[ElasticBuffer, ...] = ()  # those of the two that there are
-        self._staging = self._sent = None  # where packed shards arrive; cast shards that are sent: while a gather is in flight
+        # where packed shards arrive; cast shards that are sent: while a gather is in flight
+        self._staging = self._sent = None
         self._coming: ComingShards | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -251,7 +279,9 @@ class ParamGroup:
         if self.takes_message and self.precision.casts:
             self._sent = ElasticBuffer(layout.cut_numel, dtype, device)
         if self.mesh_info.post_forward is not None and self.takes_message:
-            self._post_forward_shard = ElasticBuffer(layout.full_numel // self.mesh_info.post_forward.size, dtype, device)
+            self._post_forward_shard = ElasticBuffer(
+                layout.full_numel // self.mesh_info.post_forward.size, dtype, device
+            )
         self._plan_sending()
         self._plan_copy_out()
 
@@ -274,10 +304,16 @@ class ParamGroup:
         layout = self.layout
 
         def mine(start: int, numel: int) -> Tensor:
-            return self._read(start, numel) if self._sent is None else self._sent.stretch(start, numel).data
+            return (
+                self._read(start, numel)
+                if self._sent is None
+                else self._sent.stretch(start, numel).data
+            )
 
         if self._staging is not None:
-            self._pairs.append((self._staging.tensor.data, mine(layout.packed_start, layout.packed_numel)))
+            self._pairs.append(
+                (self._staging.tensor.data, mine(layout.packed_start, layout.packed_numel))
+            )
         for slot in layout.of(Route.DIRECT):
             self._pairs.append((self._room(slot), mine(slot.shard_start, slot.chunk_numel)))
         targets, sources = self._casts
@@ -290,28 +326,39 @@ class ParamGroup:
                 else:
                     assert param.own is not None
                     targets.append(room.view(slot.shape))
-                    sources.append(param.own.data.permute(slot.order) if slot.order else param.own.data)
+                    sources.append(
+                        param.own.data.permute(slot.order) if slot.order else param.own.data
+                    )
         if self._sent is not None:
             targets.append(self._sent.tensor.data)
             sources.append(self._read(0, layout.cut_numel))
 
     def _plan_copy_out(self) -> None:
-        """How packed parameters get from the staging buffer, a row per rank, to their place in the full buffer."""
+        """How packed parameters get from the staging buffer, a row per rank, to their place in the
+        full buffer.
+        """
         layout, ranks = self.layout, self.layout.num_shards
         self._columns: tuple[list[int], list[Tensor]] | None = None
         self._copies: list[tuple[Tensor, int, Slot]] = []
         packed = [slot for slot in layout.of(Route.PACKED) if slot.chunk_numel]
         if any(slot.dim != 0 for slot in packed):
-            self._copies = [(self._room(slot), slot.shard_start - layout.packed_start, slot) for slot in packed]
+            self._copies = [
+                (self._room(slot), slot.shard_start - layout.packed_start, slot) for slot in packed
+            ]
             return
         sizes, targets = [], []
-        ends = [*(slot.shard_start for slot in packed[1:]), layout.packed_start + layout.packed_numel]
+        ends = [
+            *(slot.shard_start for slot in packed[1:]),
+            layout.packed_start + layout.packed_numel,
+        ]
         for slot, end in zip(packed, ends, strict=False):
             sizes.append(slot.chunk_numel)
             targets.append(self._room(slot).view(ranks, slot.chunk_numel))
             if padding := end - slot.shard_start - slot.chunk_numel:
                 sizes.append(padding)
-                targets.append(torch.empty(ranks, padding, dtype=self.precision.compute, device=self.device))
+                targets.append(
+                    torch.empty(ranks, padding, dtype=self.precision.compute, device=self.device)
+                )
         self._columns = (sizes, targets)
 
     def _make_forms(self) -> None:
@@ -346,7 +393,10 @@ class ParamGroup:
         self._counted = (*[param.at_rest for param in self.params], *self._memory) if apart else ()
         self._seen = self._versions_now()
         self._is_stale = False
-        locals_ = [local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest for p in self.params]
+        locals_ = [
+            local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest
+            for p in self.params
+        ]
         self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
             set_versions(self._coming_params, self._absent)
@@ -357,7 +407,8 @@ class ParamGroup:
         if registered.device == local.device:
             set_local(registered, local)
             return registered
-        # It was moved away, and DTensors remember their device: let it take over a new one's insides.
+        # It was moved away, and DTensors remember their device: let it take over a new one's
+        # insides.
         gradient, registered.grad = registered.grad, None
         made = dtensor_parameter(
             local, registered.device_mesh, registered.placements, registered.shape, registered.stride(),
@@ -371,21 +422,27 @@ class ParamGroup:
         return registered
 
     def _aliased(self, slot: Slot) -> bool:
-        """Whether a parameter's compute form is the memory of its at-rest form, though the group gathers others."""
+        """Whether a parameter's compute form is the memory of its at-rest form, though the group
+        gathers others.
+        """
         return slot.route is Route.WHOLE and not self.precision.casts and self.home is None
 
     def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         if not self.has_shards and not self.precision.casts:
             assert param.own is not None
             if self.precision.changes and param.at_rest is param.own:
-                # Gradients are summed in another dtype. Autograd must not add to the user's gradient, which would be rounded again.
+                # Gradients are summed in another dtype. Autograd must not add to the user's
+                # gradient, which would be rounded again.
                 return nn.Parameter(param.own.detach(), requires_grad=self._differentiable)
             return param.own
         if self.has_shards and self._aliased(slot):  # shares the shards' version counter
             return nn.Parameter(self.shard_view(slot), requires_grad=self._differentiable)
         buffer, shape = self._buffer_of(slot), whole_shape(slot)
         if buffer is None:  # the group has no elements
-            return nn.Parameter(torch.empty_like(shape, dtype=self.precision.compute, device=self.device), self._differentiable)
+            return nn.Parameter(
+                torch.empty_like(shape, dtype=self.precision.compute, device=self.device),
+                self._differentiable,
+            )
         view = buffer.part(slot.full_start, shape.shape, shape.stride())
         return nn.Parameter(view.data, requires_grad=self._differentiable)
 
@@ -397,7 +454,7 @@ class ParamGroup:
         self.unit = unit
         self._label = f"all-gather of unit '{unit}'"
 
-    # --- unshard and reshard ----------------------------------------------------------------------------------------
+    # --- unshard and reshard ---------------------------------------------------------------------
 
     def _versions_now(self) -> list[int]:
         with as_tensors():
@@ -421,7 +478,9 @@ class ParamGroup:
         self._versions = tuple(map(add, self._versions, written))
         apart = [
             param.compute
-            for param, told, comes, changed in zip(self.params, memory, self._comes, at_rest, strict=True)
+            for param, told, comes, changed in zip(
+                self.params, memory, self._comes, at_rest, strict=True
+            )
             if changed and not told and not comes and param.compute is not param.at_rest
         ]
         if apart:  # they share the memory's counter, which an operator on a `DTensor` did not move
@@ -429,7 +488,9 @@ class ParamGroup:
             self._seen = self._versions_now()
 
     def unshard(self) -> None:
-        """Launch the all-gather, unless the parameters are there or on their way, and were not written to since."""
+        """Launch the all-gather, unless the parameters are there or on their way, and were not
+        written to since.
+        """
         if self._counted:
             with as_tensors():
                 now = list(map(version_of, self._counted))
@@ -527,7 +588,8 @@ class ParamGroup:
     def _look_for_writes(self) -> None:
         """Warn, once, if a forward wrote to a gathered parameter: the write is lost now.
 
-        Only warn: some writes change nothing (PEFT's parametrizations `set_` a parameter to itself).
+        Only warn: some writes change nothing (PEFT's parametrizations `set_` a parameter to
+        itself).
         """
         now = tuple(map(version_of, self._coming_params))
         if now == self._versions:
@@ -537,22 +599,30 @@ class ParamGroup:
             return
         written = [
             param.fqn
-            for param, was, now_is in zip(compress(self.params, self._comes), before, now, strict=True)
+            for param, was, now_is in zip(
+                compress(self.params, self._comes), before, now, strict=True
+            )
             # An embedding with a largest norm writes to its weight whenever it is used.
-            if was != now_is and not any(getattr(place.module, "max_norm", None) is not None for place in param.info.places)
+            if was != now_is
+            and not any(
+                getattr(place.module, "max_norm", None) is not None for place in param.info.places
+            )
         ]
         if written:
             self._warned = True
             logger.warning(
-                "unit '%s': %s was written to in place while it was unsharded; the write is lost, since only shards are kept. "
-                "Write to the parameter outside of forward, where it is a DTensor",
+                "unit '%s': %s was written to in place while it was unsharded; the write is lost,"
+                " since only shards are kept. Write to the parameter outside of forward, where it"
+                " is a DTensor",
                 self.unit,
                 few([f"'{name}'" for name in written]),
             )
 
     @outside_transforms
     def reshard_after_forward(self) -> None:
-        """Keep a shard over the few ranks of `mesh_info.post_forward`, for backward to gather from."""
+        """Keep a shard over the few ranks of `mesh_info.post_forward`, for backward to gather
+        from.
+        """
         if self._post_forward_shard is None:
             self.reshard()
             return
@@ -581,13 +651,20 @@ class ParamGroup:
 
 
 def row_pairs(slot: Slot, whole: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of views with equal shapes: parts of a whole parameter (flat, in memory order), and of rows with a chunk per rank."""
+    """Pairs of views with equal shapes: parts of a whole parameter (flat, in memory order), and of
+    rows with a chunk per rank.
+    """
     ranks, chunk = slot.num_shards, slot.chunk_numel
     if slot.dim == 0:
         return [(whole.view(ranks, chunk), rows)]
     if slot.even:  # one strided copy
         inner = chunk // slot.outer
-        return [(whole.view(slot.outer, ranks, inner).transpose(0, 1), rows.view(ranks, slot.outer, inner))]
+        return [
+            (
+                whole.view(slot.outer, ranks, inner).transpose(0, 1),
+                rows.view(ranks, slot.outer, inner),
+            )
+        ]
     shaped = whole.view(slot.shape)
     pairs = []
     for rank in range(ranks):

@@ -55,8 +55,12 @@ def resolve(policy: MixedPrecisionPolicy, dtype: torch.dtype, *, exact: bool = F
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in `value`. Autograd sees the cast, so that gradients go back through it."""
-    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    """Cast the floating-point tensors in `value`. Autograd sees the cast, so that gradients go back
+    through it.
+    """
+    return map_tensors(
+        value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+    )
 
 
 def moved(value: Any, device: torch.device) -> Any:
@@ -64,7 +68,9 @@ def moved(value: Any, device: torch.device) -> Any:
 
 
 class BufferHolder(NamedTuple):
-    """A module and what its floating-point buffers are cast to while it computes: all of them, or those that are named."""
+    """A module and what its floating-point buffers are cast to while it computes: all of them, or
+    those that are named.
+    """
 
     module: nn.Module
     dtypes: torch.dtype | Mapping[str, torch.dtype]
@@ -74,23 +80,32 @@ class BufferHolder(NamedTuple):
 
 
 class BufferCasts:
-    """The casts of a unit's buffers while it computes. At rest modules hold their own buffers, in their own dtype."""
+    """The casts of a unit's buffers while it computes. At rest modules hold their own buffers, in
+    their own dtype.
+    """
 
     __slots__ = ("_holders", "_shown")
 
     def __init__(self, holders: tuple[BufferHolder, ...]) -> None:
         self._holders = holders
-        self._shown: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # module, name, buffer, its cast
+        # module, name, buffer, its cast
+        self._shown: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
     def show(self) -> None:
         if not self._holders or self._shown:
             return
-        casts: dict[tuple[int, torch.dtype], Tensor] = {}  # a buffer that two modules share stays one
+        # a buffer that two modules share stays one
+        casts: dict[tuple[int, torch.dtype], Tensor] = {}
         with torch.no_grad(), torch.inference_mode(False):
             for holder in self._holders:
                 for name, buffer in holder.module._buffers.items():
                     dtype = holder.dtype_of(name)
-                    if dtype is None or buffer is None or buffer.dtype == dtype or not buffer.is_floating_point():
+                    if (
+                        dtype is None
+                        or buffer is None
+                        or buffer.dtype == dtype
+                        or not buffer.is_floating_point()
+                    ):
                         continue
                     if (id(buffer), dtype) not in casts:
                         casts[id(buffer), dtype] = buffer.to(dtype)
@@ -110,15 +125,22 @@ class BufferCasts:
             for module, name, buffer, cast in shown:
                 held = module._buffers.get(name)
                 if held is cast:
-                    # Elements that forward did not change keep all their bits. Batch norm's writes bump no version counter.
-                    buffer.data.copy_(torch.where(buffer.to(cast.dtype) == cast, buffer, cast.to(buffer.dtype)))
+                    # Elements that forward did not change keep all their bits. Batch norm's writes
+                    # bump no version counter.
+                    buffer.data.copy_(
+                        torch.where(buffer.to(cast.dtype) == cast, buffer, cast.to(buffer.dtype))
+                    )
                     module._buffers[name] = buffer
-                elif held is not None and held.dtype == cast.dtype:  # forward registered another tensor
+                elif (
+                    held is not None and held.dtype == cast.dtype
+                ):  # forward registered another tensor
                     module._buffers[name] = held.to(buffer.dtype)
 
 
 class ExactModule:
-    """A module that keeps its dtype inside a unit that computes in `low`: inputs are cast to its dtype, outputs back."""
+    """A module that keeps its dtype inside a unit that computes in `low`: inputs are cast to its
+    dtype, outputs back.
+    """
 
     def __init__(self, module: nn.Module, low: torch.dtype) -> None:
         self._low = low
@@ -126,7 +148,9 @@ class ExactModule:
         self._handles = (before, module.register_forward_hook(self._cast_back))
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _cast_between(args, self._low, _dtype_of(module)), _cast_between(kwargs, self._low, _dtype_of(module))
+        return _cast_between(args, self._low, _dtype_of(module)), _cast_between(
+            kwargs, self._low, _dtype_of(module)
+        )
 
     def _cast_back(self, module: nn.Module, args: Any, output: Any) -> Any:
         return _cast_between(output, _dtype_of(module), self._low)

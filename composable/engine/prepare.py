@@ -1,6 +1,8 @@
-"""Once per root forward: find what users did to parameters, modules and hooks since the last one; adopt it or refuse it by name.
+"""Once per root forward: find what users did to parameters, modules and hooks since the last one;
+adopt it or refuse it by name.
 
-Nearly always nothing happened, so everything is compared in a few calls that run in C; only a difference is looked into.
+Nearly always nothing happened, so everything is compared in a few calls that run in C; only a
+difference is looked into.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, is_distributed
 from composable.contract.hooks import hooks_attached
-from composable.contract.tree import Place, get_all_sharded_states, get_replicated_states, registered_parameters
+from composable.contract.tree import (
+    Place,
+    get_all_sharded_states,
+    get_replicated_states,
+    registered_parameters,
+)
 from composable.engine.arrival import Buckets
 from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability
 from composable.engine.unit import Unit, unit_of
@@ -77,16 +84,20 @@ class Preparation:
         self._at_rest: list[nn.Parameter] = []
         self._followed: list[bool] | None = None  # which of these train, as units know it
         self._owners: dict[int, tuple[Unit, ManagedParam]] = {}  # by the id of a form
-        self._strangers: list[nn.Parameter] = []  # frozen, and managed by no unit: refused once they train
+        # frozen, and managed by no unit: refused once they train
+        self._strangers: list[nn.Parameter] = []
 
     def prepare(self) -> None:
-        """Raise for what cannot be computed with; rebuild the groups of units whose parameters changed."""
+        """Raise for what cannot be computed with; rebuild the groups of units whose parameters
+        changed.
+        """
         root = self._root
         ddp = active_ddp()
         if ddp is not None and _averages(ddp, root.units):
             raise AnnotationError(
-                f"unit '{root.name}' is called inside DistributedDataParallel, which would average gradients once more. Leave DDP "
-                "out: replicate and fully_shard average gradients themselves"
+                f"unit '{root.name}' is called inside DistributedDataParallel, which would average"
+                " gradients once more. Leave DDP out: replicate and fully_shard average gradients"
+                " themselves"
             )
         root.split_by = "" if _is_alone(root) else split_backward_schedule()
         if not self._looked_around and torch.is_grad_enabled():
@@ -106,7 +117,11 @@ class Preparation:
         units = self._root.units
         params = [param for unit in units for param in unit.params if param.registered is not None]
         tables = [(table, name, param.at_rest) for param in params for table, name in param.tables]
-        tables += [(p.module._parameters, p.name, param.at_rest) for param in params for p in param.by_setattr]
+        tables += [
+            (p.module._parameters, p.name, param.at_rest)
+            for param in params
+            for p in param.by_setattr
+        ]
         self._tables = [table for table, _, _ in tables]
         self._names = [name for _, name, _ in tables]
         self._registered = [parameter for _, _, parameter in tables]
@@ -114,7 +129,10 @@ class Preparation:
         self._sharded = [p for p in self._at_rest if isinstance(p, DTensor)]
         self._shards = [local_of(p) for p in self._sharded]
         self._own = [param.own for param in params if param.own is not None]
-        self._dtyped = [*self._own, *(param.compute for param in params if param.compute is not param.own)]
+        self._dtyped = [
+            *self._own,
+            *(param.compute for param in params if param.compute is not param.own),
+        ]
         around = dict.fromkeys(each for unit in units for each in (unit, *unit.within))
         self._modules = list(dict.fromkeys(module for unit in around for module in unit.modules))
         self._watched, self._followed = self._look(), self._trainability()
@@ -124,7 +142,8 @@ class Preparation:
             return list(map(trainability, self._at_rest))
 
     def follow_freezing(self) -> None:
-        """A backward begins: what `requires_grad` says now decides which parameters get gradients, as in torch.
+        """A backward begins: what `requires_grad` says now decides which parameters get gradients,
+        as in torch.
 
         Adapters are switched off and on again between a forward and its backward, for a reference.
         """
@@ -135,7 +154,8 @@ class Preparation:
                 unit.follow()
 
     def _look(self) -> list[Any]:
-        # A shard's memory is the engine's; that of users' own parameters may be exchanged (`param.data = ...`).
+        # A shard's memory is the engine's; that of users' own parameters may be exchanged
+        # (`param.data = ...`).
         return [
             list(map(trainability, self._strangers)),
             list(map(Tensor.numel, self._shards)),
@@ -157,15 +177,21 @@ class Preparation:
         root = self._root
         if unit.shown_by:
             raise PhaseError(
-                f"a forward of unit '{unit.name}' was called inside of {unit.shown_by}, where its modules hold whole parameters to look "
-                "at and to edit. Call it outside of the scope; to keep parameters unsharded for forwards, use keep_unsharded(model)"
+                f"a forward of unit '{unit.name}' was called inside of {unit.shown_by}, where its"
+                " modules hold whole parameters to look at and to edit. Call it outside of the"
+                " scope; to keep parameters unsharded for forwards, use keep_unsharded(model)"
             )
-        for each in (unit, *unit.within):  # without its hooks, an annotation around a unit would not be noticed at all
+        # without its hooks, an annotation around a unit would not be noticed at all
+        for each in (unit, *unit.within):
             _refuse_cleared_hooks(each)
         _refuse_left_alone(unit)
         _refuse_optimizers_of_torch(unit)
-        if not unit.is_sharded and any(not isinstance(p.registered, nn.Parameter | None) for p in unit.params):
-            return  # `torch.func.functional_call` registers tensors of its own for one call, and they are computed with
+        if not unit.is_sharded and any(
+            not isinstance(p.registered, nn.Parameter | None) for p in unit.params
+        ):
+            # `torch.func.functional_call` registers tensors of its own for one call, and they are
+            # computed with
+            return
         _refuse_cast_in_forward(unit)
         if _adopt(unit, self._owners):
             if not root.in_step:
@@ -179,7 +205,9 @@ class Preparation:
         root.buckets.follow()
 
     def _look_for_newcomers(self) -> None:
-        """Refuse trainable parameters below a unit that no unit manages, and ties that came after the annotation."""
+        """Refuse trainable parameters below a unit that no unit manages, and ties that came after
+        the annotation.
+        """
         units = self._root.units
         self._owners = {
             id(form): (unit, param)
@@ -189,11 +217,18 @@ class Preparation:
             if form is not None
         }
         self._strangers = []
-        known = {(id(place.module), place.name) for unit in units for param in unit.params for place in param.info.places}
+        known = {
+            (id(place.module), place.name)
+            for unit in units
+            for param in unit.params
+            for place in param.info.places
+        }
         known |= _left_alone(units)
         for unit in units:
             found = []
-            for place, parameter in (each for module in unit.modules for each in registered_parameters(module, stop=())):
+            for place, parameter in (
+                each for module in unit.modules for each in registered_parameters(module, stop=())
+            ):
                 if (id(place.module), place.name) in known:
                     continue
                 if id(parameter) in self._owners:
@@ -209,9 +244,10 @@ class Preparation:
             if found and not _is_alone(self._root):
                 verb = unit.spec.verb
                 raise AnnotationError(
-                    f"unit '{unit.name}' ({verb}): no unit manages {few(found)}, added below it, or left by remove(), after the "
-                    f"annotation: every rank would train its own. Call remove(module, {verb}) and annotate again, with "
-                    "ignored_params= for those that are to be trained as they are"
+                    f"unit '{unit.name}' ({verb}): no unit manages {few(found)}, added below it, or"
+                    " left by remove(), after the annotation: every rank would train its own. Call"
+                    f" remove(module, {verb}) and annotate again, with ignored_params= for those"
+                    " that are to be trained as they are"
                 )
 
 
@@ -220,7 +256,9 @@ def _is_alone(root: Tree) -> bool:
 
 
 def _is_managed(parameter: nn.Parameter) -> bool:
-    """Whether any unit manages `parameter`; one whose forward is under way, or which is kept unsharded, shows its compute form."""
+    """Whether any unit manages `parameter`; one whose forward is under way, or which is kept
+    unsharded, shows its compute form.
+    """
     label = label_of(parameter)
     return label is not None and (label.form == "compute" or unit_of(parameter) is not None)
 
@@ -232,21 +270,28 @@ def _left_alone(units: Iterable[Unit]) -> set[tuple[int, str]]:
 
 def _refuse_late_tie(where: str, unit: Unit, param: ManagedParam) -> None:
     if param.compute is param.at_rest:
-        return  # modules compute with what is registered, and its gradient is reduced wherever it is used
+        # modules compute with what is registered, and its gradient is reduced wherever it is used
+        return
     raise ForeignParameterError(
-        f"{where} was tied to parameter '{param.fqn}' of unit '{unit.name}' after the annotation, and would not be gathered or "
-        "cast with it. Call remove() with the module and its verb, tie the parameters, and annotate again"
+        f"{where} was tied to parameter '{param.fqn}' of unit '{unit.name}' after the annotation,"
+        " and would not be gathered or cast with it. Call remove() with the module and its verb,"
+        " tie the parameters, and annotate again"
     )
 
 
 def _warn_of_unmanaged_around(root: Tree) -> None:
-    """Once per model: tell which of its parameters train and are reached by no annotation, such as those around annotated blocks.
+    """Once per model: tell which of its parameters train and are reached by no annotation, such as
+    those around annotated blocks.
 
     Blocks do not know the model; it is the outermost module whose forward is on the stack.
     """
     model = root.modules[0]
     for frame, _ in walk_stack(None):
-        caller = frame.f_locals.get("self") if frame.f_code.co_name in ("_call_impl", "forward") else None
+        caller = (
+            frame.f_locals.get("self")
+            if frame.f_code.co_name in ("_call_impl", "forward")
+            else None
+        )
         model = caller if isinstance(caller, nn.Module) else model
     if model in root.modules or model in _TOLD:
         return
@@ -273,11 +318,15 @@ def _averages(ddp: Any, units: Sequence[Unit]) -> bool:
     """Whether DDP was not told to ignore all parameters of these units."""
     managed = {id(param.at_rest) for unit in units for param in unit.params}
     ignored = getattr(ddp, "parameters_to_ignore", ())
-    return any(id(p) in managed and name not in ignored for name, p in ddp.module.named_parameters())
+    return any(
+        id(p) in managed and name not in ignored for name, p in ddp.module.named_parameters()
+    )
 
 
 def _refuse_cast_in_forward(unit: Unit) -> None:
-    """A forward that casts its module, as routers of some mixtures of experts do, takes what is gathered out of its memory."""
+    """A forward that casts its module, as routers of some mixtures of experts do, takes what is
+    gathered out of its memory.
+    """
     for group in unit.groups:
         for param in group.params:
             dtype, expected = param.compute.dtype, group.precision.compute
@@ -285,9 +334,10 @@ def _refuse_cast_in_forward(unit: Unit) -> None:
                 unit.reshard()
                 unit.build()
                 raise ForeignParameterError(
-                    f"a forward gave parameter '{param.fqn}' of unit '{unit.name}' the dtype {dtype}, where the unit computes in "
-                    f"{expected}; what is gathered would not reach it. The parameter is as before. Cast the module before "
-                    "annotating it, pass mp_policy=, or cast a copy in forward"
+                    f"a forward gave parameter '{param.fqn}' of unit '{unit.name}' the dtype"
+                    f" {dtype}, where the unit computes in {expected}; what is gathered would not"
+                    " reach it. The parameter is as before. Cast the module before annotating it,"
+                    " pass mp_policy=, or cast a copy in forward"
                 )
 
 
@@ -295,8 +345,9 @@ def _refuse_cleared_hooks(unit: Unit) -> None:
     for module in unit.modules:
         if not hooks_attached(module):
             raise HooksRemovedError(
-                f"unit '{unit.name}': the forward hooks that the annotation needs were removed from its "
-                f"{type(module).__name__}. Remove hooks by their own handles; to take the annotation back, call remove()"
+                f"unit '{unit.name}': the forward hooks that the annotation needs were removed from"
+                f" its {type(module).__name__}. Remove hooks by their own handles; to take the"
+                " annotation back, call remove()"
             )
 
 
@@ -304,31 +355,42 @@ def _refuse_left_alone(unit: Unit) -> None:
     if unit.mesh_info.mesh is None and is_distributed() and dist.get_world_size() > 1:
         verb = unit.spec.verb
         raise MeshError(
-            f"unit '{unit.name}' was annotated before there was a process group: each of the {dist.get_world_size()} ranks would "
-            f"train it by itself. Call remove(module, {verb}) and annotate again; to train on this rank alone, pass "
-            f"mesh=DeviceMesh(device, [{dist.get_rank()}])"
+            f"unit '{unit.name}' was annotated before there was a process group: each of the"
+            f" {dist.get_world_size()} ranks would train it by itself. Call remove(module, {verb})"
+            " and annotate again; to train on this rank alone, pass mesh=DeviceMesh(device,"
+            f" [{dist.get_rank()}])"
         )
 
 
 def _refuse_optimizers_of_torch(unit: Unit) -> None:
-    """torch's optimizers in backward hang on nodes of autograd's, which compute parameters of shards do not share."""
+    """torch's optimizers in backward hang on nodes of autograd's, which compute parameters of
+    shards do not share.
+    """
     for param in unit.params:
-        if hasattr(param.at_rest, "_in_backward_optimizers") or hasattr(param.compute, "_in_backward_optimizers"):
+        if hasattr(param.at_rest, "_in_backward_optimizers") or hasattr(
+            param.compute, "_in_backward_optimizers"
+        ):
             raise PhaseError(
-                f"parameter '{param.fqn}' of unit '{unit.name}' has an optimizer of torch's _apply_optimizer_in_backward, which "
-                "would step before its gradient is reduced, or never. Use composable.apply_optimizer_in_backward, or "
-                "register_post_accumulate_grad_hook on the parameter"
+                f"parameter '{param.fqn}' of unit '{unit.name}' has an optimizer of torch's"
+                " _apply_optimizer_in_backward, which would step before its gradient is reduced,"
+                " or never. Use composable.apply_optimizer_in_backward, or"
+                " register_post_accumulate_grad_hook on the parameter"
             )
 
 
 def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
     """Whether the unit has to be built anew, since its parameters were replaced, moved or cast."""
-    newcomers = [(param, _newcomer(unit, param)) for param in unit.params]  # what is refused is refused before anything changes
+    # what is refused is refused before anything changes
+    newcomers = [(param, _newcomer(unit, param)) for param in unit.params]
     replaced = [(param, newcomer) for param, newcomer in newcomers if newcomer is not None]
     tied = []
     for param, newcomer in replaced:
         other = unit_of(newcomer)
-        elsewhere = next(((other, each) for each in other.params if each.at_rest is newcomer), None) if other else None
+        elsewhere = (
+            next(((other, each) for each in other.params if each.at_rest is newcomer), None)
+            if other
+            else None
+        )
         owner = owners.get(id(newcomer), elsewhere)
         if owner is not None:
             _refuse_late_tie(f"parameter '{param.fqn}' of unit '{unit.name}'", *owner)
@@ -340,14 +402,21 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
             local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
             if own is not None:
                 changed = changed or not local.data_ptr() == own.data_ptr() == address
-                changed = changed or local.device != group.device or at_rest.dtype != group.precision.original
+                changed = (
+                    changed
+                    or local.device != group.device
+                    or at_rest.dtype != group.precision.original
+                )
             elif isinstance(at_rest, DTensor):
                 _refuse_moved_off_the_host(unit, param, local)
                 if param.registered is at_rest and local.data_ptr() == address:
                     _refuse_resized(unit, param, local, group.shard_view(slot))
                 changed = changed or (local._base is None and local.data_ptr() != address)
                 # An empty shard has no address, wherever it is.
-                changed = changed or (local.device, local.dtype) != (group.shard.device, group.shard.dtype)
+                changed = changed or (local.device, local.dtype) != (
+                    group.shard.device,
+                    group.shard.dtype,
+                )
     for param, newcomer in replaced:
         set_label(param.at_rest, param.info, unit.name, "replaced")
         if not isinstance(newcomer, DTensor):
@@ -358,13 +427,16 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
 
 
 def _refuse_resized(unit: Unit, param: ManagedParam, local: Tensor, right: Tensor) -> None:
-    """An operator with `out=` resizes a shard to the whole, and fails. The next write would go behind the shard's memory."""
+    """An operator with `out=` resizes a shard to the whole, and fails. The next write would go
+    behind the shard's memory.
+    """
     if local.numel() != right.numel():
         local.as_strided_(right.shape, right.stride())
         raise ForeignParameterError(
-            f"parameter '{param.fqn}' of unit '{unit.name}': its shard was resized by an operator with out=, as "
-            "torch.nn.init.eye_ calls one. The shard has its shape and its values again. Initialise the parameter before "
-            "fully_shard, or load_state_dict() the whole tensor"
+            f"parameter '{param.fqn}' of unit '{unit.name}': its shard was resized by an operator"
+            " with out=, as torch.nn.init.eye_ calls one. The shard has its shape and its values"
+            " again. Initialise the parameter before fully_shard, or load_state_dict() the whole"
+            " tensor"
         )
 
 
@@ -372,8 +444,9 @@ def _refuse_moved_off_the_host(unit: Unit, param: ManagedParam, local: Tensor) -
     assert isinstance(param.at_rest, DTensor)
     if param.at_rest.device_mesh.device_type == "cpu" and local.device.type not in ("cpu", "meta"):
         raise ForeignParameterError(
-            f"parameter '{param.fqn}' of unit '{unit.name}' was moved to {local.device}, and the ranks of its mesh communicate "
-            f"on cpu. Call module.to('{local.device.type}') before fully_shard, or pass it a mesh of {local.device.type}"
+            f"parameter '{param.fqn}' of unit '{unit.name}' was moved to {local.device}, and the"
+            f" ranks of its mesh communicate on cpu. Call module.to('{local.device.type}') before"
+            f" fully_shard, or pass it a mesh of {local.device.type}"
         )
 
 
@@ -381,42 +454,59 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
     """The parameter that a user registered in place of the at-rest one; None if there is none."""
     name, at_rest = param.fqn, param.at_rest
     held = [found for place in param.info.places if (found := place.registered) is not None]
-    if any(not isinstance(found, nn.Parameter) and isinstance(innermost(found), DTensor) for found in held):  # type: ignore[unreachable]
+    if any(
+        not isinstance(found, nn.Parameter) and isinstance(innermost(found), DTensor)  # type: ignore[unreachable]
+        for found in held
+    ):
         raise ForeignParameterError(
-            f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is no nn.Parameter, as "
-            "torch.func.functional_call does inside torch.func.grad; nothing would gather it. Gradients of sharded parameters "
-            "come by backward(); transforms over inputs, torch.func.grad(...)(x), work"
+            f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is no"
+            " nn.Parameter, as torch.func.functional_call does inside torch.func.grad; nothing"
+            " would gather it. Gradients of sharded parameters come by backward(); transforms over"
+            " inputs, torch.func.grad(...)(x), work"
         )
-    others = {id(found): found for found in held if isinstance(found, nn.Parameter) and found is not at_rest}  # type: ignore[redundant-expr]
+    others = {
+        id(found): found
+        for found in held
+        if isinstance(found, nn.Parameter)  # type: ignore[redundant-expr]
+        and found is not at_rest
+    }
     if not others:
         return None
-    # What is computed with as it is stays as the user registered it; a gathered parameter is registered at all places.
+    # What is computed with as it is stays as the user registered it; a gathered parameter is
+    # registered at all places.
     untied = param.compute is at_rest and any(found is at_rest for found in held)
     if untied or len(others) > 1:
         raise ForeignParameterError(
-            f"parameter '{name}' of unit '{unit.name}' is tied: it has {len(param.info.places)} places, and different parameters were "
-            "registered at them. Register one parameter at all of them; to untie them, call remove() on the annotated modules first"
+            f"parameter '{name}' of unit '{unit.name}' is tied: it has {len(param.info.places)}"
+            " places, and different parameters were registered at them. Register one parameter at"
+            " all of them; to untie them, call remove() on the annotated modules first"
         )
     (other,) = others.values()
     if unit.is_sharded and type(other) is not nn.Parameter and not isinstance(other, DTensor):
         raise ForeignParameterError(
-            f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__}; only an nn.Parameter can be sharded"
+            f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__};"
+            " only an nn.Parameter can be sharded"
         )
     if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
         spread = (other.device_mesh, other.placements)
         if spread != (at_rest.device_mesh, at_rest.placements):
             raise ForeignParameterError(
-                f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is spread otherwise: {other.placements} over "
-                f"{describe_mesh(other.device_mesh)}, where the unit has {at_rest.placements} over "
-                f"{describe_mesh(at_rest.device_mesh)}. Register its full_tensor(), or load it with load_state_dict()"
+                f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is spread"
+                f" otherwise: {other.placements} over {describe_mesh(other.device_mesh)}, where the"
+                f" unit has {at_rest.placements} over {describe_mesh(at_rest.device_mesh)}."
+                " Register its full_tensor(), or load it with load_state_dict()"
             )
     return other
 
 
 @torch.no_grad()
 def warn_of_equal_shards(units: Sequence[Unit]) -> None:
-    """Once, on hosts: torch draws the same random numbers for the shards of all ranks there, as in `model.apply(init)`."""
-    for comm in dict.fromkeys(unit.mesh_info.shard for unit in units if unit.is_sharded and unit.mesh_info.shard.size > 1):
+    """Once, on hosts: torch draws the same random numbers for the shards of all ranks there, as in
+    `model.apply(init)`.
+    """
+    for comm in dict.fromkeys(
+        unit.mesh_info.shard for unit in units if unit.is_sharded and unit.mesh_info.shard.size > 1
+    ):
         if comm.traits.on_stream:
             continue  # on an accelerator torch draws other numbers for each shard
         found, sums = [], []
@@ -425,14 +515,21 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
                 at_rest = param.at_rest
                 assert isinstance(at_rest, DTensor)
                 local = local_of(at_rest)
-                # A few, which a shard that another rank has in another size begins with, too; the sum tells their order.
+                # A few, which a shard that another rank has in another size begins with, too; the
+                # sum tells their order.
                 first = local.flatten()[: 8 if at_rest.is_floating_point() else 0].double()
                 varies = local.numel() < at_rest.numel() and bool((first[1:] != first[:1]).any())
                 varies = varies and not _repeats(local, at_rest.placements)
                 found.append(f"'{param.fqn}' of unit '{unit.name}'")
-                sums.append(int((first * torch.arange(1, len(first) + 1)).sum().view(torch.int64)) if varies else comm.rank)
+                sums.append(
+                    int((first * torch.arange(1, len(first) + 1)).sum().view(torch.int64))
+                    if varies
+                    else comm.rank
+                )
         said = comm.all_gather_ints(sums, "comparison of shards")
-        same = [name for index, name in enumerate(found) if len({each[index] for each in said}) == 1]
+        same = [
+            name for index, name in enumerate(found) if len({each[index] for each in said}) == 1
+        ]
         if same:
             logger.warning(
                 "%s: the shards of all ranks have the same values, as if initialised shard by shard (model.apply(init)). To initialise "
@@ -442,7 +539,9 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
 
 
 def _repeats(local: Tensor, placements: Sequence[Placement]) -> bool:
-    """Whether all rows of a shard may be one row, as of Mamba's `A_log`: then ranks have equal shards of what is whole as meant."""
+    """Whether all rows of a shard may be one row, as of Mamba's `A_log`: then ranks have equal
+    shards of what is whole as meant.
+    """
     dim = next(placement.dim for placement in placements if isinstance(placement, Shard))
     return local.shape[dim] < 2 or torch.equal(local.select(dim, 0), local.select(dim, 1))
 
@@ -454,10 +553,13 @@ def broadcast_buffers(units: Sequence[Unit], source: int = 0, *, saved: bool) ->
     The values are written into the tensors that users hold, on hosts only where they differ.
 
     Args:
-        saved: an earlier forward waits for its backward, and may have saved the buffers. Then a buffer is replaced.
+        saved: an earlier forward waits for its backward, and may have saved the buffers. Then a
+            buffer is replaced.
     """
     # One message per kind; a buffer that modules share stays one.
-    messages: dict[tuple[Comm, torch.dtype, torch.device], dict[int, tuple[Tensor, list[Place]]]] = {}
+    messages: dict[
+        tuple[Comm, torch.dtype, torch.device], dict[int, tuple[Tensor, list[Place]]]
+    ] = {}
     for unit in units:
         comm = unit.mesh_info.all
         for place in unit.spec.broadcast_buffers if comm.size > 1 else ():
@@ -470,7 +572,9 @@ def broadcast_buffers(units: Sequence[Unit], source: int = 0, *, saved: bool) ->
             message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members.values()])
             comm.broadcast([message], "broadcast of buffers", source)
         pieces = message.split([buffer.numel() for buffer, _ in members.values()])
-        for (buffer, places), piece in zip(members.values(), pieces, strict=True) if comm.rank != source else ():
+        for (buffer, places), piece in (
+            zip(members.values(), pieces, strict=True) if comm.rank != source else ()
+        ):
             received = piece.view(buffer.shape)
             if not comm.traits.on_stream and torch.equal(buffer, received):
                 continue  # where a stream is, to compare would make the host wait

@@ -30,11 +30,14 @@ class RecomputeOptions(NamedTuple):
 class RecomputeBracket:
     """Saves a module's inputs only, and runs its forward again when backward asks for the rest.
 
-    The second run goes through the module's hooks again, but for this bracket: the annotations around it see it.
+    The second run goes through the module's hooks again, but for this bracket: the annotations
+    around it see it.
     """
 
     def __init__(self, options: RecomputeOptions) -> None:
-        self._options = options if options.context_fn else options._replace(context_fn=noop_context_fn)
+        self._options = (
+            options if options.context_fn else options._replace(context_fn=noop_context_fn)
+        )
         self._open: list[Any] = []  # generators of forwards that are under way, innermost last
         self._recomputing = 0
 
@@ -49,7 +52,9 @@ class RecomputeBracket:
 
     @untraced
     def _begin(self, module: nn.Module, args: Any, kwargs: Any, compiler: Any) -> None:
-        generator = checkpoint_generator(partial(self._again, module, compiler), *self._options, *args, **kwargs)
+        generator = checkpoint_generator(
+            partial(self._again, module, compiler), *self._options, *args, **kwargs
+        )
         self._open.append(generator)
         next(generator)
 
@@ -79,11 +84,16 @@ class RecomputeBracket:
 def _hide_statistics(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     """Let norms that train count into clones while they run again: each batch counts once.
 
-    What the second run counts cannot be written back: autograd has saved the statistics, and would notice.
+    What the second run counts cannot be written back: autograd has saved the statistics, and would
+    notice.
     """
     hidden = []
     for norm in module.modules():
-        if "running_mean" in norm._buffers and norm.training and getattr(norm, "track_running_stats", True):
+        if (
+            "running_mean" in norm._buffers
+            and norm.training
+            and getattr(norm, "track_running_stats", True)
+        ):
             for name, buffer in norm._buffers.items():
                 if buffer is not None:
                     hidden.append((norm, name, buffer))

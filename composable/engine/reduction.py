@@ -1,4 +1,5 @@
-"""How gradients that share a message are reduced: what is the same in every step, and one message in flight.
+"""How gradients that share a message are reduced: what is the same in every step, and one message
+in flight.
 
 State machine of a `Reduction`:
 
@@ -8,16 +9,16 @@ State machine of a `Reduction`:
 | ALL_REDUCING | -                              | LANDED    |
 | LANDED       | -                              | -         |
 
-The first stage sums over the shard dimension (reduce-scatter), the second over the replicate dimension
-(all-reduce); a message has the stages of its mesh. A gradient is copied in (cast to the reduce dtype, which the sum
-is computed in), reduced, and scaled so that the sum becomes a mean.
+The first stage sums over the shard dimension (reduce-scatter), the second over the replicate
+dimension (all-reduce); a message has the stages of its mesh. A gradient is copied in (cast to the
+reduce dtype, which the sum is computed in), reduced, and scaled so that the sum becomes a mean.
 
-Unused parameters. A rank without a gradient sends zeros and a zero flag, so that launches do not depend on which
-gradients arrived. The sum of the flags says whether any rank had one.
+Unused parameters. A rank without a gradient sends zeros and a zero flag, so that launches do not
+depend on which gradients arrived. The sum of the flags says whether any rank had one.
 
-Ranks that ran other backwards. Behind the flags a message says how many backwards were accumulated since the last
-reduction. A host compares the ranks when the message lands, since it has nothing to wait for; other devices in debug
-mode only.
+Ranks that ran other backwards. Behind the flags a message says how many backwards were accumulated
+since the last reduction. A host compares the ranks when the message lands, since it has nothing to
+wait for; other devices in debug mode only.
 """
 
 from __future__ import annotations
@@ -47,20 +48,21 @@ _CACHE_LINE: Final = 64  # bytes
 _KEPT: Final = 16  # rows of flags that differ in their counts
 
 
-# --- numbers behind the flags -----------------------------------------------------------------------------------------
+# --- numbers behind the flags -------------------------------------------------------------------
 
 
 class Counts(NamedTuple):
     """Numbers that must be equal on all ranks: their low bits travel behind the flags.
 
-    A bit is sent as two elements, "it is 0" and "it is 1", of which each rank sets one. If the sums of both are not
-    zero, two ranks differ; any dtype can tell that.
+    A bit is sent as two elements, "it is 0" and "it is 1", of which each rank sets one. If the sums
+    of both are not zero, two ranks differ; any dtype can tell that.
 
     Attributes:
         label: a checksum of the message's.
         held: backwards whose gradients were accumulated before this one.
         forwards: that were run since the last backward.
-        incomplete: 1 if backward left some of them out. Forwards are compared only if some rank says so.
+        incomplete: 1 if backward left some of them out. Forwards are compared only if some rank
+            says so.
     """
 
     label: int = 0
@@ -95,8 +97,8 @@ def _agree(sums: Sequence[float]) -> bool:
 def division_factors(dtype: torch.dtype, divisor: float) -> tuple[float, float]:
     """What gradients are divided by before and after their sum; the product is `divisor`.
 
-    float16 overflows and underflows early: it is divided by about the square root before the sum, and by the rest
-    after it.
+    float16 overflows and underflows early: it is divided by about the square root before the sum,
+    and by the rest after it.
 
     Example:
         >>> division_factors(torch.float16, 8), division_factors(torch.float32, 8)
@@ -114,13 +116,19 @@ class Stage(Protocol):
     """What takes the place of a collective: a communication hook."""
 
     def launch(
-        self, indices: Sequence[int], gradients: Sequence[Tensor], into: Sequence[Tensor], flags: Tensor, label: str
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[Tensor],
+        into: Sequence[Tensor],
+        flags: Tensor,
+        label: str,
     ) -> Work:
-        """Reduce `gradients` of the parameters with these indices; the results are in `into`, and the sum of `flags`
-        in its place, when the returned work is complete."""
+        """Reduce `gradients` of the parameters with these indices; the results are in `into`, and
+        the sum of `flags` in its place, when the returned work is complete.
+        """
 
 
-# --- the same in every step -------------------------------------------------------------------------------------------
+# --- the same in every step ---------------------------------------------------------------------
 
 
 class Reducer:
@@ -137,7 +145,8 @@ class Reducer:
         shard_comm: of the first stage; None if there is none.
         replica_comm: of the second stage, or of the only one for replicated parameters.
         before, after: what gradients are divided by before and after their sum.
-        first_stage, second_stage: communication hooks in place of the collectives, see `composable.engine.hook_stages`.
+        first_stage, second_stage: communication hooks in place of the collectives, see
+            `composable.engine.hook_stages`.
         compares: messages carry `Counts`, and the ranks compare them.
     """
 
@@ -216,8 +225,10 @@ class Plan:
         places: of each trainable parameter, by index.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
         apart: parameters whose gradients are reduced where autograd made them.
-        kept: where sums arrive in every step, and views of it; None where each message has new memory.
-        specs: of DTensors that gradients can be wrapped as quickly, since they are wrapped as their parameters are.
+        kept: where sums arrive in every step, and views of it; None where each message has new
+            memory.
+        specs: of DTensors that gradients can be wrapped as quickly, since they are wrapped as their
+            parameters are.
         stand_in: what such a DTensor is made around.
     """
 
@@ -241,7 +252,9 @@ class Plan:
         self.places: dict[int, Place] = {}
         for index in layout.trainable:
             slot = reducer.slots[index]
-            local = torch.empty(slot.local_shape(info.shard.rank), dtype=torch.float32, device="meta")
+            local = torch.empty(
+                slot.local_shape(info.shard.rank), dtype=torch.float32, device="meta"
+            )
             local = as_parameter(local, slot)
             shape, strides = tuple(local.shape), tuple(local.stride())
             self.places[index] = Place(begins.get(index, 0), local.numel(), shape, strides)
@@ -261,7 +274,10 @@ class Plan:
             self.rows = self.sent.view(ranks, -1)
         # Which columns can be handed to `chunk_cat` as autograd made them.
         self._plain = all(
-            slot.dim == 0 and not slot.order and slot.shape and (slot.route is not Route.WHOLE or ranks == 1)
+            slot.dim == 0
+            and not slot.order
+            and slot.shape
+            and (slot.route is not Route.WHOLE or ranks == 1)
             for slot in (reducer.slots[index] for index, _, _ in layout.columns)
         )
         # Zeros between two columns that start at multiples of the alignment.
@@ -300,12 +316,19 @@ class Plan:
     def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
         places, offset = self.places, flat.storage_offset()
-        return [flat.as_strided(places[index].shape, places[index].strides, offset + places[index].start) for index in indices]
+        return [
+            flat.as_strided(
+                places[index].shape, places[index].strides, offset + places[index].start
+            )
+            for index in indices
+        ]
 
-    # --- flags ------------------------------------------------------------------------------------------------------
+    # --- flags -----------------------------------------------------------------------------------
 
     def flags_of(self, flat: Tensor) -> Tensor:
-        """The flags in a flat gradient buffer, one for each trainable parameter, and the numbers behind them."""
+        """The flags in a flat gradient buffer, one for each trainable parameter, and the numbers
+        behind them.
+        """
         return flat.narrow(0, *self._flags_at)
 
     def put_flags(self, unused: Sequence[int], counts: Counts, flat: Tensor) -> None:
@@ -333,20 +356,30 @@ class Plan:
             self._all_used[dtype, counts] = found
         return found
 
-    # --- rows -------------------------------------------------------------------------------------------------------
+    # --- rows ------------------------------------------------------------------------------------
 
     def _gaps_in(self, dtype: torch.dtype) -> list[Tensor | None]:
         """The zeros behind each column."""
         found = self._zeros.get(dtype)
         if found is None:
             with torch.inference_mode(False):
-                found = [torch.zeros(self._ranks, gap, dtype=dtype, device=self._device) if gap else None for gap in self._gaps]
+                found = [
+                    torch.zeros(self._ranks, gap, dtype=dtype, device=self._device) if gap else None
+                    for gap in self._gaps
+                ]
             self._zeros[dtype] = found
         return found
 
-    def copy_in(self, gradients: Sequence[Tensor | None], unused: Sequence[int], counts: Counts, rows: Tensor) -> None:
-        """Fill the rows, one per rank, with that rank's chunk of every gradient, cast to the dtype of `rows`, and
-        the flags."""
+    def copy_in(
+        self,
+        gradients: Sequence[Tensor | None],
+        unused: Sequence[int],
+        counts: Counts,
+        rows: Tensor,
+    ) -> None:
+        """Fill the rows, one per rank, with that rank's chunk of every gradient, cast to the dtype
+        of `rows`, and the flags.
+        """
         source = rows.dtype
         for gradient in gradients:
             if gradient is not None:
@@ -378,7 +411,9 @@ class Plan:
         for rank in range(ranks):
             start, length = slot.extent(rank)
             if length:
-                rows[rank, : slot.local_numel(rank)] = gradient.narrow(slot.dim, start, length).reshape(-1)
+                rows[rank, : slot.local_numel(rank)] = gradient.narrow(
+                    slot.dim, start, length
+                ).reshape(-1)
         return rows
 
 
@@ -387,7 +422,13 @@ def _reduced_where_they_are(reducer: Reducer, trainable: tuple[bool, ...]) -> tu
     precision = reducer.precision
     casts = not (precision.compute == precision.reduce == precision.gradient)
     on_stream = reducer.mesh_info.all.traits.on_stream
-    if casts or on_stream or reducer.keeps or reducer.shard_comm is not None or reducer.first_stage is not None:
+    if (
+        casts
+        or on_stream
+        or reducer.keeps
+        or reducer.shard_comm is not None
+        or reducer.first_stage is not None
+    ):
         return ()
     return tuple(
         index
@@ -396,7 +437,7 @@ def _reduced_where_they_are(reducer: Reducer, trainable: tuple[bool, ...]) -> tu
     )
 
 
-# --- one message ------------------------------------------------------------------------------------------------------
+# --- one message --------------------------------------------------------------------------------
 
 
 class ReductionState(enum.Enum):
@@ -408,12 +449,14 @@ class ReductionState(enum.Enum):
 
 
 class Reduction:
-    """A message in flight, launched when it is made. Whoever gives it up waits for what was launched, and drops it.
+    """A message in flight, launched when it is made. Whoever gives it up waits for what was
+    launched, and drops it.
 
     Args:
         gradients: of all parameters, whole; None where this rank has none.
         absent: indices of gradients that are there, and are those of an earlier backward.
-        carried: shards that are means over the shard dimension already, to be added before the second stage.
+        carried: shards that are means over the shard dimension already, to be added before the
+            second stage.
         shards_only: sum over the shard dimension only.
 
     Attributes:
@@ -442,13 +485,18 @@ class Reduction:
         self.shards_only = shards_only
         self.state = ReductionState.REDUCING
         self.apart: dict[int, Tensor] = {}
-        self.is_mean = shards_only or reducer.first_stage is not None or reducer.second_stage is not None
+        self.is_mean = (
+            shards_only or reducer.first_stage is not None or reducer.second_stage is not None
+        )
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat(reducer)
-        # The sums are written over gradients that live in the bucket. If no rank has brought one of them, it must be as it was.
+        # The sums are written over gradients that live in the bucket. If no rank has brought one of
+        # them, it must be as it was.
         written_over = absent if reducer.keeps else ()
-        self.spared = {i: gradient.clone() for i in written_over if (gradient := gradients[i]) is not None}
+        self.spared = {
+            i: gradient.clone() for i in written_over if (gradient := gradients[i]) is not None
+        }
         there = [index for index, _ in self.carried]
         unused = [index for index in self.missing if index not in there]
         self.work: Work | None = self._launch(gradients, unused)
@@ -465,18 +513,26 @@ class Reduction:
             plan.put_flags(unused, self.counts, flat)
             terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
             into = plan.views(flat, layout.trainable)
-            return reducer.first_stage.launch(layout.trainable, terms, into, plan.flags_of(flat), reducer.label)
+            return reducer.first_stage.launch(
+                layout.trainable, terms, into, plan.flags_of(flat), reducer.label
+            )
         if reducer.before != 1.0:
-            gradients = [None if gradient is None else gradient / reducer.before for gradient in gradients]
+            gradients = [
+                None if gradient is None else gradient / reducer.before for gradient in gradients
+            ]
         if reducer.shard_comm is None:
             if stays:
                 plan.put_flags(unused, self.counts, flat)
             else:
                 plan.copy_in(gradients, unused, self.counts, flat.view(1, -1))
             self.apart = {index: reducer.dense(index, gradients[index]) for index in plan.apart}
-            apart = [reducer.in_memory_order(index, gradient) for index, gradient in self.apart.items()]
+            apart = [
+                reducer.in_memory_order(index, gradient) for index, gradient in self.apart.items()
+            ]
             assert reducer.replica_comm is not None
-            return reducer.replica_comm.all_reduce([*apart, flat], reducer.label, 1.0 / reducer.after)
+            return reducer.replica_comm.all_reduce(
+                [*apart, flat], reducer.label, 1.0 / reducer.after
+            )
         pairs = []
         for index, start in layout.direct:
             slot, gradient = reducer.slots[index], gradients[index]
@@ -496,14 +552,17 @@ class Reduction:
         return reducer.shard_comm.reduce_scatter(pairs, reducer.label, scale)
 
     def advance(self) -> bool:
-        """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there is one."""
+        """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there
+        is one.
+        """
         reducer, plan, flat = self.reducer, self.plan, self.flat
         if reducer.shard_comm is None or reducer.replica_comm is None:
             return False
         if self.state is not ReductionState.REDUCING or self.shards_only:
             return False
         self.wait()
-        # Means over the shard dimension of earlier backwards, brought to the scale of the first stage's result.
+        # Means over the shard dimension of earlier backwards, brought to the scale of the first
+        # stage's result.
         factor = 1.0 if self.is_mean else reducer.shard_comm.size / reducer.before
         for index, shard in self.carried:
             start, numel = plan.places[index].start, plan.places[index].numel
@@ -514,7 +573,9 @@ class Reduction:
         if reducer.second_stage is not None:
             indices = [index for index in plan.layout.trainable if plan.places[index].numel]
             shards = plan.views(flat, indices)
-            self.work = reducer.second_stage.launch(indices, shards, shards, plan.flags_of(flat), label)
+            self.work = reducer.second_stage.launch(
+                indices, shards, shards, plan.flags_of(flat), label
+            )
         else:
             scale = 1.0 / (reducer.replica_comm.size if self.is_mean else reducer.after)
             self.work = reducer.replica_comm.all_reduce([flat], label, scale)
@@ -531,7 +592,8 @@ class Reduction:
                 self.plan.message.free()
 
     def land(self) -> list[float]:
-        """Wait for the sums. Returns, where the ranks compare, the sum of each trainable parameter's flag.
+        """Wait for the sums. Returns, where the ranks compare, the sum of each trainable
+        parameter's flag.
 
         Raises:
             RanksDisagreeError: ranks sent gradients of other steps.
@@ -549,26 +611,41 @@ class Reduction:
 
     def _refuse_ranks(self) -> None:
         reducer, counts = self.reducer, self.counts
-        comm = reducer.shard_comm if self.shards_only and reducer.shard_comm is not None else reducer.mesh_info.all
+        comm = (
+            reducer.shard_comm
+            if self.shards_only and reducer.shard_comm is not None
+            else reducer.mesh_info.all
+        )
         said = []
         mine = reducer.label, *counts[1:]
-        for rank, other in enumerate(comm.all_gather_objects(mine, "exchange of what the ranks reduce")):
+        for rank, other in enumerate(
+            comm.all_gather_objects(mine, "exchange of what the ranks reduce")
+        ):
             label, held, forwards, incomplete = other
-            ran = f" and ran {forwards} forwards{', not all with a backward' * incomplete}" if forwards else ""
+            ran = (
+                f" and ran {forwards} forwards{', not all with a backward' * incomplete}"
+                if forwards
+                else ""
+            )
             before = "" if label == reducer.label else f" before its {label}"
             said.append(f"rank {rank} accumulated {held} backwards{ran}{before}")
         raise RanksDisagreeError(
-            f"{reducer.label}: the ranks brought gradients of different units or steps. Before it, "
-            f"{'; '.join(said)}. Every rank must run the same backwards, and the same of them under no_sync; "
-            "forwards that are not trained on belong under torch.no_grad() or in evaluation mode. These gradients "
-            "are dropped"
+            f"{reducer.label}: the ranks brought gradients of different units or steps. Before it,"
+            f" {'; '.join(said)}. Every rank must run the same backwards, and the same of them"
+            " under no_sync; forwards that are not trained on belong under torch.no_grad() or in"
+            " evaluation mode. These gradients are dropped"
         )
 
     def shards(self, indices: Sequence[int], flat: Tensor) -> list[Tensor]:
-        """The reduced gradients of these parameters, where `flat` is `self.flat`, or a copy of it."""
+        """The reduced gradients of these parameters, where `flat` is `self.flat`, or a copy of
+        it.
+        """
         if not self.apart:
             return self.plan.gradients_in(flat, indices)
-        return [self.apart[index] if index in self.apart else self.plan.views(flat, (index,))[0] for index in indices]
+        return [
+            self.apart[index] if index in self.apart else self.plan.views(flat, (index,))[0]
+            for index in indices
+        ]
 
 
 def counts_of(label: str, held: int, forwards: tuple[int, int]) -> Counts:

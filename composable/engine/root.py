@@ -1,6 +1,8 @@
-"""The order of one step: which units are unsharded, reduced and freed when. See docs/tour.md for a step, line by line.
+"""The order of one step: which units are unsharded, reduced and freed when. See docs/tour.md for a
+step, line by line.
 
-State machine of a `Root`; what may change its phase is in this file, and the phase is what `running`, `iteration` and its end say:
+State machine of a `Root`; what may change its phase is in this file, and the phase is what
+`running`, `iteration` and its end say:
 
 | phase    | a forward begins  | a forward ends                     | a backward begins | it ends                            | it raises | `reset` |
 |----------|-------------------|------------------------------------|-------------------|------------------------------------|-----------|---------|
@@ -12,19 +14,23 @@ State machine of a `Root`; what may change its phase is in this file, and the ph
 
 Laws:
 
-* Collectives are launched where a forward or a backward enters or leaves a unit, at the end of a backward, and by explicit calls;
-  never because a gradient arrived, since which gradients arrive differs between ranks. (A root without shards launches its
-  buckets by arrival, but in one order that all ranks share: `arrival.py`.)
-* At the end of a backward every reduction is launched before any of them is landed. On a hybrid mesh the second stage is
-  launched when its first has been waited for. Every wait is for something that was launched earlier in the one sequence that
-  all ranks run.
-* What must not survive a step is in `Iteration`, `Forward` and `Reduction`, which are dropped. A step is lost on all ranks or on none: `Root.reset`.
-* Nothing stays gathered from one root forward to the next outside of `unshard()` and `keep_unsharded`.
+* Collectives are launched where a forward or a backward enters or leaves a unit, at the end of a
+  backward, and by explicit calls; never because a gradient arrived, since which gradients arrive
+  differs between ranks. (A root without shards launches its buckets by arrival, but in one order
+  that all ranks share: `arrival.py`.)
+* At the end of a backward every reduction is launched before any of them is landed. On a hybrid
+  mesh the second stage is launched when its first has been waited for. Every wait is for something
+  that was launched earlier in the one sequence that all ranks run.
+* What must not survive a step is in `Iteration`, `Forward` and `Reduction`, which are dropped. A
+  step is lost on all ranks or on none: `Root.reset`.
+* Nothing stays gathered from one root forward to the next outside of `unshard()` and
+  `keep_unsharded`.
 
-When backward leaves a unit. Backward enters a unit at the graph nodes of its outputs. It leaves the unit when it enters another
-one that neither encloses it nor lies in it: autograd runs the newest nodes first, so between the first and the last node of a
-call only nodes of that call and of calls inside it run. The parameters are freed then, and not when the last gradient has
-arrived, because a frozen parameter may still be needed.
+When backward leaves a unit. Backward enters a unit at the graph nodes of its outputs. It leaves the
+unit when it enters another one that neither encloses it nor lies in it: autograd runs the newest
+nodes first, so between the first and the last node of a call only nodes of that call and of calls
+inside it run. The parameters are freed then, and not when the last gradient has arrived, because a
+frozen parameter may still be needed.
 """
 
 from __future__ import annotations
@@ -49,15 +55,35 @@ from composable.engine.arrival import Buckets
 from composable.engine.iteration import CLOCK, REMEMBERED, Forward, Iteration
 from composable.engine.param import ManagedParam, hear_arrivals, ignore_arrivals
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
-from composable.engine.shadow import LISTENERS, Event, listener, narrates, source, tell, tell_of_call
+from composable.engine.shadow import (
+    LISTENERS,
+    Event,
+    listener,
+    narrates,
+    source,
+    tell,
+    tell_of_call,
+)
 from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import EXPLICIT, Unit, UnitCall, unit_of, units_below
-from composable.errors import CommunicationError, DifferentiationError, PhaseError, RanksDisagreeError, first_line
+from composable.errors import (
+    CommunicationError,
+    DifferentiationError,
+    PhaseError,
+    RanksDisagreeError,
+    first_line,
+)
 from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
-from composable.memory.torch_private import backward_id, current_node, in_backward, on_backward_end, outside_transforms
+from composable.memory.torch_private import (
+    backward_id,
+    current_node,
+    in_backward,
+    on_backward_end,
+    outside_transforms,
+)
 
 logger = logging.getLogger("composable")
 
@@ -78,12 +104,14 @@ class Phase(enum.Enum):
 class BackwardEnd:
     """The end of one backward, for all roots that take part: first all launch, then all wait.
 
-    It is queued on autograd's engine, which calls it when the backward ends. If the backward raised, the engine destroys it
-    without a call: before the caller sees the error, on an accelerator up to some milliseconds later.
+    It is queued on autograd's engine, which calls it when the backward ends. If the backward
+    raised, the engine destroys it without a call: before the caller sees the error, on an
+    accelerator up to some milliseconds later.
     """
 
     def __init__(self) -> None:
-        self.roots: list[Root] = []  # that take part; emptied when the backward has ended without an error
+        # that take part; emptied when the backward has ended without an error
+        self.roots: list[Root] = []
 
     @untraced
     @outside_transforms
@@ -122,7 +150,8 @@ def all_landed() -> None:
 
 
 _ROOTS: Final[WeakSet[Root]] = WeakSet()
-_ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()  # by the number of autograd's pass
+# by the number of autograd's pass
+_ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()
 
 
 def _end_of_backward(root: Root) -> BackwardEnd:
@@ -144,23 +173,29 @@ class Root:
         modules: the outermost one that was called, with the other modules of its unit.
         units: of both verbs, in `.modules()` order.
         order: the units that gather, in the order in which the last forward entered them.
-        shared: units below that are below another annotated model, too (an encoder of an actor and a critic). They are the units of
-            a root of their own, whichever model calls them: one object reduces the gradients of a parameter.
+        shared: units below that are below another annotated model, too (an encoder of an actor and
+            a critic). They are the units of a root of their own, whichever model calls them: one
+            object reduces the gradients of a parameter.
         running: units whose forward is under way, outermost first.
         iteration: None between steps.
         forward: the number of the forward that began last.
-        split_by: the pipeline schedule that called the last forward, if it takes gradients of weights by `torch.autograd.grad` and
-            assigns `.grad` itself. The optimizer's step refuses that: all ranks come to it, and to a forward one stage after another.
-        calls: of units with gradients, as they began, from the first on whose backward has not come. Recomputation looks for them.
+        split_by: the pipeline schedule that called the last forward, if it takes gradients of
+            weights by `torch.autograd.grad` and assigns `.grad` itself. The optimizer's step
+            refuses that: all ranks come to it, and to a forward one stage after another.
+        calls: of units with gradients, as they began, from the first on whose backward has not
+            come. Recomputation looks for them.
         buckets: of replicated units; none if there are shards below this root.
-        eager_because: why the engine, and not the compiler, reduces the gradients of the last forward; empty if the compiler does.
+        eager_because: why the engine, and not the compiler, reduces the gradients of the last
+            forward; empty if the compiler does.
     """
 
-    # Called when a forward begins under compiled autograd. Lets the compiler reduce the gradients, or returns why it cannot.
-    # `composable.algorithms.traced` sets it.
+    # Called when a forward begins under compiled autograd. Lets the compiler reduce the gradients,
+    # or returns why it cannot. `composable.algorithms.traced` sets it.
     trace_reductions: ClassVar[Callable[[Root], str]]
 
-    def __init__(self, modules: Sequence[nn.Module], units: Sequence[Unit], shared: Sequence[Unit] = ()) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], units: Sequence[Unit], shared: Sequence[Unit] = ()
+    ) -> None:
         self.modules = tuple(modules)
         self.units = list(units)
         self.shared = list(shared)
@@ -180,12 +215,15 @@ class Root:
         self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
         self._pinned: dict[Unit, None] = {}
         self._indices = {unit: index for index, unit in enumerate(self.units)}
-        # Replicated parameters that rest as DTensors are shown for the whole forward: modules of other units may read them.
+        # Replicated parameters that rest as DTensors are shown for the whole forward: modules of
+        # other units may read them.
         self._shown = [unit for unit in self.units if unit.rest_mesh is not None]
-        # Whether all ranks leave the units in one order in backward; None: not compared yet. Units in `_shown` are reduced where
-        # they are left only if this is True, and otherwise at the end of backward.
+        # Whether all ranks leave the units in one order in backward; None: not compared yet. Units
+        # in `_shown` are reduced where they are left only if this is True, and otherwise at the end
+        # of backward.
         self._alike: bool | None = None if self._shown and self._shown != self.units[:1] else True
-        self._left: list[int] = []  # indices of units, in the order in which this backward left them, until `_alike` is known
+        # indices of units, in the order in which this backward left them, until `_alike` is known
+        self._left: list[int] = []
         self.make_buckets()
         self._preparation = Preparation(self)
         _ROOTS.add(self)
@@ -197,10 +235,13 @@ class Root:
 
     @staticmethod
     def plan(unit: Unit, module: nn.Module) -> Root:
-        """Plan `module` and what is below it as one tree; also what is below the other modules of its unit."""
+        """Plan `module` and what is below it as one tree; also what is below the other modules of
+        its unit.
+        """
         tops = unit.modules if module in unit.modules else (module,)
         units = units_below(tops)
-        if unit not in units:  # annotated in a list, and called through a member that does not hold the others
+        # annotated in a list, and called through a member that does not hold the others
+        if unit not in units:
             units = [unit]
         shared = [each for each in units if _is_also_below_another(each, unit)]
         # Replicated units that own a parameter which modules here read as well.
@@ -248,7 +289,9 @@ class Root:
 
     def make_buckets(self) -> None:
         """Also when parameters of replicated units were replaced."""
-        self.buckets = Buckets([unit for unit in self.units if unit.reduces_by_arrival], lambda: self.iteration)
+        self.buckets = Buckets(
+            [unit for unit in self.units if unit.reduces_by_arrival], lambda: self.iteration
+        )
 
     def attach_hooks(self) -> None:
         """Communication hooks of a unit were changed."""
@@ -271,14 +314,18 @@ class Root:
         return self.iteration is not None
 
     def needs(self, unit: Unit) -> bool:
-        """Whether a backward needs the unit's parameters to stay as they are: it is in the unit, or may come to it unseen."""
+        """Whether a backward needs the unit's parameters to stay as they are: it is in the unit, or
+        may come to it unseen.
+        """
         iteration = self.iteration
         if iteration is None or (iteration.end is not None and self.phase is Phase.LOST):
             return False
         return unit in iteration.active or unit in iteration.untracked
 
     def trained(self, module: nn.Module | None) -> Iteration | None:
-        """The iteration, if this call of `module` counts as one that is trained on. Without a module it does."""
+        """The iteration, if this call of `module` counts as one that is trained on. Without a
+        module it does.
+        """
         counts = module is None or (module.training and len(self.running) == 1)
         return self.iteration if counts else None
 
@@ -287,12 +334,15 @@ class Root:
         iteration = self.iteration
         if iteration is None:
             return False
-        return unit in iteration.active or (unit in self._shown and (bool(self.running) or iteration.end is not None))
+        return unit in iteration.active or (
+            unit in self._shown and (bool(self.running) or iteration.end is not None)
+        )
 
-    # --- forward ----------------------------------------------------------------------------------------------------
+    # --- forward ---------------------------------------------------------------------------------
 
     def enter_forward(self, unit: Unit, module: nn.Module, inputs: object) -> None:
-        """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the next one's gather.
+        """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the
+        next one's gather.
 
         Args:
             inputs: of the module; None if this rank does not compute it.
@@ -327,7 +377,11 @@ class Root:
         self._open = Forward(module, grad)
         if iteration is None and self._pinned:
             # No backward can go through a graph any more that was made before an optimizer step.
-            for unit in [unit for unit in self._pinned if grad or any(group.is_stale for group in unit.groups)]:
+            for unit in [
+                unit
+                for unit in self._pinned
+                if grad or any(group.is_stale for group in unit.groups)
+            ]:
                 del self._pinned[unit]
                 unit.release(self)
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
@@ -338,11 +392,13 @@ class Root:
             unit.swap_out()
             unit.follow_casts()
             if grad:
-                del unit.kept_by[EXPLICIT]  # this forward uses what was gathered, and frees it as usual
+                # this forward uses what was gathered, and frees it as usual
+                del unit.kept_by[EXPLICIT]
         self.prepare()
         for unit in self.units:
             if unit not in explicit:
-                unit.free()  # what a forward left for its backward: shards may have been written to unseen
+                # what a forward left for its backward: shards may have been written to unseen
+                unit.free()
         saved = iteration is not None
         if iteration is None:
             iteration = self.iteration = Iteration(None)
@@ -380,15 +436,21 @@ class Root:
                 unit.given = None  # what is frozen before a unit decides, too
 
     def _free_last(self, unit: Unit) -> None:
-        """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay: not all of these run `unit`."""
+        """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay:
+        not all of these run `unit`.
+        """
         iteration, comm = self._iteration, unit.mesh_info.all
         for other in iteration.last:
             if other is not unit and other.mesh_info.all is comm:
                 other.free()
-        iteration.last = [other for other in iteration.last if other is unit or other.mesh_info.all is not comm]
+        iteration.last = [
+            other for other in iteration.last if other is unit or other.mesh_info.all is not comm
+        ]
 
     def _record(self, unit: Unit) -> Forward:
-        """Record `unit`, and move the cursor behind it in the last forward's order: what follows there is gathered ahead."""
+        """Record `unit`, and move the cursor behind it in the last forward's order: what follows
+        there is gathered ahead.
+        """
         forward = self._forward
         if unit.gathers:
             forward.order.append(unit)
@@ -399,7 +461,9 @@ class Root:
         return forward
 
     def _gather(self, unit: Unit, ahead: Iterable[Unit]) -> None:
-        """Have `unit` unshard, and launch the gathers of the units `ahead` before waiting: they travel while it computes."""
+        """Have `unit` unshard, and launch the gathers of the units `ahead` before waiting: they
+        travel while it computes.
+        """
         unit.unshard()
         for other in ahead:
             if not other.depth:  # its forward is under way: its parameters must stay as they are
@@ -410,7 +474,8 @@ class Root:
         """`unit`'s module has computed.
 
         Args:
-            keep: its parameters must outlive forward: an output aliases them, or backward cannot be followed to the unit.
+            keep: its parameters must outlive forward: an output aliases them, or backward cannot be
+                followed to the unit.
             complete: all modules of the unit have computed.
         """
         iteration, grad = self._iteration, torch.is_grad_enabled()
@@ -424,8 +489,9 @@ class Root:
                 iteration.untracked[unit] = None
         after = unit.spec.reshard_after_forward
         if not keep and not unit.must_stay:
-            # A call without gradients leaves unsharded what an earlier call with gradients left so. It may be a call of one rank
-            # alone, which would then be the only one to gather the unit in backward.
+            # A call without gradients leaves unsharded what an earlier call with gradients left so.
+            # It may be a call of one rank alone, which would then be the only one to gather the
+            # unit in backward.
             if after is None and (grad or unit in iteration.last):
                 iteration.last = [*(other for other in iteration.last if other is not unit), unit]
             elif after is False and (grad or unit in iteration.finished):
@@ -475,21 +541,30 @@ class Root:
         return any(unit.kept_by for unit in self.units)
 
     def _check_order(self, unit: Unit | None, given: int | None) -> int | None:
-        """In the first forward: all ranks enter the same unit, or end. Returns what is `given` on ranks that compute it."""
-        found = unit if unit is not None else next(u for u in self.units if u.is_sharded and u.mesh_info.all.size > 1)
+        """In the first forward: all ranks enter the same unit, or end. Returns what is `given` on
+        ranks that compute it.
+        """
+        found = (
+            unit
+            if unit is not None
+            else next(u for u in self.units if u.is_sharded and u.mesh_info.all.size > 1)
+        )
         comm = found.mesh_info.all
         if comm.size == 1 or not found.is_sharded or self._is_kept:
             return given
         mine = len(self.units) if unit is None else self._indices[unit]
         code = -1 if given is None else given
-        (lowest, _), (highest, code) = comm.min_max([mine, code], f"check of the order of units at unit '{found.name}'")
+        (lowest, _), (highest, code) = comm.min_max(
+            [mine, code], f"check of the order of units at unit '{found.name}'"
+        )
         if lowest != highest:
             said = comm.all_gather_ints([mine], "exchange of the order of units")
             does = [*(f"runs '{each.name}'" for each in self.units), "ends"]
             where = [f"rank {rank} {does[index]}" for rank, (index,) in enumerate(said)]
             raise RanksDisagreeError(
-                f"the ranks run different units in the first forward: {', '.join(where)}. Every rank must run the same annotated "
-                "modules in the same order. If data decides what runs, annotate a module around it"
+                f"the ranks run different units in the first forward: {', '.join(where)}. Every"
+                " rank must run the same annotated modules in the same order. If data decides what"
+                " runs, annotate a module around it"
             )
         if code >= 0:
             return code
@@ -497,26 +572,37 @@ class Root:
         return None
 
     def is_inside(self, unit: Unit) -> bool:
-        """Whether something around `unit` runs, whose backward is to come to the unit on all ranks alike."""
-        return (len(self.running) > 1 and not unit.reduces_by_arrival) or self._is_called_by_another(unit)
+        """Whether something around `unit` runs, whose backward is to come to the unit on all ranks
+        alike.
+        """
+        return (
+            len(self.running) > 1 and not unit.reduces_by_arrival
+        ) or self._is_called_by_another(unit)
 
     def _is_called_by_another(self, unit: Unit) -> bool:
         return unit.is_shared and any(root.running and unit in root.shared for root in _ROOTS)
 
-    # --- backward ---------------------------------------------------------------------------------------------------
+    # --- backward --------------------------------------------------------------------------------
 
     def _open_backward(self) -> Iteration:
         iteration = self.iteration
         if self.phase is Phase.LOST:
             raise PhaseError(
-                f"a backward came to unit '{self.name}' after an earlier one of the same step had raised: what that one brought is "
-                "lost, and on some ranks more than on others. Run the forward again; it gives up the lost step"
+                f"a backward came to unit '{self.name}' after an earlier one of the same step had"
+                " raised: what that one brought is lost, and on some ranks more than on others."
+                " Run the forward again; it gives up the lost step"
             )
         if LISTENERS and (scope := listener()) is not None:
             scope.open(self)
-        # No forward since the last backward: other roots may take part as they did in their forwards before it.
-        alone = iteration is not None and self._last_backward is not None and not self._others_since(self._last_backward)
-        if iteration is None:  # its forward's iteration has ended: a second backward through one graph, or of one step
+        # No forward since the last backward: other roots may take part as they did in their
+        # forwards before it.
+        alone = (
+            iteration is not None
+            and self._last_backward is not None
+            and not self._others_since(self._last_backward)
+        )
+        # its forward's iteration has ended: a second backward through one graph, or of one step
+        if iteration is None:
             iteration = self.iteration = Iteration(self._streams.here())
         self._left = []
         end = _end_of_backward(self)
@@ -527,15 +613,17 @@ class Root:
         self._show()
         self.buckets.open(alone=alone and not narrates())
         for unit in self.shared:
-            # Buckets are launched in every backward, used or not. And what runs again in a backward is no forward.
+            # Buckets are launched in every backward, used or not. And what runs again in a backward
+            # is no forward.
             if unit.root is not None or unit.reduces_by_arrival:
                 (unit.root or Root.plan(unit, unit.modules[0])).open_backward()
         return iteration
 
     def refuse_compiled(self) -> NoReturn:
         raise DifferentiationError(
-            f"compiled autograd runs this backward, and {self.eager_because or NOT_ON}. Gradients would have to be reduced outside "
-            "of its graph, and it does not tell when it ends. Compile the model or its blocks, and leave compiled autograd off"
+            f"compiled autograd runs this backward, and {self.eager_because or NOT_ON}. Gradients"
+            " would have to be reduced outside of its graph, and it does not tell when it ends."
+            " Compile the model or its blocks, and leave compiled autograd off"
         )
 
     def open_backward(self) -> None:
@@ -550,14 +638,19 @@ class Root:
     def _others_since(self, when: int) -> bool:
         """Whether other roots had forwards since then, so that they may take part in this backward.
 
-        Roots with older forwards do not count: their models may have been dropped, and each rank collects those at another time.
+        Roots with older forwards do not count: their models may have been dropped, and each rank
+        collects those at another time.
         """
         return any(
-            root.iteration is not None and root.iteration.began > when for root in _ROOTS if root is not self and not root._gone
+            root.iteration is not None and root.iteration.began > when
+            for root in _ROOTS
+            if root is not self and not root._gone
         )
 
     def enter_backward(self, unit: Unit, forward: int | None = None) -> None:
-        """Backward is about to go through an output of `unit`, which the forward with this number made."""
+        """Backward is about to go through an output of `unit`, which the forward with this number
+        made.
+        """
         iteration = self._in_backward() or self._open_backward()
         if forward is not None:
             if iteration.read_at_rest is not None and iteration.read_at_rest[0] == forward:
@@ -571,8 +664,9 @@ class Root:
             return
         if LISTENERS:
             tell(Event.BACK, unit, now=True)
-        # Units are left innermost first, here and at the end of backward. Ranks that enter an expert leave the units before it
-        # earlier than ranks that do not, and both must launch in the same order.
+        # Units are left innermost first, here and at the end of backward. Ranks that enter an
+        # expert leave the units before it earlier than ranks that do not, and both must launch in
+        # the same order.
         for other in [*reversed(iteration.active)]:
             if other not in unit.around and unit not in other.around:
                 self._leave_backward(other)
@@ -591,7 +685,8 @@ class Root:
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
 
     def _note_graph(self, unit: Unit) -> None:
-        if torch.is_grad_enabled():  # create_graph=True: the new nodes need the parameters, and lie in no call
+        # create_graph=True: the new nodes need the parameters, and lie in no call
+        if torch.is_grad_enabled():
             self._iteration.builds_graph = True
             self._pinned[unit] = None
             unit.keep(self)
@@ -603,16 +698,20 @@ class Root:
             del self.calls[: REMEMBERED // 2]
 
     def before_recomputation(self, unit: Unit) -> UnitCall | None:
-        """Checkpointing is about to run a forward of `unit` again, for the node that backward is at.
+        """Checkpointing is about to run a forward of `unit` again, for the node that backward is
+        at.
 
-        Whether this is a node of the last unit in the checkpointed part, or one behind it, differs between ranks if some skip that
-        unit. So backward enters the unit now: on all ranks before the recomputation gathers others.
+        Whether this is a node of the last unit in the checkpointed part, or one behind it, differs
+        between ranks if some skip that unit. So backward enters the unit now: on all ranks before
+        the recomputation gathers others.
 
         Returns:
             The call that is run again; None if it ran without gradients (reentrant checkpointing).
         """
         calls, entry = self.calls, None
-        for index in range(bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1):
+        for index in range(
+            bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1
+        ):
             call = calls[index]
             entry = entry or call.entry
             if call.unit is unit:
@@ -633,14 +732,17 @@ class Root:
         else:
             if LISTENERS:
                 tell(Event.GRADIENT, unit)
-            iteration.to_reduce[unit] = None  # a parameter that was read outside of its module, or after the unit was left
+            # a parameter that was read outside of its module, or after the unit was left
+            iteration.to_reduce[unit] = None
 
     def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None:
-        """Autograd has accumulated on an at-rest parameter, and not on the form that modules compute with.
+        """Autograd has accumulated on an at-rest parameter, and not on the form that modules
+        compute with.
 
-        Outside of forwards that is a penalty on parameters: the same on all ranks, and right. If backward is in the middle of a
-        forward, the forward has mixed the parameter with this rank's batch. It runs the newest nodes first, so it is in the
-        middle if it comes to another unit of the same forward afterwards: `enter_backward` looks.
+        Outside of forwards that is a penalty on parameters: the same on all ranks, and right. If
+        backward is in the middle of a forward, the forward has mixed the parameter with this rank's
+        batch. It runs the newest nodes first, so it is in the middle if it comes to another unit of
+        the same forward afterwards: `enter_backward` looks.
         """
         iteration = self._in_backward()
         if iteration is not None and iteration.forward is not None:
@@ -648,10 +750,11 @@ class Root:
 
     def _refuse_read_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         raise DifferentiationError(
-            f"a forward of unit '{self.name}' read parameter '{param.fqn}' of unit '{unit.name}' outside of that unit's forward, "
-            "where it is at rest: its gradient would be that of each rank's own batch, and not the mean. Annotate the module that "
-            "reads it and its own as one unit, fully_shard([a, b]), or leave it to the unit around both. Penalties on parameters "
-            "belong outside of forward"
+            f"a forward of unit '{self.name}' read parameter '{param.fqn}' of unit '{unit.name}'"
+            " outside of that unit's forward, where it is at rest: its gradient would be that of"
+            " each rank's own batch, and not the mean. Annotate the module that reads it and its"
+            " own as one unit, fully_shard([a, b]), or leave it to the unit around both. Penalties"
+            " on parameters belong outside of forward"
         )
 
     def _leave_backward(self, unit: Unit, *, at_end: bool = False) -> None:
@@ -662,7 +765,8 @@ class Root:
             unit.to_run = []  # a recomputation ran some of its modules only
         unit.hold_at_rest()
         unit.free()  # before gradients are copied into a message
-        # With several forwards before one backward, a unit is reduced when the last of them has been left.
+        # With several forwards before one backward, a unit is reduced when the last of them has
+        # been left.
         if at_end or (unit.pending <= 0 and unit not in iteration.untracked):
             if not at_end and not self._alike:
                 self._left.append(self._indices[unit])
@@ -696,7 +800,9 @@ class Root:
         iteration.in_flight.append(unit)
 
     def _make_room(self) -> None:
-        """Land the oldest reductions, or launch their second stage, until `IN_FLIGHT` are left in each stage."""
+        """Land the oldest reductions, or launch their second stage, until `IN_FLIGHT` are left in
+        each stage.
+        """
         iteration = self._iteration
         while len(iteration.in_flight) > IN_FLIGHT:
             oldest = iteration.in_flight.pop(0)
@@ -716,16 +822,26 @@ class Root:
                 units.remove(unit)
 
     def launch_rest(self) -> None:
-        """Backward is at its end: launch what was not launched. Waits only where a launch needs it (first stages of hybrid meshes)."""
+        """Backward is at its end: launch what was not launched. Waits only where a launch needs it
+        (first stages of hybrid meshes).
+        """
         iteration = self._in_backward()
         if iteration is None:
             return
         with self._streams.on(iteration.stream):
             reducing = [unit for unit in self.units if unit.accumulation.now is SyncMode.REDUCE]
-            due = [unit for unit in reducing if unit.unhooked or any(bucket.held for bucket in unit.buckets)]
+            due = [
+                unit
+                for unit in reducing
+                if unit.unhooked or any(bucket.held for bucket in unit.buckets)
+            ]
             sent = [*iteration.in_flight, *iteration.over_replicas]
             rest = dict.fromkeys([*reversed(iteration.to_reduce), *iteration.untracked, *due])
-            for unit in rest if self._alike else [*(unit for unit in rest if unit not in self._shown), *self._shown]:
+            for unit in (
+                rest
+                if self._alike
+                else [*(unit for unit in rest if unit not in self._shown), *self._shown]
+            ):
                 if unit in iteration.to_reduce or unit not in sent or unit.has_gradients:
                     self._leave_backward(unit, at_end=True)
             if not iteration.builds_graph:
@@ -738,7 +854,9 @@ class Root:
                     iteration.over_replicas.append(unit)
 
     def finish_backward(self) -> None:
-        """Land everything and end the iteration. What an open forward or a new graph still needs passes to a new one."""
+        """Land everything and end the iteration. What an open forward or a new graph still needs
+        passes to a new one.
+        """
         iteration = self._in_backward()
         if iteration is None:
             return
@@ -751,21 +869,29 @@ class Root:
                     bucket.decide()
                 for sparse in unit.sparse if not iteration.builds_graph else ():
                     sparse.end_backward(reduces=unit.accumulation.now is SyncMode.REDUCE)
-            if self._alike is None and all(unit.accumulation.now is SyncMode.REDUCE for unit in self.units):
+            if self._alike is None and all(
+                unit.accumulation.now is SyncMode.REDUCE for unit in self.units
+            ):
                 self._compare_left()
             self._conclude(iteration)
             wait_for_traffic()
         if debug_enabled():
-            for comm in dict.fromkeys(unit.mesh_info.all for unit in self.units if unit.mesh_info.all.size > 1):
+            for comm in dict.fromkeys(
+                unit.mesh_info.all for unit in self.units if unit.mesh_info.all.size > 1
+            ):
                 assert comm.group is not None
                 ledger_of(comm.group).compare(comm)
 
     def _compare_left(self) -> None:
-        """Once: do all ranks leave units in one order? Some may run replicated modules that others do not, or in another order."""
+        """Once: do all ranks leave units in one order? Some may run replicated modules that others
+        do not, or in another order.
+        """
         comms = dict.fromkeys(unit.mesh_info.all for unit in self._shown)
         self._alike = len(comms) == 1
         for comm in comms if self._alike else ():
-            lowest, highest = comm.min_max([checksum(str(self._left))], "comparison of the order of units in backward")
+            lowest, highest = comm.min_max(
+                [checksum(str(self._left))], "comparison of the order of units in backward"
+            )
             self._alike = lowest == highest
 
     def _conclude(self, iteration: Iteration) -> None:
@@ -775,7 +901,11 @@ class Root:
             following.finished, following.untracked = iteration.finished, iteration.untracked
             following.last = iteration.last
         self.iteration = following
-        waiting = (index for index, call in enumerate(self.calls) if call.entry is not None and call.entry.waits)
+        waiting = (
+            index
+            for index, call in enumerate(self.calls)
+            if call.entry is not None and call.entry.waits
+        )
         del self.calls[: next(waiting, len(self.calls))]
         for unit in self.units:
             if following is None:
@@ -788,17 +918,21 @@ class Root:
         if following is None:
             release_idle_memory()
 
-    # --- a lost step ------------------------------------------------------------------------------------------------
+    # --- a lost step -----------------------------------------------------------------------------
 
     def on_error(self, unit: Unit) -> None:
-        """A forward of `unit`'s module raised; called from the innermost annotated module outwards."""
+        """A forward of `unit`'s module raised; called from the innermost annotated module
+        outwards.
+        """
         if self.running:
             self.running.pop()
         if not self.running:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")
 
     def on_failed_backward(self) -> None:
-        """A backward raised. Modules hold at-rest parameters again; the next forward resets the rest. Waits for nothing."""
+        """A backward raised. Modules hold at-rest parameters again; the next forward resets the
+        rest. Waits for nothing.
+        """
         if self.phase is not Phase.LOST:
             return  # a forward has reset this step already, or another backward has begun
         for unit in self.units:
@@ -807,16 +941,23 @@ class Root:
                 unit.swap_out()
 
     def reset(self, why: str = "") -> None:
-        """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop unreduced gradients."""
+        """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop
+        unreduced gradients.
+        """
         iteration, self.iteration = self.iteration, None
         self.running.clear()
         self._open, self._pinned, self.calls = None, {}, []
         if why:
-            logger.warning("unit '%s': %s; the step is lost, and its state was reset", self.name, why)
+            logger.warning(
+                "unit '%s': %s; the step is lost, and its state was reset", self.name, why
+            )
         launched = [] if iteration is None else [*iteration.over_replicas, *iteration.in_flight]
         held = [unit.name for unit in self.units if unit.has_unreduced]
         if held:
-            logger.warning("gradients that were accumulated under no_sync are dropped (unit '%s' and others)", held[0])
+            logger.warning(
+                "gradients that were accumulated under no_sync are dropped (unit '%s' and others)",
+                held[0],
+            )
         for unit in dict.fromkeys([*launched, *self.units]):
             unit.drop_calls()
             unit.unhooked.clear()
@@ -829,11 +970,15 @@ class Root:
                 unit.kept_by.pop(self, None)
                 unit.reshard()
             except CommunicationError as error:
-                logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
+                logger.warning(
+                    "while the state of unit '%s' was reset: %s", unit.name, first_line(error)
+                )
         try:
             self.buckets.drop()
         except CommunicationError as error:
-            logger.warning("while the buckets of unit '%s' were reset: %s", self.name, first_line(error))
+            logger.warning(
+                "while the buckets of unit '%s' were reset: %s", self.name, first_line(error)
+            )
         release_idle_memory()
 
     @torch.no_grad()
@@ -866,38 +1011,52 @@ class Root:
         release_idle_memory()
 
     def _compare_held(self) -> None:
-        """On hosts, all ranks have accumulated equally often: a rank without gradients would launch nothing."""
+        """On hosts, all ranks have accumulated equally often: a rank without gradients would launch
+        nothing.
+        """
         for comm in dict.fromkeys(unit.mesh_info.all for unit in self.units):
             if comm.size == 1 or (comm.traits.on_stream and not debug_enabled()):
                 continue
-            held = [bucket.held for unit in self.units if unit.mesh_info.all is comm for bucket in unit.buckets]
+            held = [
+                bucket.held
+                for unit in self.units
+                if unit.mesh_info.all is comm
+                for bucket in unit.buckets
+            ]
             mine = max([0, *held, self.buckets.held])
-            said = comm.all_gather_ints([mine], f"comparison of accumulated backwards of unit '{self.name}'")
+            said = comm.all_gather_ints(
+                [mine], f"comparison of accumulated backwards of unit '{self.name}'"
+            )
             if said != [said[0]] * len(said):
                 self.reset()
                 raise RanksDisagreeError(
-                    f"reduce_gradients: the ranks accumulated gradients of different numbers of backwards below unit '{self.name}': "
-                    f"{', '.join(f'rank {rank} {count}' for rank, (count,) in enumerate(said))}. Every rank must run the same "
-                    "backwards under no_sync. What was accumulated is dropped on all ranks"
+                    "reduce_gradients: the ranks accumulated gradients of different numbers of"
+                    f" backwards below unit '{self.name}':"
+                    f" {', '.join(f'rank {rank} {count}' for rank, (count,) in enumerate(said))}."
+                    " Every rank must run the same backwards under no_sync. What was accumulated"
+                    " is dropped on all ranks"
                 )
 
 
 def _refuse_graph(unit: Unit) -> NoReturn:
     raise DifferentiationError(
-        f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They are reduced outside of "
-        "autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, "
-        "torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
+        f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They"
+        " are reduced outside of autograd's graph, so nothing could be differentiated through"
+        " them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs,"
+        " create_graph=True), or leave create_graph=True out"
     )
 
 
 def _ahead(unit: Unit, units: Sequence[Unit], start: int, step: int) -> list[Unit]:
-    """The units to gather ahead: of those that probably follow, the next `prefetch` ones over the ranks of `unit`.
+    """The units to gather ahead: of those that probably follow, the next `prefetch` ones over the
+    ranks of `unit`.
 
-    Units over fewer ranks (experts) may come before them. Not every rank enters these, so they do not count; the first of them
-    is gathered ahead as well.
+    Units over fewer ranks (experts) may come before them. Not every rank enters these, so they do
+    not count; the first of them is gathered ahead as well.
 
     Args:
-        units: in the order, or with `step` -1 in the reverse of the order, in which they probably follow, from `start` on.
+        units: in the order, or with `step` -1 in the reverse of the order, in which they probably
+            follow, from `start` on.
     """
     ahead: list[Unit] = []
     comm, missing = unit.mesh_info.all, unit.spec.prefetch
@@ -915,7 +1074,8 @@ def _ahead(unit: Unit, units: Sequence[Unit], start: int, step: int) -> list[Uni
 
 def _is_also_below_another(unit: Unit, top: Unit) -> bool:
     """Whether `unit` lies below an annotated module that `top` is neither around nor inside of."""
-    around = [other for other in unit.within if other is not unit and other is not top]  # a unit is within itself
+    # a unit is within itself
+    around = [other for other in unit.within if other is not unit and other is not top]
     return any(other not in top.within and top not in other.within for other in around)
 
 
@@ -972,7 +1132,9 @@ def reset(modules: Sequence[nn.Module]) -> None:
 
 
 def reduce_held(units: Sequence[Unit]) -> None:
-    """Reduce what these units accumulated under `no_sync`. All ranks call it, outside of forward and backward."""
+    """Reduce what these units accumulated under `no_sync`. All ranks call it, outside of forward
+    and backward.
+    """
     if LISTENERS:
         tell_of_call("reduce", [param.at_rest for unit in units for param in unit.params])
     for root in planned_roots(units):

@@ -1,9 +1,11 @@
-"""How a rank without data follows one that has data: what the engine tells of its steps while a `join` scope is open.
+"""How a rank without data follows one that has data: what the engine tells of its steps while a
+`join` scope is open.
 
-All ranks of a model launch the same collectives in the same order. Which ones a step launches is decided where a forward or a
-backward enters or leaves a unit, so the engine tells of these places. A rank that has data says them to the others, and a rank
-without data does them: it gathers, reduces and reshards, and does not compute. Its gradients are those of a rank on which every
-parameter is unused. Outside of a scope nobody listens, and nothing is told.
+All ranks of a model launch the same collectives in the same order. Which ones a step launches is
+decided where a forward or a backward enters or leaves a unit, so the engine tells of these places.
+A rank that has data says them to the others, and a rank without data does them: it gathers, reduces
+and reshards, and does not compute. Its gradients are those of a rank on which every parameter is
+unused. Outside of a scope nobody listens, and nothing is told.
 """
 
 from __future__ import annotations
@@ -20,10 +22,13 @@ class Event(enum.IntEnum):
     """What one unit does. `Unit.shadow` does it without computing; its `detail` is a number."""
 
     ENTER = 0  # a forward of the module with this index, or its recomputation, begins
-    OUTPUT = 1  # that forward has outputs through which backward will come; 1: it counts as trained on
+    # that forward has outputs through which backward will come; 1: it counts as trained on
+    OUTPUT = 1
     LEAVE = 2  # it ends; twice the index of the module, and 1 if parameters must outlive it
     OPEN = 3  # a backward begins in the unit's root
-    COUNT = 4  # it has come to the outputs of one forward; 1: of one that counts as trained on, in this iteration
+    # it has come to the outputs of one forward; 1: of one that counts as trained on, in this
+    # iteration
+    COUNT = 4
     BACK = 5  # it enters the unit
     GRADIENT = 6  # a parameter has a gradient, and its unit was not entered
     END = 7  # it ends
@@ -54,7 +59,8 @@ class Listener(Protocol):
         """A function that communicates is about to work on the gradients of `parameters`."""
 
 
-LISTENERS: Final[list[ref[Any]]] = []  # one at most; weak, since a scope that raised is dropped without a word
+# one at most; weak, since a scope that raised is dropped without a word
+LISTENERS: Final[list[ref[Any]]] = []
 
 
 def listener() -> Listener | None:
@@ -80,6 +86,8 @@ def source() -> int:
 
 
 def narrates() -> bool:
-    """Whether some ranks have no data, so that nothing may be launched where they are not told of it."""
+    """Whether some ranks have no data, so that nothing may be launched where they are not told of
+    it.
+    """
     scope = listener()
     return scope is not None and scope.narrates

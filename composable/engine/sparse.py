@@ -1,10 +1,12 @@
-"""Sparse gradients of replicated lookups (`nn.Embedding(sparse=True)`): averaged at the end of a backward, and still sparse.
+"""Sparse gradients of replicated lookups (`nn.Embedding(sparse=True)`): averaged at the end of a
+backward, and still sparse.
 
-How many rows a rank has differs from rank to rank. So the ranks first exchange these numbers, and which gradients they have at
-all. That blocks, which is why it comes after everything else has landed. Then the rows of all ranks are gathered and added up.
+How many rows a rank has differs from rank to rank. So the ranks first exchange these numbers, and
+which gradients they have at all. That blocks, which is why it comes after everything else has
+landed. Then the rows of all ranks are gathered and added up.
 
-Parameters that only sparse lookups read have a `ParamGroup` of their own and rest as plain parameters, next to shards as well,
-because a `DTensor` has no sparse gradient.
+Parameters that only sparse lookups read have a `ParamGroup` of their own and rest as plain
+parameters, next to shards as well, because a `DTensor` has no sparse gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from composable.engine.precision import Precision
 
 
 def is_sparse_lookup(module: nn.Module) -> bool:
-    """Whether the weight of `module` gets sparse gradients: torch's own modules that say so, as with DDP."""
+    """Whether the weight of `module` gets sparse gradients: torch's own modules that say so, as
+    with DDP.
+    """
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
 
 
@@ -40,7 +44,8 @@ class SparseGradients:
 
     Attributes:
         params: that only sparse lookups read.
-        holds: a backward under `no_sync` has ended; its gradients wait, on the at-rest parameters, to be reduced.
+        holds: a backward under `no_sync` has ended; its gradients wait, on the at-rest parameters,
+            to be reduced.
         unit: its name, for labels.
     """
 
@@ -50,7 +55,8 @@ class SparseGradients:
         self.unit = ""
         self._precision = precision
         self._comm = comm
-        self._here: set[ManagedParam] = set()  # those with a gradient of this rank's that was not reduced
+        # those with a gradient of this rank's that was not reduced
+        self._here: set[ManagedParam] = set()
 
     def arrived(self, param: ManagedParam) -> None:
         self._here.add(param)
@@ -67,7 +73,9 @@ class SparseGradients:
             param.compute.grad = None
             gradient = run_gradient_hooks(at_rest, gradient.to(self._precision.gradient))
             if at_rest.grad is not None:  # a dense tensor is not added to a sparse one
-                gradient = gradient + at_rest.grad if at_rest.grad.is_sparse else at_rest.grad + gradient
+                gradient = (
+                    gradient + at_rest.grad if at_rest.grad.is_sparse else at_rest.grad + gradient
+                )
             at_rest.grad = gradient
         if reduces:
             self.reduce()
@@ -82,34 +90,57 @@ class SparseGradients:
         self.drop(forget=False)
         here, self._here = self._here, set()
         mine = [_rows_of(param.at_rest, self._precision.gradient) for param in self.params]
-        numbers = [n for param, (rows, _) in zip(self.params, mine, strict=True) for n in (int(param in here), len(rows))]
-        every = self._comm.all_gather_ints(numbers, f"exchange of the numbers of sparse rows of unit '{self.unit}'")
+        numbers = [
+            n
+            for param, (rows, _) in zip(self.params, mine, strict=True)
+            for n in (int(param in here), len(rows))
+        ]
+        every = self._comm.all_gather_ints(
+            numbers, f"exchange of the numbers of sparse rows of unit '{self.unit}'"
+        )
         for index, (param, (rows, values)) in enumerate(zip(self.params, mine, strict=True)):
             if not any(row[2 * index] for row in every):
                 continue
             mean = self._mean(param, rows, values, [row[2 * index + 1] for row in every])
             gradient = param.at_rest.grad
-            if gradient is not None and not gradient.is_sparse:  # another use of the weight made it dense
+            # another use of the weight made it dense
+            if gradient is not None and not gradient.is_sparse:
                 gradient.copy_(mean.to_dense())
             else:
                 param.at_rest.grad = mean
             run_post_accumulate_hooks(param.at_rest)
 
-    def _mean(self, param: ManagedParam, rows: Tensor, values: Tensor, counts: Sequence[int]) -> Tensor:
+    def _mean(
+        self, param: ManagedParam, rows: Tensor, values: Tensor, counts: Sequence[int]
+    ) -> Tensor:
         most, ranks, width = max(counts), self._comm.size, param.at_rest.shape[1:]
         padding = most - len(rows)  # ranks send the same number of rows
         sent = [torch.cat([rows, rows.new_zeros(padding)])]
-        sent.append(torch.cat([values, values.new_zeros(padding, *width)]).to(self._precision.reduce).div_(ranks).view(-1))
+        sent.append(
+            torch.cat([values, values.new_zeros(padding, *width)])
+            .to(self._precision.reduce)
+            .div_(ranks)
+            .view(-1)
+        )
         pairs = [(each.new_empty(ranks * each.numel()), each) for each in sent]
         label = f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')"
         for work in [self._comm.all_gather([pair], label) for pair in pairs] if most else ():
             work.wait()
-        kept = torch.cat([torch.arange(count) + rank * most for rank, count in enumerate(counts)]).to(rows.device)
-        every_row, every_value = pairs[0][0][kept], pairs[1][0].view(-1, *width)[kept].to(values.dtype)
-        return torch.sparse_coo_tensor(every_row[None], every_value, param.at_rest.shape, check_invariants=False).coalesce()
+        kept = torch.cat(
+            [torch.arange(count) + rank * most for rank, count in enumerate(counts)]
+        ).to(rows.device)
+        every_row, every_value = (
+            pairs[0][0][kept],
+            pairs[1][0].view(-1, *width)[kept].to(values.dtype),
+        )
+        return torch.sparse_coo_tensor(
+            every_row[None], every_value, param.at_rest.shape, check_invariants=False
+        ).coalesce()
 
     def drop(self, *, forget: bool = True) -> None:
-        """Nothing waits to be reduced any more; `forget`: the step is lost, and with it this rank's gradients."""
+        """Nothing waits to be reduced any more; `forget`: the step is lost, and with it this rank's
+        gradients.
+        """
         if forget:
             for param in self.params:
                 if param.compute is not param.at_rest or param in self._here:
@@ -124,7 +155,9 @@ class SparseGradients:
 
 
 def _rows_of(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The rows of this rank's gradient, each once, and their values; none where there is no gradient."""
+    """The rows of this rank's gradient, each once, and their values; none where there is no
+    gradient.
+    """
     gradient = parameter.grad
     if gradient is None:
         numbers = torch.zeros(0, dtype=torch.int64, device=parameter.device)

@@ -10,7 +10,9 @@ class SyncMode(enum.Enum):
 
     REDUCE = "they are reduced, with all that was accumulated"
     HOLD = "they are accumulated on their rank (no_sync)"
-    HOLD_SHARDS = "they are reduced over the shard dimension and accumulated (no_sync(level='replicate'))"
+    HOLD_SHARDS = (
+        "they are reduced over the shard dimension and accumulated (no_sync(level='replicate'))"
+    )
 
 
 class Accumulation:

@@ -1,7 +1,9 @@
-"""What one call of a verb leaves on its modules: the parameter groups, their gradient buckets, and the four hooks.
+"""What one call of a verb leaves on its modules: the parameter groups, their gradient buckets, and
+the four hooks.
 
-`fully_shard` and `replicate` make the same class. They differ in the mesh info (over which ranks parameters are sharded and
-gradients summed) and, for a model that is only replicated, in when gradients are reduced (`arrival.py`).
+`fully_shard` and `replicate` make the same class. They differ in the mesh info (over which ranks
+parameters are sharded and gradients summed) and, for a model that is only replicated, in when
+gradients are reduced (`arrival.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm.mesh_info import MeshInfo
-from composable.compilation import backward_is_compiled, backward_will_be_compiled, traceable, untraced
+from composable.compilation import (
+    backward_is_compiled,
+    backward_will_be_compiled,
+    traceable,
+    untraced,
+)
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.tree import SHARD, Place, names_below, states_below
@@ -51,17 +58,32 @@ from composable.engine.param import (
     whole_of,
 )
 from composable.engine.param_group import ParamGroup, ShardedState
-from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
+from composable.engine.precision import (
+    BufferCasts,
+    BufferHolder,
+    ExactModule,
+    Precision,
+    cast,
+    moved,
+    resolve,
+)
 from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.engine.sync_mode import Accumulation
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
-from composable.memory.torch_private import can_take_data, hooks_after_accumulation, in_backward, local_of, next_node
+from composable.memory.torch_private import (
+    can_take_data,
+    hooks_after_accumulation,
+    in_backward,
+    local_of,
+    next_node,
+)
 
-# The reason for modules to hold whole parameters outside of forwards, after `unshard` or in `keep_unsharded`: until `reshard`, the
-# end of the scope, a forward with gradients, or a backward.
+# The reason for modules to hold whole parameters outside of forwards, after `unshard` or in
+# `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
-RANK0_ONLY: Final = "unsharded(rank0_only=True)"  # `Unit.shown_by` of a scope in which ranks hold different things
+# `Unit.shown_by` of a scope in which ranks hold different things
+RANK0_ONLY: Final = "unsharded(rank0_only=True)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +121,15 @@ class UnitSpec:
 
 
 class Schedule(Protocol):
-    """The order of a step, which the hooks of units call: `Root`, which does not stand here because it knows units.
+    """The order of a step, which the hooks of units call: `Root`, which does not stand here because
+    it knows units.
 
     Attributes:
         units: all that are below the outermost annotated module that was called.
         running: those whose forward is under way, outermost first.
         forward: the number of the forward that began last.
-        eager_because: why the engine, and not the compiler, reduces the gradients of the last forward; empty if it does not.
+        eager_because: why the engine, and not the compiler, reduces the gradients of the last
+            forward; empty if it does not.
         split_by: the pipeline schedule that called the last forward, if it splits backwards.
     """
 
@@ -126,10 +150,14 @@ class Schedule(Protocol):
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
 
     def is_inside(self, unit: Unit) -> bool:
-        """Whether something around `unit` runs, whose backward is to come to the unit on all ranks alike."""
+        """Whether something around `unit` runs, whose backward is to come to the unit on all ranks
+        alike.
+        """
 
     def trained(self, module: nn.Module | None) -> Any:
-        """What counts this call of `module` as one that is trained on; None if it does not count. Without a module it does."""
+        """What counts this call of `module` as one that is trained on; None if it does not count.
+        Without a module it does.
+        """
 
     def enter_forward(self, unit: Unit, module: nn.Module, inputs: object) -> None: ...
 
@@ -180,8 +208,8 @@ class UnitCall:
         root: None if the call recomputes what checkpointing dropped.
         entered: `enter` did not raise.
         entry: called where backward comes to it; None if backward does not.
-        anchors: every output got a node, though this rank may have computed it without parameters: others did with. What is
-            recomputed does as its forward did.
+        anchors: every output got a node, though this rank may have computed it without parameters:
+            others did with. What is recomputed does as its forward did.
     """
 
     unit: Unit
@@ -193,36 +221,46 @@ class UnitCall:
 
 
 class Unit:
-    """See the top of this file. It is the verb's state in the registry, and the bracket around its modules' forwards.
+    """See the top of this file. It is the verb's state in the registry, and the bracket around its
+    modules' forwards.
 
     Attributes:
         modules: as annotated; none after `remove`.
         groups: of parameters that are unsharded together.
-        gathers: whether unsharding takes a message or a cast; if not, modules compute with the at-rest memory.
-        buckets: their gradients; empty for gradients that the root reduces in buckets of all units (`arrival.py`).
+        gathers: whether unsharding takes a message or a cast; if not, modules compute with the
+            at-rest memory.
+        buckets: their gradients; empty for gradients that the root reduces in buckets of all units
+            (`arrival.py`).
         root: of the last forward; None before the first, and after the tree changed.
         depth: forwards of its modules that are under way.
         pending: forwards whose backward has not come yet.
         kept_by: reasons to stay unsharded: scopes, and graphs of `create_graph=True`.
-        within, found: the units that were annotated around this one, and those that its annotation found below it.
-        beside: for a replicated unit in a tree with shards, the mesh of those shards; otherwise None.
-        rest_mesh: `beside`, if it has the same ranks as the unit: then parameters rest on it as DTensors. Otherwise None.
-        reduces_by_arrival: autograd accumulates on the parameters that users see, and the root reduces them in buckets of all its
-            units.
+        within, found: the units that were annotated around this one, and those that its annotation
+            found below it.
+        beside: for a replicated unit in a tree with shards, the mesh of those shards; otherwise
+            None.
+        rest_mesh: `beside`, if it has the same ranks as the unit: then parameters rest on it as
+            DTensors. Otherwise None.
+        reduces_by_arrival: autograd accumulates on the parameters that users see, and the root
+            reduces them in buckets of all its units.
         readers: units whose modules read parameters of this one.
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
-        shown_by: the scope, if any, in which modules hold whole parameters for the user to edit; they are not computed with.
+        shown_by: the scope, if any, in which modules hold whole parameters for the user to edit;
+            they are not computed with.
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
         arrivals: by what autograd tells of gradients, while it matters which one has come.
-        unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are still to be called.
+        unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are
+            still to be called.
         is_shared: it lies below several annotated models, see `Root.shared`.
-        to_run: of several modules, those that have not run in this forward, or recomputation. Until all have, modules hold compute
-            parameters: code between two of them reads the weight of the next (losses that are fused with the head do).
+        to_run: of several modules, those that have not run in this forward, or recomputation. Until
+            all have, modules hold compute parameters: code between two of them reads the weight of
+            the next (losses that are fused with the head do).
         around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
-        given: of a frozen unit, how ranks that compute it did so last: 0 without autograd, 1 with inputs that require no gradients,
-            2 with inputs that do. Backward comes to it in the last case only. None: not known.
+        given: of a frozen unit, how ranks that compute it did so last: 0 without autograd, 1 with
+            inputs that require no gradients, 2 with inputs that do. Backward comes to it in the
+            last case only. None: not known.
     """
 
     is_sharded = False
@@ -265,9 +303,10 @@ class Unit:
         self._casts_buffers = False
         self._undo: list[Callable[[], object]] = []
         self._rebuild_undo: list[Callable[[], object]] = []
-        self._whole: list[tuple[Tensor, Tensor | None]] = []  # values and gradients, between `before_removal` and `restore`
+        # values and gradients, between `before_removal` and `restore`
+        self._whole: list[tuple[Tensor, Tensor | None]] = []
 
-    # --- construction -----------------------------------------------------------------------------------------------
+    # --- construction ----------------------------------------------------------------------------
 
     def initialize(self, spec: UnitSpec, schedules: Schedules) -> None:
         """Take charge of the parameters that `spec` names."""
@@ -276,7 +315,9 @@ class Unit:
         if self.param_dtype is not None:
             self._undo += [ExactModule(module, self.param_dtype).remove for module in spec.exact]
         self._load_hook = StateDictHook(self)
-        self._undo += self._watch_modules(dict.fromkeys(place.module for param in self.params for place in param.info.places))
+        self._undo += self._watch_modules(
+            dict.fromkeys(place.module for param in self.params for place in param.info.places)
+        )
         for module in self.modules:
             attach_copying(module)
             self._undo.append(partial(detach_copying, module))
@@ -288,11 +329,16 @@ class Unit:
         self.mesh_info = spec.mesh_info
         self.params = list(params)
         self.is_sharded = spec.verb == SHARD and spec.mesh_info.mesh is not None
-        self._buffers, self._casts_buffers = BufferCasts(spec.buffer_holders), bool(spec.buffer_holders)
+        self._buffers, self._casts_buffers = (
+            BufferCasts(spec.buffer_holders),
+            bool(spec.buffer_holders),
+        )
         self.param_dtype = spec.mp_policy.param_dtype
 
     def _watch_modules(self, holders: Iterable[nn.Module]) -> list[Callable[[], object]]:
-        """Prepare modules that hold parameters for state dicts, and let RNN weights stay in place; returns what undoes it."""
+        """Prepare modules that hold parameters for state dicts, and let RNN weights stay in place;
+        returns what undoes it.
+        """
         undo: list[Callable[[], object]] = []
         for module in holders:
             undo.append(module.register_state_dict_pre_hook(self.before_state_dict).remove)
@@ -300,7 +346,8 @@ class Unit:
             if self.mesh_info.mesh is not None:
                 undo.append(module.register_load_state_dict_pre_hook(self._load_hook).remove)
             if isinstance(module, nn.RNNBase) and (self.is_sharded or self.param_dtype):
-                # cuDNN's weights are moved next to each other by `flatten_parameters`, away from the buffers that are filled.
+                # cuDNN's weights are moved next to each other by `flatten_parameters`, away from
+                # the buffers that are filled.
                 module.flatten_parameters = lambda: None  # type: ignore[method-assign]
                 undo.append(partial(drop_attribute, module, "flatten_parameters"))
         return undo
@@ -313,9 +360,21 @@ class Unit:
         param.set_info(replace(info, places=(*info.places, *more)))
         if param.registered is not None:
             param.register(param.registered)
-        return partial(self._untie, param, info, plain, self._watch_modules(dict.fromkeys(place.module for place in more)))
+        return partial(
+            self._untie,
+            param,
+            info,
+            plain,
+            self._watch_modules(dict.fromkeys(place.module for place in more)),
+        )
 
-    def _untie(self, param: ManagedParam, info: ParamInfo, plain: list[Place], undo: list[Callable[[], object]]) -> None:
+    def _untie(
+        self,
+        param: ManagedParam,
+        info: ParamInfo,
+        plain: list[Place],
+        undo: list[Callable[[], object]],
+    ) -> None:
         for each in undo:
             each()
         if not self.params:
@@ -327,7 +386,9 @@ class Unit:
 
     @untraced
     def before_state_dict(self, *_: object) -> None:
-        """A state dict that is made or loaded in an `except` block after a failed step is one of at-rest parameters."""
+        """A state dict that is made or loaded in an `except` block after a failed step is one of
+        at-rest parameters.
+        """
         if not self.depth and not in_backward():
             self.swap_out()
 
@@ -367,11 +428,15 @@ class Unit:
 
     @property
     def grad_factor(self) -> float:
-        """What each gradient is multiplied by, so that the mean over the ranks is what `grad_reduce` asks for."""
+        """What each gradient is multiplied by, so that the mean over the ranks is what
+        `grad_reduce` asks for.
+        """
         return 1.0 if self.spec.divisor is None else self.mesh_info.all.size / self.spec.divisor
 
     def _build_buckets(self) -> None:
-        self.reduces_by_arrival = not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
+        self.reduces_by_arrival = (
+            not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
+        )
         factor = self.grad_factor
         self.buckets, self.sparse, self.arrivals = [], [], {}
         for group in self.groups:
@@ -380,13 +445,22 @@ class Unit:
             if factor != 1.0 and (in_place or sparse):
                 self._multiply_gradients(group.params, factor)
             if sparse:
-                self.sparse.append(SparseGradients(group.params, group.precision, self.mesh_info.all))
+                self.sparse.append(
+                    SparseGradients(group.params, group.precision, self.mesh_info.all)
+                )
             elif not self.reduces_by_arrival and not (
                 in_place and self.mesh_info.all.size == 1
             ):  # then autograd has done everything
                 members = list(zip(group.params, group.slots, strict=True))
                 self.buckets.append(
-                    GradBucket(members, group.precision, group.device, self.mesh_info, factor=factor, home=group.home)
+                    GradBucket(
+                        members,
+                        group.precision,
+                        group.device,
+                        self.mesh_info,
+                        factor=factor,
+                        home=group.home,
+                    )
                 )
         for param in self.params:
             self._hear_of_gradients(param)
@@ -394,11 +468,14 @@ class Unit:
         self.follow()
 
     def _multiply_gradients(self, params: Iterable[ManagedParam], factor: float) -> None:
-        """`grad_reduce` where autograd itself adds to what users see: multiply each gradient as it comes."""
+        """`grad_reduce` where autograd itself adds to what users see: multiply each gradient as it
+        comes.
+        """
         for param in params:
             parameter, trains = param.compute, param.compute.requires_grad
             if parameter.is_floating_point() or parameter.is_complex():
-                parameter.requires_grad_(True)  # a frozen one takes no hook, and may be unfrozen later
+                # a frozen one takes no hook, and may be unfrozen later
+                parameter.requires_grad_(True)
                 handle = parameter.register_hook(traceable(lambda gradient: gradient * factor))
                 parameter.requires_grad_(trains)
                 self._rebuild_undo.append(handle.remove)
@@ -406,22 +483,26 @@ class Unit:
     def _hear_of_gradients(self, param: ManagedParam) -> None:
         """Tell the root when autograd has accumulated a gradient.
 
-        The root ignores this for a unit that backward entered at its outputs. It needs it for gradients that come by another way
-        (of a parameter that is read outside of its module), and for gradients that are reduced by arrival.
+        The root ignores this for a unit that backward entered at its outputs. It needs it for
+        gradients that come by another way (of a parameter that is read outside of its module), and
+        for gradients that are reduced by arrival.
         """
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
         alone = self.mesh_info.all.size == 1 and param.compute is param.at_rest
         to_sparse = next((ref(each) for each in self.sparse if param in each.params), None)
-        # Weak: torch holds the hook where the garbage collector does not look, and the unit holds the parameter.
+        # Weak: torch holds the hook where the garbage collector does not look, and the unit holds
+        # the parameter.
         to_unit, to_param = ref(self), ref(param)
 
         @untraced
         def arrived(compute: Tensor) -> None:
             unit, param = to_unit(), to_param()
             if unit is None or param is None or not compute.requires_grad:
-                return  # torch calls hooks of parameters that were frozen after their forward, and accumulates nothing
+                # torch calls hooks of parameters that were frozen after their forward, and
+                # accumulates nothing
+                return
             if alone:
                 unit.unhooked[param] = None
             sparse = None if to_sparse is None else to_sparse()
@@ -440,7 +521,9 @@ class Unit:
             arrival = table, handle.id, arrived
             self._rebuild_undo.append(handle.remove)
             if self.mesh_info.all.size > 1:
-                self._rebuild_undo.append(defer_hooks(param.at_rest, _at_rest_gradient(to_unit, to_param))[1])
+                self._rebuild_undo.append(
+                    defer_hooks(param.at_rest, _at_rest_gradient(to_unit, to_param))[1]
+                )
         if not alone and to_sparse is None:
             self.arrivals[param] = arrival
 
@@ -449,7 +532,10 @@ class Unit:
         for bucket in self.buckets:
             bucket.follow()
         for param in self.params:
-            if param.compute is not param.at_rest and param.compute.requires_grad != param.at_rest.requires_grad:
+            if (
+                param.compute is not param.at_rest
+                and param.compute.requires_grad != param.at_rest.requires_grad
+            ):
                 param.compute.requires_grad_(param.at_rest.requires_grad)
         self.trains = any(param.at_rest.requires_grad for param in self.params)
 
@@ -481,7 +567,7 @@ class Unit:
         offloaded = any(group.home is not None for group in self.groups)
         return torch.device("cpu") if offloaded else self.mesh_info.device
 
-    # --- what modules hold ------------------------------------------------------------------------------------------
+    # --- what modules hold -----------------------------------------------------------------------
 
     def swap_in(self) -> None:
         self._swap.swap_in()
@@ -505,14 +591,16 @@ class Unit:
         if not self.is_shown:
             self.swap_out()
 
-    # --- unshard and reshard ----------------------------------------------------------------------------------------
+    # --- unshard and reshard ---------------------------------------------------------------------
 
     @property
     def is_unsharded(self) -> bool:
         return all(group.state is ShardedState.UNSHARDED for group in self.groups)
 
     def unshard(self) -> None:
-        """Launch the all-gathers, unless the parameters are there or on their way, and were not written to since."""
+        """Launch the all-gathers, unless the parameters are there or on their way, and were not
+        written to since.
+        """
         for group in self.groups:
             group.unshard()
 
@@ -554,7 +642,9 @@ class Unit:
                 self.free()
 
     def show(self) -> None:
-        """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask, unless these are out of date."""
+        """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask,
+        unless these are out of date.
+        """
         if self.is_unsharded and not any(group.is_stale for group in self.groups):
             self.swap_in()
 
@@ -565,31 +655,42 @@ class Unit:
             self.follow_casts()
 
     def follow_casts(self) -> None:
-        """Modules held compute parameters for longer than a forward: `model.to(...)` in that time means the at-rest ones."""
+        """Modules held compute parameters for longer than a forward: `model.to(...)` in that time
+        means the at-rest ones.
+        """
         members = [(param, group) for group in self.groups for param in group.params]
-        changed = [p for p, g in members if (p.compute.dtype, p.compute.device) != (g.precision.compute, g.device)]
+        changed = [
+            p
+            for p, g in members
+            if (p.compute.dtype, p.compute.device) != (g.precision.compute, g.device)
+        ]
         for param in changed:
             param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
         if changed:
             self.reshard()
             self.build()
 
-    # --- the four hooks ---------------------------------------------------------------------------------------------
+    # --- the four hooks --------------------------------------------------------------------------
 
     @untraced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True) -> tuple[Any, Any]:
+    def enter(
+        self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True
+    ) -> tuple[Any, Any]:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
         recomputes = in_backward() and self.root is not None and self.root.in_step
-        if self.root is not None and not self.root.eager_because:  # then backwards have no iteration
+        # then backwards have no iteration
+        if self.root is not None and not self.root.eager_because:
             recomputes = in_backward() or backward_is_compiled()
-        root = None if recomputes else self.schedules.for_call(self, module)  # may reset, which forgets all calls
+        # may reset, which forgets all calls
+        root = None if recomputes else self.schedules.for_call(self, module)
         call = UnitCall(self, next_node(), root)
         self._calls.append(call)  # before anything else that may raise: `on_error` takes it back
         if root is None:
             if self.root is not None and self.root.in_step:
                 again = self.root.before_recomputation(self)
                 call.anchors = self._anchors if again is None else again.anchors
-            # Checkpointing runs this forward again: no order is recorded and nothing resharded, backward needs it next.
+            # Checkpointing runs this forward again: no order is recorded and nothing resharded,
+            # backward needs it next.
             if LISTENERS:
                 tell(Event.ENTER, self, self.modules.index(module), now=True)
             self.unshard()
@@ -645,13 +746,17 @@ class Unit:
             root.leave_forward(self, keep=keep, complete=not self.to_run)
 
     def end_forward(self) -> None:
-        """The root's forward, or a backward, ends: modules that have not run do not run any more."""
+        """The root's forward, or a backward, ends: modules that have not run do not run any
+        more.
+        """
         if self.to_run:
             self.to_run = []
             self.hold_at_rest()
 
     def _watch(self, module: nn.Module, output: Any, call: UnitCall) -> tuple[Any, bool]:
-        """Let `pre_backward` be called before backward goes through `output`. Returns it, and whether parameters must outlive forward."""
+        """Let `pre_backward` be called before backward goes through `output`. Returns it, and
+        whether parameters must outlive forward.
+        """
         root = call.root
         if root is not None and not root.eager_because:
             return output, False
@@ -659,9 +764,13 @@ class Unit:
         entry = Entry(self, trained, None if root is None else root.forward)
         if root is not None:
             needs = self.trains or self.given == 2
-            self._anchors = call.anchors = self.mesh_info.all.size > 1 and root.is_inside(self) and needs
+            self._anchors = call.anchors = (
+                self.mesh_info.all.size > 1 and root.is_inside(self) and needs
+            )
         counted = root is not None and bool(self.params)
-        seen = watch(output, call.since, entry, self._aliases, counted=counted, anchors=call.anchors)
+        seen = watch(
+            output, call.since, entry, self._aliases, counted=counted, anchors=call.anchors
+        )
         if seen.found and root is not None:
             if LISTENERS:
                 tell(Event.OUTPUT, self, trained is not None)
@@ -672,9 +781,9 @@ class Unit:
                 trained.forwards_left += 1
         if seen.opaque and not seen.found and self.trains and self.is_sharded:
             raise OutputError(
-                f"unit '{self.name}': forward returned {', '.join(seen.opaque)}, in which no tensor that requires grad was "
-                "found, so backward cannot be followed to the unit. Return tensors, containers, dataclasses or objects with "
-                "attributes"
+                f"unit '{self.name}': forward returned {', '.join(seen.opaque)}, in which no tensor"
+                " that requires grad was found, so backward cannot be followed to the unit. Return"
+                " tensors, containers, dataclasses or objects with attributes"
             )
         output = seen.output
         if seen.found and root is not None and backward_will_be_compiled():
@@ -687,7 +796,10 @@ class Unit:
             return False  # it was computed
         try:
             return any(group.aliases(tensor) for group in self.groups if group.gathers)
-        except (NotImplementedError, RuntimeError):  # tensors without storage: nested, sparse, wrappers
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ):  # tensors without storage: nested, sparse, wrappers
             return False
 
     @untraced
@@ -700,7 +812,8 @@ class Unit:
             return  # `enter` raised, and `Root.enter_forward` has cleaned up
         _explain(self, module, sys.exception())
         self.depth -= 1
-        if call.root is None:  # checkpointing stops a recomputation by an exception when it has what it needs
+        # checkpointing stops a recomputation by an exception when it has what it needs
+        if call.root is None:
             self._end_call(module, None, keep=False)
             return
         self.to_run = []
@@ -711,20 +824,25 @@ class Unit:
         """Backward is about to go through an output of the unit.
 
         Args:
-            forward: the number of the root's forward that made the output; None for a recomputation.
+            forward: the number of the root's forward that made the output; None for a
+                recomputation.
         """
         if not self.modules:
             if self.is_sharded and self.spec.params:
                 raise PhaseError(
-                    f"fully_shard was removed from unit '{self.name}' between a forward and its backward: the parameters that this "
-                    "backward goes to are no longer the module's. Run the backward first, or the forward again"
+                    f"fully_shard was removed from unit '{self.name}' between a forward and its"
+                    " backward: the parameters that this backward goes to are no longer the"
+                    " module's. Run the backward first, or the forward again"
                 )
             return
-        root = self.root or self.schedules.plan(self, self.modules[0])  # anew, if a unit came or went since the forward
+        # anew, if a unit came or went since the forward
+        root = self.root or self.schedules.plan(self, self.modules[0])
         root.enter_backward(self, forward)
 
     def shadow(self, event: Event, detail: int) -> None:
-        """On a rank without data: do what another rank says that it does, and compute nothing. See `shadow.py`."""
+        """On a rank without data: do what another rank says that it does, and compute nothing. See
+        `shadow.py`.
+        """
         if event is Event.ENTER:
             self.enter(self.modules[detail], (), {}, computes=False)
         elif event is Event.LEAVE:
@@ -756,7 +874,7 @@ class Unit:
         self.depth = self.pending = 0
         hear_arrivals(self.arrivals.values())
 
-    # --- gradients --------------------------------------------------------------------------------------------------
+    # --- gradients -------------------------------------------------------------------------------
 
     @property
     def has_gradients(self) -> bool:
@@ -764,7 +882,11 @@ class Unit:
 
     @property
     def holds(self) -> bool:
-        return bool(self.unhooked) or any(bucket.held for bucket in self.buckets) or any(sparse.holds for sparse in self.sparse)
+        return (
+            bool(self.unhooked)
+            or any(bucket.held for bucket in self.buckets)
+            or any(sparse.holds for sparse in self.sparse)
+        )
 
     def advance(self) -> bool:
         """On a hybrid mesh: launch the second stage of reductions; returns whether there is one."""
@@ -772,18 +894,27 @@ class Unit:
         return any(advanced)
 
     def run_hooks(self) -> None:
-        """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished their gradients."""
+        """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished
+        their gradients.
+        """
         due, self.unhooked = self.unhooked, {}
         for param in due:
             run_post_accumulate_hooks(param.at_rest)
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether users see gradients that were accumulated under `no_sync` and wait to be reduced."""
-        return any(is_unreduced(param.at_rest.grad) or holds_unreduced(param.at_rest) for param in self.params)
+        """Whether users see gradients that were accumulated under `no_sync` and wait to be
+        reduced.
+        """
+        return any(
+            is_unreduced(param.at_rest.grad) or holds_unreduced(param.at_rest)
+            for param in self.params
+        )
 
     def set_comm_hook(self, stage: str, hook: CommHook | None) -> None:
-        """Let `hook` make a stage of the reduction; None: the library makes it again. Between two steps."""
+        """Let `hook` make a stage of the reduction; None: the library makes it again. Between two
+        steps.
+        """
         if hook is None:
             self.comm_hooks.pop(stage, None)
         else:
@@ -793,7 +924,9 @@ class Unit:
             self.root.attach_hooks()
 
     def set_mesh_info(self, mesh_info: MeshInfo) -> None:
-        """Reduce gradients over other ranks; those that hold the shards together stay the same. Between two steps."""
+        """Reduce gradients over other ranks; those that hold the shards together stay the same.
+        Between two steps.
+        """
         self.mesh_info = mesh_info
         for undo in self._rebuild_undo:
             undo()
@@ -803,7 +936,7 @@ class Unit:
         if self.root is not None:
             self.root.forget()
 
-    # --- removal ----------------------------------------------------------------------------------------------------
+    # --- removal ---------------------------------------------------------------------------------
 
     @staticmethod
     def before_removal(units: Sequence[Unit]) -> None:
@@ -811,8 +944,9 @@ class Unit:
         for unit in units:
             if unit.has_unreduced:
                 raise PhaseError(
-                    f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync and not reduced. Call "
-                    "reduce_gradients(model) first, on all ranks, or zero_grad()"
+                    f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync"
+                    " and not reduced. Call reduce_gradients(model) first, on all ranks, or"
+                    " zero_grad()"
                 )
         for unit in units:
             if unit.root is not None and unit.root.in_step and not unit.root.running:
@@ -820,23 +954,33 @@ class Unit:
             unit.swap_out()
             unit.reshard()
             parameters = [param.at_rest for param in unit.params] if unit.is_sharded else []
-            unit._whole = [(whole_of(each), None if each.grad is None else whole_of(each.grad)) for each in parameters]
+            unit._whole = [
+                (whole_of(each), None if each.grad is None else whole_of(each.grad))
+                for each in parameters
+            ]
 
     def restore(self) -> None:
-        """Undo the annotation: whole plain parameters are registered again, the original objects where they still exist."""
+        """Undo the annotation: whole plain parameters are registered again, the original objects
+        where they still exist.
+        """
         for undo in (*self._rebuild_undo, *reversed(self._undo)):
             undo()
         self._undo, self._rebuild_undo, self.arrivals = [], [], {}
         self.drop_calls()
         self.swap_out()
-        for unit in (self, *self.readers):  # readers that still have its parameters are refused in their next forward
+        # readers that still have its parameters are refused in their next forward
+        for unit in (self, *self.readers):
             if unit.root is not None:
                 unit.root.forget()
         whole, self._whole = self._whole, []
         for index, param in enumerate(self.params):
             if param.own is not None:
                 gradient = param.at_rest.grad
-                _restore(param, param.own, local_of(gradient) if isinstance(gradient, DTensor) else gradient)
+                _restore(
+                    param,
+                    param.own,
+                    local_of(gradient) if isinstance(gradient, DTensor) else gradient,
+                )
             elif whole:
                 _restore_whole(param, *whole[index])
             set_label(param.at_rest, param.info, self.name, "removed")
@@ -849,44 +993,66 @@ class Unit:
         self._leave_tree()
 
     def _leave_tree(self) -> None:
-        """Replicated units around which there are no shards any more rest as plain parameters again."""
+        """Replicated units around which there are no shards any more rest as plain parameters
+        again.
+        """
         around, found = [*self.within], [*self.found]
         self.within, self.found = {}, {}
         for unit in found:
             unit.within.pop(self, None)
         for unit in around:
             unit.found.pop(self, None)
-        for other in dict.fromkeys([*found, *around, *(other for unit in around for other in unit.found)]):
+        for other in dict.fromkeys(
+            [*found, *around, *(other for unit in around for other in unit.found)]
+        ):
             other.choose_rest()
 
     def choose_rest(self) -> None:
-        """Decide how replicated parameters rest: next to shards, as their optimizers and clipping expect, as `DTensor`s."""
+        """Decide how replicated parameters rest: next to shards, as their optimizers and clipping
+        expect, as `DTensor`s.
+        """
         if self.is_sharded or not self.params or self.mesh_info.mesh is None:
             return
         meshes = [mesh for unit in self.within if (mesh := unit._mesh_of_shards()) is not None]
         beside = meshes[-1] if meshes else None
         if beside != self.beside:
-            alike = beside is not None and sorted(beside.mesh.flatten().tolist()) == sorted(self.mesh_info.mesh.mesh.tolist())
+            alike = beside is not None and sorted(beside.mesh.flatten().tolist()) == sorted(
+                self.mesh_info.mesh.mesh.tolist()
+            )
             self.beside, self.rest_mesh = beside, beside if alike else None
             self.build()
             if self.root is not None:
                 self.root.forget()
 
     def _mesh_of_shards(self) -> DeviceMesh | None:
-        return next((unit.mesh_info.mesh for unit in (self, *self.found) if unit.is_sharded and unit.params), None)
+        return next(
+            (
+                unit.mesh_info.mesh
+                for unit in (self, *self.found)
+                if unit.is_sharded and unit.params
+            ),
+            None,
+        )
 
-    # --- copies (see `copies.py`) -----------------------------------------------------------------------------------
+    # --- copies (see `copies.py`) ----------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Unit:
         return twin_of(self, Unit(), memo)
 
     def relate(self, unit: Unit, twins: Mapping[Unit, Unit]) -> None:
-        """The relations of `unit`, of which this is the copy, among the units that were copied with it."""
+        """The relations of `unit`, of which this is the copy, among the units that were copied with
+        it.
+        """
         self.within, self.found, self.readers = (
-            {twins[other]: None for other in related if other in twins} for related in (unit.within, unit.found, unit.readers)
+            {twins[other]: None for other in related if other in twins}
+            for related in (unit.within, unit.found, unit.readers)
         )
         groups = [other.mesh_info.all.group for other in unit.within if other in twins]
-        self.model_group = unit.model_group if unit.model_group is not None and unit.model_group() in groups else None
+        self.model_group = (
+            unit.model_group
+            if unit.model_group is not None and unit.model_group() in groups
+            else None
+        )
 
     def fill(self, unit: Unit, memo: dict[Any, Any], *, plain: bool) -> None:
         """All modules of `unit`, of which this is the copy, were copied.
@@ -898,13 +1064,19 @@ class Unit:
         self.name, self.schedules = unit.name, unit.schedules
         if plain:
             return
-        pairs = [(param, copy.deepcopy(param, memo)) for param in unit.params if param.registered is not None]
+        pairs = [
+            (param, copy.deepcopy(param, memo))
+            for param in unit.params
+            if param.registered is not None
+        ]
         for param, twin in pairs:
             places = tuple(place for place in param.info.places if id(place.module) in memo)
             twin.start(copy.deepcopy(replace(param.info, places=places), memo))
         params = [twin for _, twin in pairs]
         spec = replace(unit.spec, params=(), mesh_info=unit.mesh_info)
-        self._take(replace(copy.deepcopy(spec, memo), params=tuple(param.info for param in params)), params)
+        self._take(
+            replace(copy.deepcopy(spec, memo), params=tuple(param.info for param in params)), params
+        )
         self._load_hook = copy.deepcopy(unit._load_hook, memo)
         self.comm_hooks = copy.deepcopy(unit.comm_hooks, memo)
         for module in self.modules:
@@ -923,16 +1095,18 @@ class Unit:
     def refuse_copy(self) -> None:
         if self.shown_by == RANK0_ONLY:
             raise PhaseError(
-                f"copy.deepcopy of unit '{self.name}' inside of {self.shown_by}: the other ranks would copy what they had before "
-                "the edits of rank 0. Copy the model outside of the scope"
+                f"copy.deepcopy of unit '{self.name}' inside of {self.shown_by}: the other ranks"
+                " would copy what they had before the edits of rank 0. Copy the model outside of"
+                " the scope"
             )
 
     def refuse_pickling(self) -> None:
         if self.is_sharded or self.rest_mesh is not None:
             raise AnnotationError(
-                f"the annotated unit '{self.name}' is spread over process groups, and cannot be pickled. Save its state_dict() "
-                "(torch.distributed.checkpoint writes it from all ranks), or full_state_dict(model); copy.deepcopy(model) copies the "
-                "model on all ranks"
+                f"the annotated unit '{self.name}' is spread over process groups, and cannot be"
+                " pickled. Save its state_dict() (torch.distributed.checkpoint writes it from all"
+                " ranks), or full_state_dict(model); copy.deepcopy(model) copies the model on all"
+                " ranks"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -955,7 +1129,9 @@ def unit_of(parameter: Tensor) -> Unit | None:
 def _at_rest_gradient(
     to_unit: Callable[[], Unit | None], to_param: Callable[[], ManagedParam | None]
 ) -> Callable[[Tensor], None]:
-    """What autograd calls when it has accumulated on an at-rest parameter that modules do not compute with."""
+    """What autograd calls when it has accumulated on an at-rest parameter that modules do not
+    compute with.
+    """
 
     @untraced
     def arrived(at_rest: Tensor) -> None:
@@ -969,7 +1145,9 @@ def _at_rest_gradient(
 
 
 def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None:
-    """Add a note to torch's error if plain and sharded tensors, or tensors of two dtypes, met in the forward of `module`."""
+    """Add a note to torch's error if plain and sharded tensors, or tensors of two dtypes, met in
+    the forward of `module`.
+    """
     if (
         not isinstance(error, RuntimeError)
         or unit.root is None
@@ -978,7 +1156,9 @@ def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None
         return
     names = {below: name for name, below in module.named_modules()}
     owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    readers = [owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names] or [module]
+    readers = [
+        owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names
+    ] or [module]
     text, low, units = str(error), unit.param_dtype, unit.root.units
     if "mixed torch.Tensor and DTensor" in text:
         at_rest = [
@@ -989,43 +1169,65 @@ def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None
         ]
         for reader in readers:
             below, kind = set(reader.modules()), type(reader).__name__
-            read = list(dict.fromkeys(name for name, places in at_rest if any(place.module in below for place in places)))
+            read = list(
+                dict.fromkeys(
+                    name
+                    for name, places in at_rest
+                    if any(place.module in below for place in places)
+                )
+            )
             if read:
                 error.add_note(
-                    f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another unit ({few(read)}) outside of that "
-                    f"unit's forward, where it is sharded. Annotate the {kind} as the unit in its place; with a policy, leave that one out"
+                    f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another"
+                    f" unit ({few(read)}) outside of that unit's forward, where it is sharded."
+                    f" Annotate the {kind} as the unit in its place; with a policy, leave that"
+                    " one out"
                 )
                 break
     elif "dtype" in text or "scalar type" in text:
         reader, kind = readers[0], type(readers[0]).__name__
         held = [*reader.named_parameters(recurse=False), *reader.named_buffers(recurse=False)]
-        odd = [(name, t.dtype) for name, t in held if low is not None and t.is_floating_point() and t.dtype != low]
+        odd = [
+            (name, t.dtype)
+            for name, t in held
+            if low is not None and t.is_floating_point() and t.dtype != low
+        ]
         others = [other for other in units if other.param_dtype not in (None, low)]
         if odd:
             error.add_note(
-                f"'{f'{names[reader]}.{odd[0][0]}'.lstrip('.')}' of a {kind} is {odd[0][1]}, where unit '{unit.name}' computes in "
-                f"{low}. Buffers are cast by MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({kind},) keeps the "
-                "module's dtype; ignored parameters are not cast"
+                f"'{f'{names[reader]}.{odd[0][0]}'.lstrip('.')}' of a {kind} is {odd[0][1]}, where"
+                f" unit '{unit.name}' computes in {low}. Buffers are cast by"
+                f" MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({kind},) keeps"
+                " the module's dtype; ignored parameters are not cast"
             )
         elif others:
             error.add_note(
-                f"unit '{others[0].name}' computes in {others[0].param_dtype}, and unit '{unit.name}' does not. What one returns to "
-                "the other is cast by MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
+                f"unit '{others[0].name}' computes in {others[0].param_dtype}, and unit"
+                f" '{unit.name}' does not. What one returns to the other is cast by"
+                " MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
             )
 
 
 def _laid_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     """A copy with the strides of the whole parameter; `full_tensor` gives contiguous ones."""
     strides = parameter.stride()
-    return torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
+    return torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=whole.device).copy_(
+        whole
+    )
 
 
 @torch.no_grad()
 def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) -> None:
     original, at_rest = param.original(), param.at_rest
     fits = original is not None and original.shape == value.shape and original.dtype == value.dtype
-    # torch gives no memory to what was made on meta, and none of some devices to what was made on a host.
-    if original is not None and fits and original.is_meta is value.is_meta and can_take_data(original, value):
+    # torch gives no memory to what was made on meta, and none of some devices to what was made on a
+    # host.
+    if (
+        original is not None
+        and fits
+        and original.is_meta is value.is_meta
+        and can_take_data(original, value)
+    ):
         plain = original
         if plain.device == value.device:
             plain.data.copy_(value)
@@ -1033,7 +1235,9 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
             plain.data = _laid_out(value, at_rest)
     else:
         plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
-    _restore(param, plain, None if gradient is None else _laid_out(gradient, at_rest).to(plain.dtype))
+    _restore(
+        param, plain, None if gradient is None else _laid_out(gradient, at_rest).to(plain.dtype)
+    )
 
 
 def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) -> None:
@@ -1053,12 +1257,18 @@ def _set_model_group(unit: Unit, group: ref[dist.ProcessGroup] | None) -> None:
     unit.model_group = group
 
 
-def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, nn.Parameter, tuple[Place, ...]]] = ()) -> None:
-    """At the end of an annotation: decide how replicated parameters in the tree rest, and who owns tied ones.
+def settle(
+    modules: Sequence[nn.Module],
+    own: Unit,
+    tied: Sequence[tuple[Unit, nn.Parameter, tuple[Place, ...]]] = (),
+) -> None:
+    """At the end of an annotation: decide how replicated parameters in the tree rest, and who owns
+    tied ones.
 
     Args:
         own: the unit that is being made, whose record is not in the registry yet.
-        tied: replicated units that own a parameter which is registered at more places of the annotated modules.
+        tied: replicated units that own a parameter which is registered at more places of the
+            annotated modules.
     """
     units = [own, *(unit for unit in units_below(modules) if unit is not own)]
     for unit, parameter, places in tied:
@@ -1078,7 +1288,8 @@ def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, n
         unit.choose_rest()
     for unit in dict.fromkeys(unit for unit, _, _ in tied):
         unit.build()
-    for module in modules:  # until the first forward plans the tree, units have their FQNs below what was annotated last
+    # until the first forward plans the tree, units have their FQNs below what was annotated last
+    for module in modules:
         names = names_below(module)
         for unit in units:
             if unit.modules and id(unit.modules[0]) in names:

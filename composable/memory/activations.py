@@ -1,23 +1,27 @@
 """Saved tensors in host memory between forward and backward (`offload_activations`).
 
-Each direction has a stream of its own, and the host waits for neither. Device memory is allocated and freed on the compute
-stream. The last few tensors (`AHEAD`) stay on the device until their copies have ended; the compute stream waits for the copy of
-an older one before its memory is freed, so memory stays bounded if the link is slower than the computation. Backward reads
-saved tensors from the newest to the oldest, so a read launches the copies of the next older ones. If the order differs a copy is
-wasted, and the values are still right.
+Each direction has a stream of its own, and the host waits for neither. Device memory is allocated
+and freed on the compute stream. The last few tensors (`AHEAD`) stay on the device until their
+copies have ended; the compute stream waits for the copy of an older one before its memory is freed,
+so memory stays bounded if the link is slower than the computation. Backward reads saved tensors
+from the newest to the oldest, so a read launches the copies of the next older ones. If the order
+differs a copy is wasted, and the values are still right.
 
 What stays on the device:
-* parameters, their views and their casts by autocast, memory that comes and goes, and buffers: an unsharded parameter is
-  gathered again before backward, and the others stay on the device anyway;
-* tensors that are not plain and strided, and those below `min_bytes`: a copy costs the host time whatever the size.
+* parameters, their views and their casts by autocast, memory that comes and goes, and buffers: an
+  unsharded parameter is gathered again before backward, and the others stay on the device anyway;
+* tensors that are not plain and strided, and those below `min_bytes`: a copy costs the host time
+  whatever the size.
 
-Autograd raises if a saved tensor was written to before backward, but not where hooks of saved tensors replace it: backward
-would compute with the old values, or with new ones. So versions are compared here, also for tensors that stay.
+Autograd raises if a saved tensor was written to before backward, but not where hooks of saved
+tensors replace it: backward would compute with the old values, or with new ones. So versions are
+compared here, also for tensors that stay.
 
-Autograd calls the innermost hooks only. Checkpointing inside of an offloaded module saves inputs only, and these are
-offloaded. An offloaded module inside of a checkpointed one keeps its activations on the host, and what is around it is
-recomputed. With both on one module offload is the outer one and does nothing during the recomputation (`recomputing`), whose
-saved tensors belong to checkpointing.
+Autograd calls the innermost hooks only. Checkpointing inside of an offloaded module saves inputs
+only, and these are offloaded. An offloaded module inside of a checkpointed one keeps its
+activations on the host, and what is around it is recomputed. With both on one module offload is the
+outer one and does nothing during the recomputation (`recomputing`), whose saved tensors belong to
+checkpointing.
 """
 
 from __future__ import annotations
@@ -43,21 +47,24 @@ from composable.memory.elastic import is_elastic
 from composable.memory.streams import Mark, Streams, any_has_streams, has_streams, streams_of
 from composable.memory.torch_private import innermost, local_of
 
-# Tensors that may be on their way in one direction. Attention saves four tensors, and its backward reads all at once.
+# Tensors that may be on their way in one direction. Attention saves four tensors, and its backward
+# reads all at once.
 AHEAD: Final = 4
 _MAX_SKIPPED: Final = 32  # how many older copies are looked at to find `AHEAD` that still exist
-_ALIGNMENT: Final = 512  # bytes: kernels may round differently at another alignment; no allocator aligns to more
+# bytes: kernels may round differently at another alignment; no allocator aligns to more
+_ALIGNMENT: Final = 512
 
 TO_HOST_STREAM: Final = "offload activations"
 TO_DEVICE_STREAM: Final = "reload activations"
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
+# --- copies -------------------------------------------------------------------------------------
 
 
 class _OnDevice:
-    """A 1-D device tensor that another stream copies from or to. Before its memory is freed the stream on which it was
-    allocated waits for the copy."""
+    """A 1-D device tensor that another stream copies from or to. Before its memory is freed the
+    stream on which it was allocated waits for the copy.
+    """
 
     __slots__ = ("_done", "_streams", "flat", "stream")
 
@@ -67,7 +74,9 @@ class _OnDevice:
         self._streams = streams
         self._done: Mark | None = None
 
-    def launch(self, target: Tensor, source: Tensor, on: str, *, blocks: bool, after: Mark | None = None) -> Mark:
+    def launch(
+        self, target: Tensor, source: Tensor, on: str, *, blocks: bool, after: Mark | None = None
+    ) -> Mark:
         """Copy `source` to `target`, one of which is `flat`, on the stream named `on`."""
         with self._streams.fork(on):
             if after is not None:
@@ -87,9 +96,11 @@ class _OnDevice:
 
 
 class HostCopy:
-    """The contents that a stretch of device memory had when it was saved. They are never written to.
+    """The contents that a stretch of device memory had when it was saved. They are never written
+    to.
 
-    Several saved tensors may read one copy: views of one storage, and tensors that several nodes save.
+    Several saved tensors may read one copy: views of one storage, and tensors that several nodes
+    save.
 
     Attributes:
         near: the contents on the device, or on their way back to it.
@@ -101,9 +112,11 @@ class HostCopy:
         self.index = index
         self._copies = copies
         self._source = ref(flat.untyped_storage())
-        # Pinned memory comes from torch's caching allocator, which does not hand out freed memory before the copies that do
-        # not block have ended.
-        self._on_host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pin_memory)
+        # Pinned memory comes from torch's caching allocator, which does not hand out freed memory
+        # before the copies that do not block have ended.
+        self._on_host = torch.empty(
+            flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pin_memory
+        )
         self.near: _OnDevice | None = _OnDevice(flat, copies.streams)
         self._arrived = self.near.launch(self._on_host, flat, TO_HOST_STREAM, blocks=not pin_memory)
 
@@ -111,14 +124,22 @@ class HostCopy:
         return self._source() is storage
 
     def bring_back(self) -> _OnDevice:
-        """Launch the copy back, for the current stream, unless the contents are near on that stream."""
+        """Launch the copy back, for the current stream, unless the contents are near on that
+        stream.
+        """
         copies = self._copies
         if self.near is not None and self.near.stream == copies.streams.here():
             return self.near
         flat = torch.empty(self._on_host.shape, dtype=self._on_host.dtype, device=copies.device)
         _keep_near(copies.returning, self, 2 * AHEAD)
         near = _OnDevice(flat, copies.streams)
-        near.launch(flat, self._on_host, TO_DEVICE_STREAM, blocks=not self._on_host.is_pinned(), after=self._arrived)
+        near.launch(
+            flat,
+            self._on_host,
+            TO_DEVICE_STREAM,
+            blocks=not self._on_host.is_pinned(),
+            after=self._arrived,
+        )
         self.near = near
         return near
 
@@ -152,7 +173,9 @@ class HostCopies:
         return len(self._by_index)
 
     def copy_of(self, tensor: Tensor, start: int, stop: int, *, pin_memory: bool) -> HostCopy:
-        """The copy of elements `start` to `stop` of the storage of `tensor`, made now if there is none."""
+        """The copy of elements `start` to `stop` of the storage of `tensor`, made now if there is
+        none.
+        """
         storage = tensor.untyped_storage()
         key = (id(storage), start, stop, tensor.dtype, tensor._version)
         found = self._by_stretch.get(key)
@@ -185,10 +208,11 @@ def _keep_near(recent: deque[ref[HostCopy]], copy: HostCopy, most: int) -> None:
     recent.extend(map(ref, (*alive[-most + 1 :], copy)))
 
 
-copies_of: Final = cache(HostCopies)  # of a device, which has an index if there are several of its kind
+# of a device, which has an index if there are several of its kind
+copies_of: Final = cache(HostCopies)
 
 
-# --- what autograd holds in place of a saved tensor -------------------------------------------------------------------
+# --- what autograd holds in place of a saved tensor ---------------------------------------------
 
 
 @cache
@@ -214,10 +238,12 @@ class _Kept:
     def _check_version(self, shape: torch.Size) -> None:
         if (version := self._alias._version) != self._version:
             raise SavedTensorError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self._alias.type()} {list(shape)}], which {self._where} saved for backward, is at version {version}; "
-                f"expected version {self._version} instead. Write to a copy of it, or after backward; "
-                "torch.autograd.set_detect_anomaly(True) shows the operation that cannot compute its gradient"
+                "one of the variables needed for gradient computation has been modified by an"
+                f" inplace operation: [{self._alias.type()} {list(shape)}], which {self._where}"
+                f" saved for backward, is at version {version}; expected version {self._version}"
+                " instead. Write to a copy of it, or after backward;"
+                " torch.autograd.set_detect_anomaly(True) shows the operation that cannot compute"
+                " its gradient"
             )
 
 
@@ -228,7 +254,8 @@ class _Offloaded(_Kept):
 
     def __init__(self, tensor: Tensor, where: str, copy: HostCopy, start: int) -> None:
         super().__init__(tensor, where)
-        self._alias.data = _without_memory(tensor.dtype, tensor.device)  # the version counter stays, the memory does not
+        # the version counter stays, the memory does not
+        self._alias.data = _without_memory(tensor.dtype, tensor.device)
         self._copy = copy
         self._shape, self._strides = tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset() - start
@@ -242,12 +269,16 @@ class _Offloaded(_Kept):
 
 def _extent(tensor: Tensor) -> int:
     """The number of elements from the first to the last one of `tensor` in its storage."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def _stretch_around(tensor: Tensor, extent: int) -> tuple[int, int]:
-    """The elements of the storage to copy: all, because several tensors may share it, unless half of it or more is something
-    else. Two halves are two copies: a kernel may write the second half after the first was saved without a new version."""
+    """The elements of the storage to copy: all, because several tensors may share it, unless half
+    of it or more is something else. Two halves are two copies: a kernel may write the second half
+    after the first was saved without a new version.
+    """
     item = tensor.element_size()
     start, whole = int(tensor.storage_offset()), tensor.untyped_storage().nbytes() // item
     if 2 * extent > whole:
@@ -265,7 +296,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _comes_from_parameter(tensor: Tensor) -> bool:
-    """Whether it is a parameter, a view of one, or a view of its cast by autocast, whose node has the parameter as input."""
+    """Whether it is a parameter, a view of one, or a view of its cast by autocast, whose node has
+    the parameter as input.
+    """
     base = tensor._base if tensor._is_view() else tensor
     assert base is not None
     if isinstance(base, nn.Parameter):
@@ -274,7 +307,9 @@ def _comes_from_parameter(tensor: Tensor) -> bool:
     if node is None or node.name() != "ToCopyBackward0":
         return False
     leaf: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
-    return isinstance(leaf, nn.Parameter) or (type(leaf) is Tensor and is_elastic(leaf.untyped_storage()))
+    return isinstance(leaf, nn.Parameter) or (
+        type(leaf) is Tensor and is_elastic(leaf.untyped_storage())
+    )
 
 
 def _storages_of(module: nn.Module) -> dict[int, torch.UntypedStorage]:
@@ -282,19 +317,23 @@ def _storages_of(module: nn.Module) -> dict[int, torch.UntypedStorage]:
     tensors = chain(module.parameters(), module.buffers())
     plain = (local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     storages = (
-        each.untyped_storage() for each in plain if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
+        each.untyped_storage()
+        for each in plain
+        if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
     )
     return {id(storage): storage for storage in storages}
 
 
-# --- the bracket ------------------------------------------------------------------------------------------------------
+# --- the bracket --------------------------------------------------------------------------------
 
 
 class _OfThread(local):
     def __init__(self) -> None:
-        # Of offloaded modules whose forward runs, innermost last: the bracket, and what takes autograd's hooks away again.
+        # Of offloaded modules whose forward runs, innermost last: the bracket, and what takes
+        # autograd's hooks away again.
         self.open: list[tuple[OffloadBracket, ExitStack]] = []
-        self.recomputed: list[nn.Module] = []  # whose own checkpointing runs them again, innermost last
+        # whose own checkpointing runs them again, innermost last
+        self.recomputed: list[nn.Module] = []
 
 
 _of_thread: Final = _OfThread()
@@ -311,12 +350,15 @@ def recomputing(module: nn.Module) -> Iterator[None]:
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether the checkpointing of `module` itself runs it again, and not only that of a module around it."""
+    """Whether the checkpointing of `module` itself runs it again, and not only that of a module
+    around it.
+    """
     return any(module is other for other in _of_thread.recomputed)
 
 
 class OffloadBracket:
-    """Around each forward of an offloaded module: autograd saves host copies of the tensors that forward makes.
+    """Around each forward of an offloaded module: autograd saves host copies of the tensors that
+    forward makes.
 
     Args:
         min_bytes: smaller tensors stay on the device.
@@ -347,28 +389,39 @@ class OffloadBracket:
     def on_error(self, module: nn.Module) -> None:
         forwards = _of_thread.open
         if any(bracket is self for bracket, _ in forwards):
-            # Forwards above this one ended by a KeyboardInterrupt, of which torch does not tell forward hooks. Autograd keeps
-            # hooks on a stack, so these end first.
+            # Forwards above this one ended by a KeyboardInterrupt, of which torch does not tell
+            # forward hooks. Autograd keeps hooks on a stack, so these end first.
             bracket = None
             while bracket is not self:
                 bracket, hooks = forwards.pop()
                 hooks.close()
 
-    def _save(self, storages_that_stay: Callable[[], Mapping[int, object]], tensor: Tensor) -> _Kept:
+    def _save(
+        self, storages_that_stay: Callable[[], Mapping[int, object]], tensor: Tensor
+    ) -> _Kept:
         if has_streams(tensor.device) and _is_plain(tensor) and tensor.numel():
             extent, storage = _extent(tensor), tensor.untyped_storage()
             is_small = extent * tensor.element_size() < self.min_bytes
-            stays = is_small or is_elastic(storage) or _comes_from_parameter(tensor) or id(storage) in storages_that_stay()
+            stays = (
+                is_small
+                or is_elastic(storage)
+                or _comes_from_parameter(tensor)
+                or id(storage) in storages_that_stay()
+            )
             if not stays:
                 start, stop = _stretch_around(tensor, extent)
-                copy = copies_of(tensor.device).copy_of(tensor, start, stop, pin_memory=self.pin_memory)
+                copy = copies_of(tensor.device).copy_of(
+                    tensor, start, stop, pin_memory=self.pin_memory
+                )
                 return _Offloaded(tensor, self.name, copy, start)
         return _Kept(tensor, self.name)
 
 
 def close_interrupted() -> None:
-    """End all forwards that this thread has open; none may be running. A KeyboardInterrupt leaves autograd with the hooks of the
-    forwards that it ended, and everything saved later would be offloaded, too."""
+    """End all forwards that this thread has open; none may be running. A KeyboardInterrupt leaves
+    autograd with the hooks of the forwards that it ended, and everything saved later would be
+    offloaded, too.
+    """
     forwards = _of_thread.open
     while forwards:
         forwards.pop()[1].close()

@@ -1,7 +1,8 @@
 """Buffers whose memory comes and goes, and the idle blocks of host memory that they share.
 
-Autograd may have saved any alias of a compute parameter. So the memory of a full buffer comes and goes *inside* one storage
-object: every alias survives, and the all-gather of backward refills what forward saved without knowing of it.
+Autograd may have saved any alias of a compute parameter. So the memory of a full buffer comes and
+goes *inside* one storage object: every alias survives, and the all-gather of backward refills what
+forward saved without knowing of it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from torch.utils.dlpack import from_dlpack
 
 from composable.memory.torch_private import CAN_SWAP, swap_memory, view_without_memory
 
-# Idle blocks of host memory by their size in bytes. The host's allocator returns large blocks to the system, and then every
-# use faults all pages in again; an accelerator's caching allocator does not need this.
+# Idle blocks of host memory by their size in bytes. The host's allocator returns large blocks to
+# the system, and then every use faults all pages in again; an accelerator's caching allocator does
+# not need this.
 _IDLE: Final[dict[int, list[torch.UntypedStorage]]] = {}
 _IS_ELASTIC: Final = "_composable_is_elastic"
 
@@ -25,7 +27,8 @@ def _take_block(idle: list[torch.UntypedStorage], nbytes: int) -> torch.UntypedS
     try:
         return idle.pop()  # the one that was used last is the most likely to be in the caches
     except IndexError:
-        return torch.UntypedStorage(nbytes, device="cpu")  # a default device of the user applies to storages, too
+        # a default device of the user applies to storages, too
+        return torch.UntypedStorage(nbytes, device="cpu")
 
 
 def borrow(numel: int, dtype: torch.dtype) -> Tensor:
@@ -68,8 +71,11 @@ class ElasticBuffer:
         self.nbytes = numel * dtype.itemsize
         self.held = False
         pooled = device.type == "cpu" and self.nbytes > 0 and CAN_SWAP
-        self._idle: list[torch.UntypedStorage] | None = _IDLE.setdefault(self.nbytes, []) if pooled else None
-        self._block: torch.UntypedStorage | None = None  # pooled and held: the block, empty, whose memory is in `_storage`
+        self._idle: list[torch.UntypedStorage] | None = (
+            _IDLE.setdefault(self.nbytes, []) if pooled else None
+        )
+        # pooled and held: the block, empty, whose memory is in `_storage`
+        self._block: torch.UntypedStorage | None = None
         with torch.inference_mode(False):
             start = torch.empty(0, dtype=dtype, device=device)
             self._storage = start.untyped_storage()
@@ -77,8 +83,8 @@ class ElasticBuffer:
             self.tensor = self._view(start, (numel,), (1,)).data
 
     def _view(self, start: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-        # Views are made without memory: when a model is annotated its parameters are whole, and full buffers beside them
-        # could exceed the memory of the device.
+        # Views are made without memory: when a model is annotated its parameters are whole, and
+        # full buffers beside them could exceed the memory of the device.
         view = view_without_memory(start, shape, strides)
         if view is None:
             held = self.held
@@ -89,7 +95,9 @@ class ElasticBuffer:
         return view
 
     def part(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-        """A view from element `start` on, whether the memory is there or not. It shares the version counter of `tensor`."""
+        """A view from element `start` on, whether the memory is there or not. It shares the version
+        counter of `tensor`.
+        """
         with torch.inference_mode(False):
             return self._view(self.tensor[start:start], shape, strides)
 
@@ -98,7 +106,9 @@ class ElasticBuffer:
         return self.part(start, (numel,), (1,))
 
     def allocate(self) -> None:
-        """Let the memory be there, with undefined contents if it was not. Aliases and version counters do not change."""
+        """Let the memory be there, with undefined contents if it was not. Aliases and version
+        counters do not change.
+        """
         if self.held:
             return
         if self._idle is None:
@@ -109,7 +119,9 @@ class ElasticBuffer:
         self.held = True
 
     def free(self) -> None:
-        """Give the memory back, if it is there: a host's to the idle blocks, an accelerator's to its caching allocator."""
+        """Give the memory back, if it is there: a host's to the idle blocks, an accelerator's to
+        its caching allocator.
+        """
         if not self.held:
             return
         self.held = False
@@ -128,11 +140,12 @@ def is_elastic(storage: torch.UntypedStorage) -> bool:
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """A tensor over the memory of `view`, a dense 1-D tensor, with a storage of its own that starts there.
+    """A tensor over the memory of `view`, a dense 1-D tensor, with a storage of its own that starts
+    there.
 
-    torch saves whole storages, and a `DTensor` whose local tensor starts inside of its storage can be neither detached and
-    copied nor saved. DLPack makes another storage over the same memory, and keeps that memory alive. Returns `view` itself on
-    a device that does not implement DLPack.
+    torch saves whole storages, and a `DTensor` whose local tensor starts inside of its storage can
+    be neither detached and copied nor saved. DLPack makes another storage over the same memory, and
+    keeps that memory alive. Returns `view` itself on a device that does not implement DLPack.
     """
     with torch.inference_mode(False):
         if view.device.type == "meta":

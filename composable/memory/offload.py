@@ -1,13 +1,16 @@
-"""Shards and gradients at rest in host memory, and the copies between there and the device (`CPUOffloadPolicy`).
+"""Shards and gradients at rest in host memory, and the copies between there and the device
+(`CPUOffloadPolicy`).
 
-An all-gather reads a copy of the shards on the device, which exists from the launch of the all-gather to its end. Reduced
-gradients land on the device and leave it at once. Each direction has a stream of its own; device memory is allocated and freed
-on the compute stream, which waits for the end of a copy before the memory is freed. For gradients that is when the gradients
-of the next unit leave: those of one unit are on their way to the host while those of the next are reduced.
+An all-gather reads a copy of the shards on the device, which exists from the launch of the
+all-gather to its end. Reduced gradients land on the device and leave it at once. Each direction has
+a stream of its own; device memory is allocated and freed on the compute stream, which waits for the
+end of a copy before the memory is freed. For gradients that is when the gradients of the next unit
+leave: those of one unit are on their way to the host while those of the next are reduced.
 
-Optimizers, clipping and `load_state_dict` work on the host, and no stream orders that. So the host waits (`wait_for_traffic`)
-at the end of a root forward, because shards may be written to afterwards, and at the end of backward, because gradients may be
-read. Within a backward it waits before a gradient is accumulated or given to a hook of the user.
+Optimizers, clipping and `load_state_dict` work on the host, and no stream orders that. So the host
+waits (`wait_for_traffic`) at the end of a root forward, because shards may be written to
+afterwards, and at the end of backward, because gradients may be read. Within a backward it waits
+before a gradient is accumulated or given to a hook of the user.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from composable.memory.streams import Mark, streams_of
 
 TO_DEVICE_STREAM: Final = "copy shards to device"
 TO_HOST_STREAM: Final = "copy gradients to host"
-_MAX_LEAVING: Final = 1  # reductions whose device memory is held while backward goes on and they are copied to the host
+# reductions whose device memory is held while backward goes on and they are copied to the host
+_MAX_LEAVING: Final = 1
 
 
 class _Traffic:
@@ -35,9 +39,12 @@ class _Traffic:
     def __init__(self, device: torch.device) -> None:
         self.streams = streams_of(device)
         self.shards_read: Mark | None = None  # the end of the last copy that reads shards
-        self._leaving: deque[tuple[Mark, Callable[[], None]]] = deque()  # with the function that frees its device memory
+        # with the function that frees its device memory
+        self._leaving: deque[tuple[Mark, Callable[[], None]]] = deque()
 
-    def send(self, targets: Sequence[Tensor], sources: Sequence[Tensor], free: Callable[[], None]) -> None:
+    def send(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], free: Callable[[], None]
+    ) -> None:
         """Copy reduced gradients to the host; call `free` when the copy has ended."""
         with self.streams.fork(TO_HOST_STREAM):
             for target, source in zip(targets, sources, strict=True):
@@ -47,7 +54,9 @@ class _Traffic:
         self.free_sent(_MAX_LEAVING)
 
     def free_sent(self, keep: int = 0) -> None:
-        """Free the device memory of all gradients on their way but the last `keep`, after their copies."""
+        """Free the device memory of all gradients on their way but the last `keep`, after their
+        copies.
+        """
         while len(self._leaving) > keep:
             mark, free = self._leaving.popleft()
             mark.join()
@@ -89,14 +98,21 @@ class HostHome:
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor on the host, outside of inference mode."""
         with torch.inference_mode(False):
-            return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.pin_memory and numel > 0)
+            return torch.zeros(
+                numel, dtype=dtype, device="cpu", pin_memory=self.pin_memory and numel > 0
+            )
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Host tensors to which copies of these device tensors are launched. `tensors` must not be written to afterwards, and
-        the caller drops them: they are held until the copies have ended."""
+        """Host tensors to which copies of these device tensors are launched. `tensors` must not be
+        written to afterwards, and the caller drops them: they are held until the copies have
+        ended.
+        """
         with torch.inference_mode(False):
             targets = [
-                torch.empty_like(each, device="cpu", pin_memory=self.pin_memory and each.numel() > 0) for each in tensors
+                torch.empty_like(
+                    each, device="cpu", pin_memory=self.pin_memory and each.numel() > 0
+                )
+                for each in tensors
             ]
         leaving = [*tensors]
         self.traffic.send(targets, leaving, partial(list.clear, leaving))
@@ -119,12 +135,16 @@ class ComingShards:
         self.buffer = ElasticBuffer(shard.numel(), shard.dtype, home.device)
 
     def here(self) -> AbstractContextManager[None]:
-        """Run the body on the stream of the copy: after the copy and after all work that the current stream has so far. The
-        all-gather is launched in it, so that neither the compute stream nor the host waits for the shards."""
+        """Run the body on the stream of the copy: after the copy and after all work that the
+        current stream has so far. The all-gather is launched in it, so that neither the compute
+        stream nor the host waits for the shards.
+        """
         return self._traffic.streams.fork(TO_DEVICE_STREAM)
 
     def bring(self, targets: Sequence[Tensor] = (), sources: Sequence[Tensor] = ()) -> None:
-        """Launch the copy of the shards to `buffer`, and then of `sources`, parts of `buffer`, to `targets` (casts)."""
+        """Launch the copy of the shards to `buffer`, and then of `sources`, parts of `buffer`, to
+        `targets` (casts).
+        """
         self.buffer.allocate()
         with self.here():
             self.buffer.tensor.data.copy_(self._shard.data, non_blocking=self._shard.is_pinned())

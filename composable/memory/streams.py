@@ -1,14 +1,14 @@
 """Streams and events of an accelerator, what stands for them on a host, and labels for profilers.
 
-Note [Stream discipline]
-All buffers are allocated and freed on the compute stream. A communication stream starts after the compute stream's work so far
-(`fork`), because that work may still read what the communication overwrites. The compute stream waits for the event at the end
-of the communication (`join`) before it reads the result *and* before anything that the communication reads is freed. So memory
-never needs `record_stream`, and the host never blocks.
+Note [Stream discipline] All buffers are allocated and freed on the compute stream. A communication
+stream starts after the compute stream's work so far (`fork`), because that work may still read what
+the communication overwrites. The compute stream waits for the event at the end of the communication
+(`join`) before it reads the result *and* before anything that the communication reads is freed. So
+memory never needs `record_stream`, and the host never blocks.
 
-Autograd runs a hook on the stream on which its forward ran, and callbacks at the end of backward, too, unless no leaf got a
-gradient (`torch.autograd.grad`): then it knows no stream. So the engine remembers the stream of forward (`here`), and runs
-those callbacks on it (`on`).
+Autograd runs a hook on the stream on which its forward ran, and callbacks at the end of backward,
+too, unless no leaf got a gradient (`torch.autograd.grad`): then it knows no stream. So the engine
+remembers the stream of forward (`here`), and runs those callbacks on it (`on`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ _HOST_MARK: Final = Mark()
 
 
 class Streams:
-    """The streams of one device, by name. On a host work runs where it is called, and there is nothing to order."""
+    """The streams of one device, by name. On a host work runs where it is called, and there is
+    nothing to order.
+    """
 
     def fork(self, name: str) -> AbstractContextManager[None]:
         """Run the body on stream `name`, after all work that the current stream has so far."""
@@ -62,7 +64,9 @@ class Streams:
         return None
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
-        """Run the body on `stream`, after the work that the current stream has so far and before its later work."""
+        """Run the body on `stream`, after the work that the current stream has so far and before
+        its later work.
+        """
         return _NOTHING
 
 
@@ -81,8 +85,9 @@ class _EventMark(Mark):
 
 
 class _Fork:
-    """Sets a stream as the current one and restores the one before. A `torch.Stream` as a context stores that in the stream,
-    which is wrong where threads share it or forks nest."""
+    """Sets a stream as the current one and restores the one before. A `torch.Stream` as a context
+    stores that in the stream, which is wrong where threads share it or forks nest.
+    """
 
     __slots__ = ("_before", "_device_before", "_stream")
 
@@ -109,7 +114,8 @@ class AcceleratorStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._index: int = device.index  # torch finds the current stream faster by number than by device
+        # torch finds the current stream faster by number than by device
+        self._index: int = device.index
         self._streams: dict[str, torch.Stream] = {}
 
     def stream(self, name: str) -> torch.Stream:
@@ -156,7 +162,9 @@ def any_has_streams() -> bool:
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of `device`. All models share them, so that independent roots do not oversubscribe the device."""
+    """The streams of `device`. All models share them, so that independent roots do not
+    oversubscribe the device.
+    """
     if not has_streams(device):
         return _HOST_STREAMS
     index: int | None = device.index

@@ -1,7 +1,8 @@
-"""Every use of a part of torch that is not public, except those of torch.compile (`composable/compilation.py`).
+"""Every use of a part of torch that is not public, except those of torch.compile
+(`composable/compilation.py`).
 
-Each name says why the public interface does not do. All of them exist in torch 2.11.0, 2.13.0 and 2.14.1, except where a
-fallback says that one does not.
+Each name says why the public interface does not do. All of them exist in torch 2.11.0, 2.13.0 and
+2.14.1, except where a fallback says that one does not.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from torch.nn.parallel import DistributedDataParallel
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# --- autograd ---------------------------------------------------------------------------------------------------------
+# --- autograd ------------------------------------------------------------------------------------
 
-# The number of the backward pass that this thread runs, -1 outside of one. A nested pass has a number of its own. No public
-# call tells a recomputation inside a backward from an ordinary forward.
+# The number of the backward pass that this thread runs, -1 outside of one. A nested pass has a
+# number of its own. No public call tells a recomputation inside a backward from an ordinary
+# forward.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -50,14 +52,17 @@ def in_backward() -> bool:
     return backward_id() != -1
 
 
-# `on_backward_end(callback)`: the engine calls `callback` when the running backward pass ends without an error. If backward
-# raises, the engine drops it without a call, so an object whose `__del__` cleans up learns of the error: on a host before the
-# caller of backward sees the error, on an accelerator, where a thread of the engine holds the pass, up to a few milliseconds
-# later. DDP and FSDP2 queue their callbacks in the same way.
-on_backward_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+# `on_backward_end(callback)`: the engine calls `callback` when the running backward pass ends
+# without an error. If backward raises, the engine drops it without a call, so an object whose
+# `__del__` cleans up learns of the error: on a host before the caller of backward sees the error,
+# on an accelerator, where a thread of the engine holds the pass, up to a few milliseconds later.
+# DDP and FSDP2 queue their callbacks in the same way.
+on_backward_end: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
-# The number of the next autograd node that this thread makes; backward runs the highest numbers first. Tells which nodes a
-# forward has made from those of its inputs.
+# The number of the next autograd node that this thread makes; backward runs the highest numbers
+# first. Tells which nodes a forward has made from those of its inputs.
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
@@ -71,49 +76,65 @@ def current_node() -> int:
     return torch._C._current_autograd_node()._sequence_nr()
 
 
-# Sets the version counter of each tensor. torch has a context that restores counters with it, which FSDP2 uses.
-set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+# Sets the version counter of each tensor. torch has a context that restores counters with it, which
+# FSDP2 uses.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
 
-# Hooks of a parameter: None or an ordered dict. Autograd calls them when it accumulates a gradient; the engine calls those of
-# at-rest parameters, on which autograd never accumulates. Getters made in C, because they run per parameter and backward.
+# Hooks of a parameter: None or an ordered dict. Autograd calls them when it accumulates a gradient;
+# the engine calls those of at-rest parameters, on which autograd never accumulates. Getters made in
+# C, because they run per parameter and backward.
 gradient_hooks: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter("_backward_hooks")
-hooks_after_accumulation: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+hooks_after_accumulation: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
 
 
 def take_hooks(source: Tensor, target: Tensor) -> None:
-    """Let `target` share the hooks of `source`. They share the dictionaries, because the handle that removes a hook refers to
-    the dictionary that it was added to."""
+    """Let `target` share the hooks of `source`. They share the dictionaries, because the handle
+    that removes a hook refers to the dictionary that it was added to.
+    """
     if (hooks := gradient_hooks(source)) is not None:
         target._backward_hooks = hooks
     if (hooks := hooks_after_accumulation(source)) is not None:
         target._post_accumulate_grad_hooks = hooks
 
 
-# Non-reentrant checkpointing as a generator: code before the first yield runs before forward, the rest after it.
-# `torch.utils.checkpoint.checkpoint` calls the function itself, which forward hooks cannot do.
-checkpoint_generator: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+# Non-reentrant checkpointing as a generator: code before the first yield runs before forward, the
+# rest after it. `torch.utils.checkpoint.checkpoint` calls the function itself, which forward hooks
+# cannot do.
+checkpoint_generator: Callable[..., Any] = (
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator
+)
 
 
-# --- torch.func -------------------------------------------------------------------------------------------------------
+# --- torch.func ---------------------------------------------------------------------------------
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """The tensor inside the wrappers of `torch.func`'s transforms (`grad`, `vmap`, ...), which have no storage of their own."""
+    """The tensor inside the wrappers of `torch.func`'s transforms (`grad`, `vmap`, ...), which have
+    no storage of their own.
+    """
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
-# Whether a transform of `torch.func` is active. Asking for the stack of transforms would create one for this thread, which
-# every autograd node copies from then on: 2 % of the instructions of a small model's step.
+# Whether a transform of `torch.func` is active. Asking for the stack of transforms would create one
+# for this thread, which every autograd node copies from then on: 2 % of the instructions of a small
+# model's step.
 is_transformed: Callable[[], bool] = partial(
-    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+    torch._C._dispatch_tls_is_dispatch_key_included,
+    torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
 )
 
 
 def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
-    """Hide `function` from the transforms of `torch.func` that it is called in. They refuse in-place writes to tensors from
-    outside of the transformed function, and the full buffers are such tensors."""
+    """Hide `function` from the transforms of `torch.func` that it is called in. They refuse
+    in-place writes to tensors from outside of the transformed function, and the full buffers are
+    such tensors.
+    """
 
     @wraps(function)
     def hidden(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -125,23 +146,27 @@ def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
     return hidden
 
 
-# --- memory and copies ------------------------------------------------------------------------------------------------
+# --- memory and copies --------------------------------------------------------------------------
 
-# `chunk_cat(tensors, dim, num_chunks, out=)` cuts each tensor into `num_chunks` chunks, pads them, and writes chunk i of all
-# tensors to row i of `out`. Public operations need one or two views and a copy per tensor: 16 us for the 12 parameters of a
-# transformer block in place of 5. FSDP2 uses it.
+# `chunk_cat(tensors, dim, num_chunks, out=)` cuts each tensor into `num_chunks` chunks, pads them,
+# and writes chunk i of all tensors to row i of `out`. Public operations need one or two views and a
+# copy per tensor: 16 us for the 12 parameters of a transformer block in place of 5. FSDP2 uses it.
 chunk_cat: Callable[..., Tensor] = torch._chunk_cat
 
 
-# Swaps the memory of two storages, so that all views of one see the memory of the other; torch 2.11 cannot. `resize_(0)` and
-# back returns memory to the system and faults every page in again: about 8 ms for 32 MiB.
+# Swaps the memory of two storages, so that all views of one see the memory of the other; torch 2.11
+# cannot. `resize_(0)` and back returns memory to the system and faults every page in again: about 8
+# ms for 32 MiB.
 CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
-def view_without_memory(start: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor | None:
-    """A view of a storage that may be empty now, from the offset of `start`, an empty tensor. Public views check the size of
-    the storage. None if the device does not implement it."""
+def view_without_memory(
+    start: Tensor, shape: Sequence[int], strides: Sequence[int]
+) -> Tensor | None:
+    """A view of a storage that may be empty now, from the offset of `start`, an empty tensor.
+    Public views check the size of the storage. None if the device does not implement it.
+    """
     try:
         return torch.ops.aten._reshape_alias(start, shape, strides)  # type: ignore[no-any-return]
     except NotImplementedError:
@@ -149,26 +174,31 @@ def view_without_memory(start: Tensor, shape: Sequence[int], strides: Sequence[i
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The storage's identity, the same for all of its views, with and without memory. `data_ptr()` of a fake tensor's is 0."""
+    """The storage's identity, the same for all of its views, with and without memory. `data_ptr()`
+    of a fake tensor's is 0.
+    """
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
-# Whether `parameter.data = tensor` is possible: not from a host to every device. `nn.Module.to` asks the same.
+# Whether `parameter.data = tensor` is possible: not from a host to every device. `nn.Module.to`
+# asks the same.
 can_take_data: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
 
 
-# Whether a profiler runs in this process. A label costs 2 us even if no profiler reads it. Made in C, because it is asked at
-# every launch and every wait.
+# Whether a profiler runs in this process. A label costs 2 us even if no profiler reads it. Made in
+# C, because it is asked at every launch and every wait.
 profiled: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A view as pairs of real numbers if `tensor` is complex: the process group's own methods take real numbers."""
+    """A view as pairs of real numbers if `tensor` is complex: the process group's own methods take
+    real numbers.
+    """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-# --- DTensor ----------------------------------------------------------------------------------------------------------
+# --- DTensor ------------------------------------------------------------------------------------
 
 # The local tensor itself. `to_local()` makes an alias, or an autograd node, at every call.
 local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
@@ -180,7 +210,9 @@ def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
 
 
 def placed_alike(tensors: Collection[Tensor], others: Collection[Tensor]) -> bool:
-    """Whether tensors are DTensors with the same placements pairwise, or plain. Most share their `_spec`, which is quicker."""
+    """Whether tensors are DTensors with the same placements pairwise, or plain. Most share their
+    `_spec`, which is quicker.
+    """
 
     def told(name: str) -> list[list[Any]]:
         return [list(map(getattr, each, repeat(name), repeat(None))) for each in (tensors, others)]
@@ -193,20 +225,23 @@ def placed_alike(tensors: Collection[Tensor], others: Collection[Tensor]) -> boo
 
 
 def set_local(tensor: DTensor, local: Tensor) -> None:
-    """Exchange the local tensor of a `DTensor` that keeps its identity, because optimizers and users hold it."""
+    """Exchange the local tensor of a `DTensor` that keeps its identity, because optimizers and
+    users hold it.
+    """
     tensor._local_tensor = local
 
 
-# Inside of this context attributes of a `DTensor` are looked up without `DTensor.__torch_function__`, which does not override
-# them, in 60 ns in place of 110. No code of the user may run inside.
+# Inside of this context attributes of a `DTensor` are looked up without
+# `DTensor.__torch_function__`, which does not override them, in 60 ns in place of 110. No code of
+# the user may run inside.
 as_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
 def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
     """A parameter on the mesh object of `tensor`.
 
-    `nn.Parameter` detaches its argument, and DTensor's caches may give the result of an operation an equal mesh that was made
-    earlier, whose process groups are destroyed or differ.
+    `nn.Parameter` detaches its argument, and DTensor's caches may give the result of an operation
+    an equal mesh that was made earlier, whose process groups are destroyed or differ.
     """
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     parameter._spec = tensor._spec  # type: ignore[attr-defined]
@@ -214,8 +249,9 @@ def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
 
 
 def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = None) -> DTensor:
-    """A `DTensor` around `local` with the mesh, placements and global shape of `like`, whose local tensor has the same shape,
-    strides and dtype. `device` is what it reports, if that is not the device of `local`.
+    """A `DTensor` around `local` with the mesh, placements and global shape of `like`, whose local
+    tensor has the same shape, strides and dtype. `device` is what it reports, if that is not the
+    device of `local`.
 
     `DTensor.from_local` computes in 50 us what `like` knows; this takes 5 us.
     """
@@ -225,16 +261,21 @@ def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = Non
         return made
 
 
-# `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a construction.
+# `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a
+# construction.
 _new_dtensor: Callable[..., DTensor] = DTensor.__new__
 
 
-def dtensors_around(locals_: Sequence[Tensor], specs: Iterable[Any], stand_in: Tensor) -> list[DTensor]:
+def dtensors_around(
+    locals_: Sequence[Tensor], specs: Iterable[Any], stand_in: Tensor
+) -> list[DTensor]:
     """`dtensor_like` for many tensors: 2 us each.
 
     Args:
-        specs: of each, the `_spec` of a DTensor whose local tensor has the shape, strides and dtype of that one.
-        stand_in: an empty tensor of that dtype and device; a `DTensor` takes over the storage offset of what it is made around.
+        specs: of each, the `_spec` of a DTensor whose local tensor has the shape, strides and dtype
+            of that one.
+        stand_in: an empty tensor of that dtype and device; a `DTensor` takes over the storage
+            offset of what it is made around.
     """
     made = [_new_dtensor(DTensor, stand_in, spec, requires_grad=False) for spec in specs]
     for tensor, local in zip(made, locals_, strict=True):
@@ -242,19 +283,25 @@ def dtensors_around(locals_: Sequence[Tensor], specs: Iterable[Any], stand_in: T
     return made
 
 
-# --- optimizers -------------------------------------------------------------------------------------------------------
+# --- optimizers ---------------------------------------------------------------------------------
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
-    """The pre-hooks and post-hooks of an optimizer's `step`, in the order in which they run. The public calls only append."""
+def step_hooks(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """The pre-hooks and post-hooks of an optimizer's `step`, in the order in which they run. The
+    public calls only append.
+    """
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # type: ignore[return-value]
 
 
-# --- process groups ---------------------------------------------------------------------------------------------------
+# --- process groups -----------------------------------------------------------------------------
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of the group's collectives on `device`; None where torch does not tell. There is no public getter."""
+    """The timeout of the group's collectives on `device`; None where torch does not tell. There is
+    no public getter.
+    """
     try:
         timeout: timedelta = group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
@@ -263,8 +310,9 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store through which the group's ranks found each other, which works also after a collective failed; None if the group
-    was destroyed."""
+    """The store through which the group's ranks found each other, which works also after a
+    collective failed; None if the group was destroyed.
+    """
     return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
 
 
@@ -272,9 +320,10 @@ def store_of(group: dist.ProcessGroup) -> Any:
 class Launcher:
     """How a group launches one kind of collective: names of its own methods, and their options.
 
-    `getattr(group, single)(output, input, options)` returns a work, or None if there is nothing to wait for; `coalesced` takes
-    lists of outputs and inputs, launches all at once, and takes `coalesced_options`. Complex tensors go in as `as_real`.
-    The all-reduce has no outputs: both methods take a list of tensors that they reduce in place, `single` a list of one.
+    `getattr(group, single)(output, input, options)` returns a work, or None if there is nothing to
+    wait for; `coalesced` takes lists of outputs and inputs, launches all at once, and takes
+    `coalesced_options`. Complex tensors go in as `as_real`. The all-reduce has no outputs: both
+    methods take a list of tensors that they reduce in place, `single` a list of one.
     """
 
     single: str
@@ -291,11 +340,15 @@ _OPTIONS: Final = {
 }
 
 
-def launchers(group: dist.ProcessGroup, *, asynchronous: bool, mean: bool = False) -> dict[str, Launcher]:
-    """The group's own collectives by kind. With `mean`, which gloo does not know, reductions divide the sum.
+def launchers(
+    group: dist.ProcessGroup, *, asynchronous: bool, mean: bool = False
+) -> dict[str, Launcher]:
+    """The group's own collectives by kind. With `mean`, which gloo does not know, reductions divide
+    the sum.
 
-    torch's public functions end in these methods, after 9 us of Python checks that give the same result at every call. The
-    only public way to several collectives in one launch is a context, which stays open if an exception ends its body.
+    torch's public functions end in these methods, after 9 us of Python checks that give the same
+    result at every call. The only public way to several collectives in one launch is a context,
+    which stays open if an exception ends its body.
     """
     if hasattr(group, "all_gather_single"):  # not in torch 2.11
         gathers = ("all_gather_single", "all_gather_single_coalesced")
@@ -303,7 +356,11 @@ def launchers(group: dist.ProcessGroup, *, asynchronous: bool, mean: bool = Fals
     else:
         gathers = ("_allgather_base", "allgather_into_tensor_coalesced")
         scatters = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
-    methods = {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": ("allreduce", "allreduce_coalesced")}
+    methods = {
+        "all_gather": gathers,
+        "reduce_scatter": scatters,
+        "all_reduce": ("allreduce", "allreduce_coalesced"),
+    }
     found = {}
     for kind, (single, coalesced) in _OPTIONS.items():
         options: list[Any] = [single(), coalesced()]
@@ -316,7 +373,9 @@ def launchers(group: dist.ProcessGroup, *, asynchronous: bool, mean: bool = Fals
 
 
 def cannot_coalesce(error: RuntimeError) -> bool:
-    """Whether a backend says by `error` that it cannot launch several collectives at once, and has launched none."""
+    """Whether a backend says by `error` that it cannot launch several collectives at once, and has
+    launched none.
+    """
     return "does not support" in str(error) or "No backend type associated" in str(error)
 
 
@@ -326,18 +385,27 @@ def active_ddp() -> DistributedDataParallel | None:
 
 
 def split_backward_schedule() -> str:
-    """The pipeline schedule that is running, by its class, if it splits backwards into those of inputs and of weights; or "".
+    """The pipeline schedule that is running, by its class, if it splits backwards into those of
+    inputs and of weights; or "".
 
-    Nothing public tells which actions a schedule has. Those of all ranks are looked at, so that all ranks get one answer.
+    Nothing public tells which actions a schedule has. Those of all ranks are looked at, so that all
+    ranks get one answer.
     """
     if "torch.distributed.pipelining.schedules" not in sys.modules:
         return ""
     for frame, _ in walk_stack(None):
-        schedule = frame.f_locals.get("self") if frame.f_code.co_name == "_step_microbatches" else None
+        schedule = (
+            frame.f_locals.get("self") if frame.f_code.co_name == "_step_microbatches" else None
+        )
         orders = getattr(schedule, "pipeline_order", None) or {}
         actions = [action for order in orders.values() for action in order if action is not None]
-        actions += [part for action in actions for part in getattr(action, "sub_actions", None) or ()]
-        if any(action.computation_type.name in ("BACKWARD_INPUT", "BACKWARD_WEIGHT") for action in actions):
+        actions += [
+            part for action in actions for part in getattr(action, "sub_actions", None) or ()
+        ]
+        if any(
+            action.computation_type.name in ("BACKWARD_INPUT", "BACKWARD_WEIGHT")
+            for action in actions
+        ):
             return type(schedule).__name__
     return ""
 

@@ -1,4 +1,5 @@
-"""Optimizers over annotated models: clipping, gradient scalers, steps on local shards, steps in backward, checks of steps.
+"""Optimizers over annotated models: clipping, gradient scalers, steps on local shards, steps in
+backward, checks of steps.
 
 Importing this package registers the hooks of `step_checks` and `scaler` with torch.
 """

@@ -1,14 +1,18 @@
-"""`clip_grad_norm_`: one norm over any mix of sharded, replicated and plain parameters, the same on all ranks.
+"""`clip_grad_norm_`: one norm over any mix of sharded, replicated and plain parameters, the same on
+all ranks.
 
-All ranks have to run the same collectives. So parameters alone decide which: the process groups over which a parameter's
-placements shard it take part, whether or not this rank has a gradient or an element of it. Each group gathers one number per
-combination of groups over which parameters are sharded (data and tensor parallel).
+All ranks have to run the same collectives. So parameters alone decide which: the process groups
+over which a parameter's placements shard it take part, whether or not this rank has a gradient or
+an element of it. Each group gathers one number per combination of groups over which parameters are
+sharded (data and tensor parallel).
 
-Gradients that are the same on all ranks of a group are counted once: each rank adds its share, one over the number of ranks.
-So even if ranks hold different values, or one of them NaN, all ranks get the same norm and scale their shards alike.
+Gradients that are the same on all ranks of a group are counted once: each rank adds its share, one
+over the number of ranks. So even if ranks hold different values, or one of them NaN, all ranks get
+the same norm and scale their shards alike.
 
-A parameter on fewer ranks than the rest of the model is an expert: other ranks hold other experts in its place. All of them
-count, each once, so its norm is summed over the ranks of the whole model (`model_group_of`), divided by the number of copies.
+A parameter on fewer ranks than the rest of the model is an expert: other ranks hold other experts
+in its place. All of them count, each once, so its norm is summed over the ranks of the whole model
+(`model_group_of`), divided by the number of copies.
 """
 
 from __future__ import annotations
@@ -31,7 +35,13 @@ from composable.engine.shadow import LISTENERS, tell_of_call
 from composable.errors import ClippingError, NonFiniteError
 from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import stepped_in_backward
-from composable.optim.shared import Groups, groups_sharded_over, is_trained, reduce_over, refuse_unreduced
+from composable.optim.shared import (
+    Groups,
+    groups_sharded_over,
+    is_trained,
+    reduce_over,
+    refuse_unreduced,
+)
 
 _EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
 _DOUBLE: Final = (torch.float64, torch.complex128)
@@ -48,32 +58,34 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     pp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale gradients down, in place, if their norm over all parameters and all ranks is above `max_norm`.
+    """Scale gradients down, in place, if their norm over all parameters and all ranks is above
+    `max_norm`.
 
-    Does what `torch.nn.utils.clip_grad_norm_` would do to the model before it was annotated. torch's function works where all
-    parameters are DTensors of one mesh; this one takes any mix. All ranks call it together, with the same parameters in the
-    same order.
+    Does what `torch.nn.utils.clip_grad_norm_` would do to the model before it was annotated.
+    torch's function works where all parameters are DTensors of one mesh; this one takes any mix.
+    All ranks call it together, with the same parameters in the same order.
 
-    Gradients that are plain tensors count once, since they are the same on all ranks. Gradients of parameters that no unit
-    manages (`ignored_params`) have to be averaged by the caller before. Units on a part of the ranks of the model (experts)
-    count once per part.
+    Gradients that are plain tensors count once, since they are the same on all ranks. Gradients of
+    parameters that no unit manages (`ignored_params`) have to be averaged by the caller before.
+    Units on a part of the ranks of the model (experts) count once per part.
 
     Args:
         model_or_parameters: a module, a tensor, or an iterable of tensors.
         max_norm: the largest norm that gradients have afterwards.
         norm_type: the order of the norm: positive, or inf for the largest absolute value.
-        error_if_nonfinite: raise if the norm is infinite or NaN, on all ranks alike and before anything is changed. The host
-            then waits for an accelerator.
-        pp_group: the process group of a pipeline, whose ranks have different parameters. The norm is that of all stages, and
-            each of its ranks calls this function, also one without parameters.
+        error_if_nonfinite: raise if the norm is infinite or NaN, on all ranks alike and before
+            anything is changed. The host then waits for an accelerator.
+        pp_group: the process group of a pipeline, whose ranks have different parameters. The norm
+            is that of all stages, and each of its ranks calls this function, also one without
+            parameters.
 
     Returns:
-        The norm before clipping, the same on all ranks: a plain tensor without dimensions, in float64 if a parameter is, and
-        in float32 otherwise, also for half precision.
+        The norm before clipping, the same on all ranks: a plain tensor without dimensions, in
+        float64 if a parameter is, and in float32 otherwise, also for half precision.
 
     Raises:
-        ClippingError: an argument cannot be used, a parameter is not the one that is trained, or a gradient is not placed
-            on the mesh like its parameter.
+        ClippingError: an argument cannot be used, a parameter is not the one that is trained, or a
+            gradient is not placed on the mesh like its parameter.
         NonFiniteError: the norm is not finite, and `error_if_nonfinite` is set.
 
     Example:
@@ -81,7 +93,8 @@ def clip_grad_norm_(
         >>> norm = clip_grad_norm_(model, 1.0)
         >>> optimizer.step()
 
-    After Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks" (ICML 2013).
+    After Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks"
+    (ICML 2013).
     """
     try:
         limit, order = float(max_norm), float(norm_type)
@@ -89,20 +102,24 @@ def clip_grad_norm_(
         limit = order = math.nan
     if not (limit >= 0 and order > 0):
         raise ClippingError(
-            "clip_grad_norm_: max_norm must be a number that is not negative, and norm_type must be a positive number or inf, "
-            f"got {max_norm!r} and {norm_type!r}. To measure the norm only, pass max_norm=float('inf')"
+            "clip_grad_norm_: max_norm must be a number that is not negative, and norm_type must"
+            f" be a positive number or inf, got {max_norm!r} and {norm_type!r}. To measure the norm"
+            " only, pass max_norm=float('inf')"
         )
     stages: object = pp_group
-    if pp_group is not None and not (isinstance(stages, dist.ProcessGroup) and dist.get_rank(stages) >= 0):
+    if pp_group is not None and not (
+        isinstance(stages, dist.ProcessGroup) and dist.get_rank(stages) >= 0
+    ):
         raise ClippingError(
-            "clip_grad_norm_: pp_group must be a process group, that of the pipeline that this rank is a stage of, got a "
+            "clip_grad_norm_: pp_group must be a process group, that of the pipeline that this rank"
+            " is a stage of, got a "
             f'{type(pp_group).__name__}. Of a mesh, pass mesh["pp"].get_group()'
         )
     parameters = _parameters_of(model_or_parameters)
     if (name := stepped_in_backward(parameters)) is not None:
         raise ClippingError(
-            f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), before the gradients of the other "
-            "parameters are there. Clip, or step in backward"
+            f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), before"
+            " the gradients of the other parameters are there. Clip, or step in backward"
         )
     if LISTENERS:
         tell_of_call("clip", parameters, limit, order, error_if_nonfinite)
@@ -111,21 +128,27 @@ def clip_grad_norm_(
     if pp_group is not None:
         if pp_group in gradients.groups:
             raise ClippingError(
-                "clip_grad_norm_: parameters are sharded over pp_group, whose ranks are counted anyway. Pass the group of the "
-                "pipeline, or leave pp_group out"
+                "clip_grad_norm_: parameters are sharded over pp_group, whose ranks are counted"
+                " anyway. Pass the group of the pipeline, or leave pp_group out"
             )
-        label, power = "reduction of the norm of gradients over the pipeline", _power(total, order).reshape(1)
-        total = _root(reduce_over(pp_group, power, label, largest=order == math.inf)[0], order).to(total.dtype)
+        label, power = (
+            "reduction of the norm of gradients over the pipeline",
+            _power(total, order).reshape(1),
+        )
+        total = _root(reduce_over(pp_group, power, label, largest=order == math.inf)[0], order).to(
+            total.dtype
+        )
     if error_if_nonfinite and not total.isfinite():
         raise NonFiniteError(
-            f"clip_grad_norm_: the norm of order {order:g} over all gradients is {total.item()}. No gradient was changed. Skip "
-            "this step: optimizer.zero_grad(), then the next batch; with a GradScaler, pass error_if_nonfinite=False"
+            f"clip_grad_norm_: the norm of order {order:g} over all gradients is {total.item()}. No"
+            " gradient was changed. Skip this step: optimizer.zero_grad(), then the next batch;"
+            " with a GradScaler, pass error_if_nonfinite=False"
         )
     gradients.scale((limit / (total + _EPSILON)).clamp(max=1.0))
     return total
 
 
-# --- gradients, by the ranks over which they are summed ---------------------------------------------------------------
+# --- gradients, by the ranks over which they are summed -----------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -133,7 +156,8 @@ class _Part:
     """Gradients that are summed over the same ranks.
 
     Attributes:
-        groups: the process groups over which the gradients are sharded; none: every rank holds them whole.
+        groups: the process groups over which the gradients are sharded; none: every rank holds them
+            whole.
         mesh: of their units, if it does not have all ranks of the process.
         model_group: the ranks of the model of which these are a part, if known.
         copies: the number of ranks of `mesh` that hold the same values.
@@ -146,7 +170,9 @@ class _Part:
     gradients: list[Tensor] = field(default_factory=list)
 
     def lists(self) -> list[list[Tensor]]:
-        """The local gradients that are not empty, in lists of one dtype and device, which one kernel can take."""
+        """The local gradients that are not empty, in lists of one dtype and device, which one
+        kernel can take.
+        """
         found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for local in locals_of(self.gradients):
             if local.numel():  # an empty shard has no largest element, and nothing to scale
@@ -157,7 +183,9 @@ class _Part:
         """The norm of what this rank has, in single precision at least."""
         norms: list[Tensor] = []
         for locals_ in self.lists():
-            norms += torch._foreach_norm(locals_, order, dtype=torch.float32 if locals_[0].dtype in _HALF else None)
+            norms += torch._foreach_norm(
+                locals_, order, dtype=torch.float32 if locals_[0].dtype in _HALF else None
+            )
         if not norms:
             return torch.zeros((), device=device)
         norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), order)
@@ -169,7 +197,8 @@ class _Gradients:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.device = locals_of(parameters)[0].device if parameters else torch.device("cpu")
-        # Parameters decide, and not gradients, since all ranks have to round alike and run the same collectives.
+        # Parameters decide, and not gradients, since all ranks have to round alike and run the same
+        # collectives.
         self.dtype = torch.float64 if any(p.dtype in _DOUBLE for p in parameters) else torch.float32
         self._parts: dict[tuple[Any, ...], _Part] = {}
         self._meshes: dict[int, DeviceMesh] = {}  # of units
@@ -179,25 +208,34 @@ class _Gradients:
             gradient, label = parameter.grad, label_of(parameter)
             if label is not None and not is_trained(parameter, label):
                 raise ClippingError(
-                    f"clip_grad_norm_: {label} is not the one that is trained: it is from before its module was annotated, or was "
-                    "replaced since, or is registered only while modules compute. Pass the model, or model.parameters() as of now"
+                    f"clip_grad_norm_: {label} is not the one that is trained: it is from before"
+                    " its module was annotated, or was replaced since, or is registered only while"
+                    " modules compute. Pass the model, or model.parameters() as of now"
                 )
-            mesh, group = (None, None) if label is None or world == 1 else (unit_mesh_of(parameter), model_group_of(parameter))
+            mesh, group = (
+                (None, None)
+                if label is None or world == 1
+                else (unit_mesh_of(parameter), model_group_of(parameter))
+            )
             if mesh is not None:
                 self._meshes[id(mesh)] = mesh
                 mesh = None if mesh.size() == world else mesh
             placed = _placed(parameter)
-            if last != (placed, mesh, group):  # neighbours mostly are alike, and a look-up costs more than the comparison
+            # neighbours mostly are alike, and a look-up costs more than the comparison
+            if last != (placed, mesh, group):
                 last = placed, mesh, group
                 groups, copies = _groups_and_copies(parameter, mesh)
-                part = self._parts.setdefault((groups, mesh, group), _Part(groups, mesh, group, copies))
+                part = self._parts.setdefault(
+                    (groups, mesh, group), _Part(groups, mesh, group, copies)
+                )
             if gradient is None:
                 continue
             if placed != _placed(gradient) or (placed is None and holds_unreduced(parameter)):
                 refuse_unreduced("clip_grad_norm_", [parameter], ClippingError)
                 raise ClippingError(
-                    f"clip_grad_norm_: a parameter of shape {tuple(parameter.shape)} is {_described(parameter)}, but its gradient "
-                    f"is {_described(gradient)}. Redistribute the gradient to the parameter's mesh and placements first"
+                    f"clip_grad_norm_: a parameter of shape {tuple(parameter.shape)} is"
+                    f" {_described(parameter)}, but its gradient is {_described(gradient)}."
+                    " Redistribute the gradient to the parameter's mesh and placements first"
                 )
             part.gradients.append(gradient)
 
@@ -207,22 +245,33 @@ class _Gradients:
         return tuple(dict.fromkeys(group for part in self._parts.values() for group in part.groups))
 
     def _model_group(self, part: _Part) -> dist.ProcessGroup | None:
-        """The largest known group that has all ranks of the part's units and others: those hold other experts.
+        """The largest known group that has all ranks of the part's units and others: those hold
+        other experts.
 
-        Besides the group of an annotation around the units, parameters in the same list tell of such groups. The groups of a
-        tensor parallel mesh are not among them: no group of `mesh["tp"]` contains one of `mesh["dp"]`.
+        Besides the group of an annotation around the units, parameters in the same list tell of
+        such groups. The groups of a tensor parallel mesh are not among them: no group of
+        `mesh["tp"]` contains one of `mesh["dp"]`.
         """
         if part.mesh is None:
             return part.model_group
         ranks = set(part.mesh.mesh.flatten().tolist())
-        known = [*self.groups, *(mesh.get_group() for mesh in self._meshes.values() if mesh.ndim == 1)]
-        larger = [group for group in dict.fromkeys(known) if ranks < set(dist.get_process_group_ranks(group))]
+        known = [
+            *self.groups,
+            *(mesh.get_group() for mesh in self._meshes.values() if mesh.ndim == 1),
+        ]
+        larger = [
+            group
+            for group in dict.fromkeys(known)
+            if ranks < set(dist.get_process_group_ranks(group))
+        ]
         if part.model_group is not None:
             larger.append(part.model_group)
         return max(larger, key=dist.get_world_size, default=None)
 
     def total_norm(self, order: float) -> Tensor:
-        """The norm of all gradients of all ranks, as if they were one vector: the same on all ranks."""
+        """The norm of all gradients of all ranks, as if they were one vector: the same on all
+        ranks.
+        """
         largest = order == math.inf
         join = torch.maximum if largest else torch.add
         shares: dict[Groups, Tensor] = {}
@@ -252,20 +301,24 @@ class _Gradients:
     def scale(self, coefficient: Tensor) -> None:
         """Multiply all gradients, in place."""
         if coefficient.is_cpu and coefficient.item() == 1:
-            return  # nothing would change; on an accelerator, asking would cost more than multiplying
+            # nothing would change; on an accelerator, asking would cost more than multiplying
+            return
         for part in self._parts.values():
             for locals_ in part.lists():
                 torch._foreach_mul_(locals_, coefficient.to(locals_[0].device, locals_[0].dtype))
 
 
 def _groups_and_copies(parameter: Tensor, unit_mesh: DeviceMesh | None) -> tuple[Groups, int]:
-    """The groups over which a parameter is sharded, and how many ranks of its unit hold the same values."""
+    """The groups over which a parameter is sharded, and how many ranks of its unit hold the same
+    values.
+    """
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         if any(placement.is_partial() for placement in placements):
             raise ClippingError(
-                f"clip_grad_norm_: of a parameter with placements {placements}, each rank holds a summand only. Redistribute it "
-                "first: p.redistribute(p.device_mesh, [Replicate()] * p.device_mesh.ndim)"
+                f"clip_grad_norm_: of a parameter with placements {placements}, each rank holds a"
+                " summand only. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()]"
+                " * p.device_mesh.ndim)"
             )
         if groups := groups_sharded_over(mesh, placements):
             return groups, mesh.size() // _num_ranks(groups)
@@ -278,7 +331,9 @@ def _num_ranks(groups: Groups) -> int:
 
 
 def _power(norm: Tensor, order: float) -> Tensor:
-    """What is summed over ranks, or compared: in double precision, so that it overflows only where the norm does."""
+    """What is summed over ranks, or compared: in double precision, so that it overflows only where
+    the norm does.
+    """
     return norm.double() if order == math.inf else norm.double() ** order
 
 
@@ -291,16 +346,28 @@ def _placed(tensor: Tensor) -> tuple[Any, ...] | None:
 
 
 def _described(tensor: Tensor) -> str:
-    return f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
+    return (
+        f"a DTensor with placements {tensor.placements}"
+        if isinstance(tensor, DTensor)
+        else "a plain tensor"
+    )
 
 
 def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    found: Any = given.parameters() if isinstance(given, nn.Module) else [given] if isinstance(given, Tensor) else given
-    members = {id(each): each for each in found} if isinstance(found, Iterable) else {id(found): found}
+    found: Any = (
+        given.parameters()
+        if isinstance(given, nn.Module)
+        else [given]
+        if isinstance(given, Tensor)
+        else given
+    )
+    members = (
+        {id(each): each for each in found} if isinstance(found, Iterable) else {id(found): found}
+    )
     for each in members.values():
         if not isinstance(each, Tensor):
             raise ClippingError(
-                f"clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a {type(each).__name__}. Pass the "
-                "model, or model.parameters()"
+                "clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a"
+                f" {type(each).__name__}. Pass the model, or model.parameters()"
             )
     return list(members.values())

@@ -1,7 +1,8 @@
-"""`apply_optimizer_in_backward`: backward steps each parameter as soon as its reduced gradient is there, and frees it.
+"""`apply_optimizer_in_backward`: backward steps each parameter as soon as its reduced gradient is
+there, and frees it.
 
-A post-accumulate hook on every parameter does it. The engine calls such hooks of the parameters that it manages when the
-reduced gradient lands; autograd calls those of other parameters.
+A post-accumulate hook on every parameter does it. The engine calls such hooks of the parameters
+that it manages when the reduced gradient lands; autograd calls those of other parameters.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ from composable.memory.torch_private import in_backward
 _NAME: Final = "apply_optimizer_in_backward"
 _alive: Final[WeakSet[OptimizerInBackward]] = WeakSet()
 _steppers: Final[WeakSet[Optimizer]] = WeakSet()
-_stepped: Final[dict[OptimizerInBackward, None]] = {}  # since gradients have landed on all parameters
+# since gradients have landed on all parameters
+_stepped: Final[dict[OptimizerInBackward, None]] = {}
 
 
 class OptimizerInBackward(Optimizer):
     """What `apply_optimizer_in_backward` returns. Backward steps; `step()` finds nothing to do.
 
-    It is an optimizer of `torch.optim` for everything that reads it or sets its hyper-parameters: schedulers, state dicts,
-    `torch.distributed.checkpoint`.
+    It is an optimizer of `torch.optim` for everything that reads it or sets its hyper-parameters:
+    schedulers, state dicts, `torch.distributed.checkpoint`.
 
     Args:
         stepper: an optimizer over the parameters; it is handed one of them at a time.
 
     Attributes:
-        after_step: called at the end of each backward that has stepped any of the parameters; once, if several have it.
+        after_step: called at the end of each backward that has stepped any of the parameters; once,
+            if several have it.
     """
 
     def __init__(self, stepper: Optimizer) -> None:
@@ -57,13 +60,15 @@ class OptimizerInBackward(Optimizer):
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
             parameter.requires_grad_(trains)
 
-    @untraced  # Dynamo takes optimizers to be capturable, and cannot make their state inside of a graph
+    # Dynamo takes optimizers to be capturable, and cannot make their state inside of a graph
+    @untraced
     def _on_gradient(self, parameter: Tensor) -> None:
         """The reduced gradient of `parameter` is there."""
         if id(parameter) not in self.ids:
             raise PhaseError(
-                f"{_NAME}: {_name_of(parameter)} took the place of one that is stepped in backward, and is not stepped itself. "
-                "Call remove() on what the function returned, and the function again, after annotating and replacing parameters"
+                f"{_NAME}: {_name_of(parameter)} took the place of one that is stepped in backward,"
+                " and is not stepped itself. Call remove() on what the function returned, and the"
+                " function again, after annotating and replacing parameters"
             )
         if parameter.grad is not None:
             self._step_one(parameter)
@@ -81,8 +86,8 @@ class OptimizerInBackward(Optimizer):
         for key, value in group.items():
             if key != "params" and value is not settings.get(key):
                 raise OptimizerError(
-                    f"{_NAME}: {type(self._stepper).__name__} wrote '{key}' to its parameter group, a number for all parameters "
-                    "of a step. Step this optimizer after backward"
+                    f"{_NAME}: {type(self._stepper).__name__} wrote '{key}' to its parameter group,"
+                    " a number for all parameters of a step. Step this optimizer after backward"
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -95,7 +100,10 @@ class OptimizerInBackward(Optimizer):
             OptimizerError: there is a closure.
         """
         if closure is not None:
-            raise OptimizerError(f"{_NAME}: step() was given a closure, whose backward would step already. Call it without")
+            raise OptimizerError(
+                f"{_NAME}: step() was given a closure, whose backward would step already. Call it"
+                " without"
+            )
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 self._step_one(parameter)
@@ -110,7 +118,8 @@ class OptimizerInBackward(Optimizer):
         _alive.discard(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after the first one: call `apply_optimizer_in_backward` again for other parameters.
+        """Refused after the first one: call `apply_optimizer_in_backward` again for other
+        parameters.
 
         Args:
             param_group: as torch's optimizers take it.
@@ -119,11 +128,16 @@ class OptimizerInBackward(Optimizer):
             OptimizerError: there is a group already.
         """
         if self.param_groups:
-            raise OptimizerError(f"{_NAME} takes no second parameter group: call it again for other parameters and settings")
+            raise OptimizerError(
+                f"{_NAME} takes no second parameter group: call it again for other parameters and"
+                " settings"
+            )
         super().add_param_group(param_group)
 
     def __reduce__(self) -> NoReturn:
-        raise OptimizerError(f"{_NAME}: what it returned cannot be copied or pickled. Save its state_dict()")
+        raise OptimizerError(
+            f"{_NAME}: what it returned cannot be copied or pickled. Save its state_dict()"
+        )
 
 
 def _end_step() -> None:
@@ -169,26 +183,31 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     optimizer_kwargs: dict[str, Any] | None = None,
 ) -> OptimizerInBackward:
-    """Let backward step parameters as soon as their gradients are reduced, and free the gradients at once.
+    """Let backward step parameters as soon as their gradients are reduced, and free the gradients
+    at once.
 
-    For parameters of `fully_shard`, of `replicate` and of neither, in any mix. Call it after annotating, and again for
-    parameters with other settings. Parameters are what an optimizer that steps after backward makes of them, but there are
-    never more gradients than those of about one unit, or of a few buckets. Gradients are None when backward has returned.
+    For parameters of `fully_shard`, of `replicate` and of neither, in any mix. Call it after
+    annotating, and again for parameters with other settings. Parameters are what an optimizer that
+    steps after backward makes of them, but there are never more gradients than those of about one
+    unit, or of a few buckets. Gradients are None when backward has returned.
 
-    Under `no_sync` nothing is stepped before the backward that reduces. A backward that raises may have stepped a part of the
-    model, on each rank another one: load the last checkpoint before going on. A `GradScaler` cannot be used.
+    Under `no_sync` nothing is stepped before the backward that reduces. A backward that raises may
+    have stepped a part of the model, on each rank another one: load the last checkpoint before
+    going on. A `GradScaler` cannot be used.
 
     Args:
-        optimizer_class: of `torch.optim`, or your own if it steps each parameter by itself and needs no closure.
+        optimizer_class: of `torch.optim`, or your own if it steps each parameter by itself and
+            needs no closure.
         params: parameters as they are registered, `model.parameters()`, or with their names.
         optimizer_kwargs: arguments of the class.
 
     Returns:
-        An optimizer to save, load and schedule: what it holds in `param_groups` counts in every step.
+        An optimizer to save, load and schedule: what it holds in `param_groups` counts in every
+        step.
 
     Raises:
-        OptimizerError: a parameter is not registered any more, or is stepped in backward already; the class steps all
-            parameters together.
+        OptimizerError: a parameter is not registered any more, or is stepped in backward already;
+            the class steps all parameters together.
         PhaseError: called inside a backward.
 
     Example:
@@ -200,27 +219,34 @@ def apply_optimizer_in_backward(
     """
     _refuse_in_backward("it")
     kind: object = optimizer_class
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or issubclass(kind, torch.optim.LBFGS):
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or issubclass(
+        kind, torch.optim.LBFGS
+    ):
         raise OptimizerError(
-            f"{_NAME} takes a class of optimizers first that step each parameter by itself, e.g. torch.optim.AdamW, got {kind!r}"
+            f"{_NAME} takes a class of optimizers first that step each parameter by itself, e.g."
+            f" torch.optim.AdamW, got {kind!r}"
         )
-    given: list[Any] = [params] if isinstance(params, (nn.Module, Tensor)) or not isinstance(params, Iterable) else list(params)
+    given: list[Any] = (
+        [params]
+        if isinstance(params, (nn.Module, Tensor)) or not isinstance(params, Iterable)
+        else list(params)
+    )
     parameters = [each[1] if isinstance(each, tuple) else each for each in given]
     for parameter in parameters:
         if not isinstance(parameter, nn.Parameter):
             raise OptimizerError(
-                f"{_NAME} takes parameters, e.g. model.parameters(), not a {type(parameter).__name__}. Call it once for each "
-                "parameter group"
+                f"{_NAME} takes parameters, e.g. model.parameters(), not a"
+                f" {type(parameter).__name__}. Call it once for each parameter group"
             )
         label = label_of(parameter)
         if label is not None and label.form != "at_rest":
             raise OptimizerError(
-                f"{_NAME}: {label} is not registered any more, or only while modules compute. Pass model.parameters(), after "
-                "annotating and outside of forward and backward"
+                f"{_NAME}: {label} is not registered any more, or only while modules compute. Pass"
+                " model.parameters(), after annotating and outside of forward and backward"
             )
     if (taken := stepped_in_backward(parameters)) is not None:
         raise OptimizerError(
-            f"{_NAME}: {taken} is stepped in backward already. Call remove() on what the first call returned, or give this one "
-            "other parameters"
+            f"{_NAME}: {taken} is stepped in backward already. Call remove() on what the first call"
+            " returned, or give this one other parameters"
         )
     return OptimizerInBackward(optimizer_class(given, **(optimizer_kwargs or {})))

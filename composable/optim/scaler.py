@@ -1,11 +1,12 @@
 """`torch.amp.GradScaler` over annotated models: a step that one rank skips is skipped by all.
 
-torch's scaler looks for infinities in the gradients that a rank has. Of DTensors it asks the ranks over which the *first*
-gradient in the list is sharded, and it refuses lists that hold DTensors and plain tensors. So behind a replicated gradient
-every rank would decide for itself, experts on meshes of their own would not hear of each other, and a rank without a gradient
-would not take part. Here every gradient is checked and unscaled where it lies, and then all process groups over which a
-parameter of the optimizer is sharded, or trained together (`model_group_of`), agree. Parameters alone decide which groups, so
-that all ranks run the same collectives.
+torch's scaler looks for infinities in the gradients that a rank has. Of DTensors it asks the ranks
+over which the *first* gradient in the list is sharded, and it refuses lists that hold DTensors and
+plain tensors. So behind a replicated gradient every rank would decide for itself, experts on meshes
+of their own would not hear of each other, and a rank without a gradient would not take part. Here
+every gradient is checked and unscaled where it lies, and then all process groups over which a
+parameter of the optimizer is sharded, or trained together (`model_group_of`), agree. Parameters
+alone decide which groups, so that all ranks run the same collectives.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ def _unscale(scaler: Any, optimizer: Optimizer, inverse_scale: Tensor, allow_fp1
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, OptimizerInBackward):
         raise OptimizerError(
-            "apply_optimizer_in_backward: a GradScaler came to step this optimizer, but backward has stepped already, with "
-            "gradients that were scaled and may have been infinite. Train in float32 or bfloat16 without a scaler, or with an "
-            "optimizer that steps after backward; load the last checkpoint first"
+            "apply_optimizer_in_backward: a GradScaler came to step this optimizer, but backward"
+            " has stepped already, with gradients that were scaled and may have been infinite."
+            " Train in float32 or bfloat16 without a scaler, or with an optimizer that steps after"
+            " backward; load the last checkpoint first"
         )
     if LISTENERS:
         tell_of_call("unscale", parameters, scaler, inverse_scale, allow_fp16)
@@ -57,8 +59,11 @@ def unscale_gradients(parameters: list[Tensor], inverse_scale: Tensor, allow_fp1
         numbers[0] = torch.stack([each.to(numbers.device) for each in found.values()]).amax()
         numbers[1] = 1.0
     for group in groups:
-        numbers = reduce_over(group, numbers, "reduction of whether gradients are finite", largest=True)
-    if not found and numbers[1].item():  # this rank has no gradients, and steps or skips the step as the others do
+        numbers = reduce_over(
+            group, numbers, "reduction of whether gradients are finite", largest=True
+        )
+    # this rank has no gradients, and steps or skips the step as the others do
+    if not found and numbers[1].item():
         found[inverse_scale.device] = torch.zeros_like(inverse_scale)
     for each in found.values():
         each.copy_(numbers[0])
@@ -74,7 +79,8 @@ def _unscale_locally(parameters: list[Tensor], inverse_scale: Tensor, allow_fp16
         if parameter.grad.dtype is torch.float16 and not allow_fp16:
             raise ValueError("Attempting to unscale FP16 gradients.")
         if parameter.grad.is_sparse:
-            parameter.grad = parameter.grad.coalesce()  # duplicates are added up before the look for infinities
+            # duplicates are added up before the look for infinities
+            parameter.grad = parameter.grad.coalesce()
             gradient = parameter.grad._values()
         else:
             (gradient,) = locals_of([parameter.grad])
@@ -82,13 +88,18 @@ def _unscale_locally(parameters: list[Tensor], inverse_scale: Tensor, allow_fp16
     found: Found = {}
     for (device, _), gradients in lists.items():
         number = found.setdefault(device, torch.zeros((), device=device))
-        # A blocking copy: torch's own does not wait, and under CPU offload the host would read it before it is there.
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, number, inverse_scale.to(device))
+        # A blocking copy: torch's own does not wait, and under CPU offload the host would read it
+        # before it is there.
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            gradients, number, inverse_scale.to(device)
+        )
     return found
 
 
 def _groups_of(parameters: list[Tensor]) -> list[dist.ProcessGroup]:
-    """The groups that have to agree, the largest first; that one alone if it has all ranks of the job."""
+    """The groups that have to agree, the largest first; that one alone if it has all ranks of the
+    job.
+    """
     found: dict[dist.ProcessGroup, None] = {}
     for parameter in parameters:
         group = model_group_of(parameter)
@@ -97,16 +108,26 @@ def _groups_of(parameters: list[Tensor]) -> list[dist.ProcessGroup]:
         if isinstance(parameter, DTensor):
             found |= dict.fromkeys(groups_sharded_over(parameter.device_mesh, parameter.placements))
     groups = sorted(found, key=dist.get_world_size, reverse=True)
-    return groups[:1] if groups and dist.get_world_size(groups[0]) == dist.get_world_size() else groups
+    return (
+        groups[:1] if groups and dist.get_world_size(groups[0]) == dist.get_world_size() else groups
+    )
 
 
 def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:
     @wraps(unscale)
     def unscaled(
-        self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True, *args: Any
+        self: Any,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool = True,
+        *args: Any,
     ) -> Found:
-        managed = any(label_of(p) is not None for group in optimizer.param_groups for p in group["params"])
-        if not managed and not isinstance(optimizer, OptimizerInBackward):  # other models are torch's
+        managed = any(
+            label_of(p) is not None for group in optimizer.param_groups for p in group["params"]
+        )
+        # other models are torch's
+        if not managed and not isinstance(optimizer, OptimizerInBackward):
             return unscale(self, optimizer, inv_scale, found_inf, allow_fp16, *args)
         with torch.no_grad():
             return _unscale(self, optimizer, inv_scale, allow_fp16)
@@ -114,8 +135,9 @@ def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:
     return unscaled
 
 
-# The scaler's only method that knows the optimizer, and so all parameters. An operation that torch lets DTensors handle knows
-# the gradients of one device and dtype only, of which ranks may have different ones. There is no public hook.
+# The scaler's only method that knows the optimizer, and so all parameters. An operation that torch
+# lets DTensors handle knows the gradients of one device and dtype only, of which ranks may have
+# different ones. There is no public hook.
 for _kind in (GradScaler, ShardedGradScaler):
     if _UNSCALE in vars(_kind):
         setattr(_kind, _UNSCALE, _extended(vars(_kind)[_UNSCALE]))

@@ -1,11 +1,14 @@
-"""`step_on_shards`: element-wise optimizers step the local shards of DTensors, with the same results, and in less host time.
+"""`step_on_shards`: element-wise optimizers step the local shards of DTensors, with the same
+results, and in less host time.
 
-A hook before `step` may change the arguments of the call, the first of which is the optimizer itself. The hook here puts a
-stand-in in its place: an object that shares the optimizer's attributes and code, but whose `param_groups` and `state` hold
-local tensors. So torch's code steps local tensors, and users, hooks, closures, schedulers and checkpoints see the optimizer
-with its DTensors. The stand-in makes its groups when the code asks for them: after all hooks, and after the closure.
+A hook before `step` may change the arguments of the call, the first of which is the optimizer
+itself. The hook here puts a stand-in in its place: an object that shares the optimizer's attributes
+and code, but whose `param_groups` and `state` hold local tensors. So torch's code steps local
+tensors, and users, hooks, closures, schedulers and checkpoints see the optimizer with its DTensors.
+The stand-in makes its groups when the code asks for them: after all hooks, and after the closure.
 
-Nothing is kept from one step to the next, so memory that users take away from parameters or state is free at once.
+Nothing is kept from one step to the next, so memory that users take away from parameters or state
+is free at once.
 """
 
 from __future__ import annotations
@@ -26,7 +29,13 @@ from torch.optim import Optimizer
 
 from composable.engine.param import gradient_like, gradient_of
 from composable.errors import OptimizerError
-from composable.memory.torch_private import as_tensors, local_of, locals_of, placed_alike, step_hooks
+from composable.memory.torch_private import (
+    as_tensors,
+    local_of,
+    locals_of,
+    placed_alike,
+    step_hooks,
+)
 from composable.optim.shared import refuse_unreduced
 
 ELEMENTWISE: Final = (
@@ -42,11 +51,12 @@ ELEMENTWISE: Final = (
     optim.RMSprop,
     optim.Rprop,
 )
-_WHOLE: Final = ("Adafactor", "LBFGS", "Muon", "SparseAdam")  # names, since older versions of torch lack some
+# names, since older versions of torch lack some
+_WHOLE: Final = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 _NOTHING: Final = object()
 State = dict[str, Any]
 
-# --- one step ---------------------------------------------------------------------------------------------------------
+# --- one step ------------------------------------------------------------------------------------
 
 
 class _NotLocal(Exception):
@@ -54,10 +64,11 @@ class _NotLocal(Exception):
 
 
 class _LocalStep:
-    """The groups and the state that an optimizer's code sees in one step: local tensors in place of DTensors.
+    """The groups and the state that an optimizer's code sees in one step: local tensors in place of
+    DTensors.
 
-    Parameters without a gradient are left out, as torch's code does. Lists and maps instead of one loop, since this runs for
-    every parameter in every step.
+    Parameters without a gradient are left out, as torch's code does. Lists and maps instead of one
+    loop, since this runs for every parameter in every step.
 
     Args:
         check_state: state may have come from elsewhere since the last step.
@@ -71,11 +82,17 @@ class _LocalStep:
         with as_tensors():
             found = [list(map(gradient_of, group["params"])) for group in optimizer.param_groups]
         stepped = [
-            [parameter for parameter, gradient in zip(group["params"], each, strict=True) if gradient is not None]
+            [
+                parameter
+                for parameter, gradient in zip(group["params"], each, strict=True)
+                if gradient is not None
+            ]
             for group, each in zip(optimizer.param_groups, found, strict=True)
         ]
         self._parameters: list[Tensor] = list(chain.from_iterable(stepped))
-        gradients: list[Any] = [gradient for each in found for gradient in each if gradient is not None]
+        gradients: list[Any] = [
+            gradient for each in found for gradient in each if gradient is not None
+        ]
         if not placed_alike(gradients, self._parameters):
             refuse_unreduced(f"{kind.__name__}.step", self._parameters, OptimizerError)
             raise _NotLocal
@@ -90,13 +107,17 @@ class _LocalStep:
             # Without dimensions, new state per element would look like state per parameter.
             for index, (parameter, state) in enumerate(zip(self._parameters, states, strict=True)):
                 if not state and not parameter.dim() and isinstance(parameter, DTensor):
-                    self._locals[index], parts[index] = self._locals[index].view(1), parts[index].view(1)
+                    self._locals[index], parts[index] = (
+                        self._locals[index].view(1),
+                        parts[index].view(1),
+                    )
         self._shown: list[State] = [dict(state or ()) for state in states]
         for shown in self._shown:
             for key, value in shown.items():
                 if type(value) is DTensor:
                     shown[key] = local_of(value)
-        # torch's optimizers write to state in place once it is there, but SGD may have kept None; others may exchange tensors.
+        # torch's optimizers write to state in place once it is there, but SGD may have kept None;
+        # others may exchange tensors.
         in_place = all(states) and _is_known(kind) and not issubclass(kind, optim.SGD)
         self._handed = None if in_place else self._values()
         self.state: Any = defaultdict(dict, zip(self._locals, self._shown, strict=True))
@@ -113,9 +134,15 @@ class _LocalStep:
         self._before = list(map(dict, self.groups))
 
     def _check_state(self) -> None:
-        """A fused kernel does not compare the sizes of state and parameter: it would take the wrong elements."""
+        """A fused kernel does not compare the sizes of state and parameter: it would take the wrong
+        elements.
+        """
         for parameter, local in zip(self._parameters, self._locals, strict=True):
-            values = [v for v in self._users_state.get(parameter, {}).values() if isinstance(v, Tensor) and v.dim()]
+            values = [
+                v
+                for v in self._users_state.get(parameter, {}).values()
+                if isinstance(v, Tensor) and v.dim()
+            ]
             alike = placed_alike(values, [parameter] * len(values))
             if not alike or any(each.shape != local.shape for each in locals_of(values)):
                 raise _NotLocal
@@ -129,18 +156,30 @@ class _LocalStep:
                 local.grad = None
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Give gradients up, and let the optimizer's groups and state say what the step has left in those that it saw."""
+        """Give gradients up, and let the optimizer's groups and state say what the step has left in
+        those that it saw.
+        """
         self._drop_gradients()
         if optimizer.state is not self._users_state:
             return  # an error ended the step, and other state was loaded since
-        for group, shown, before in zip(optimizer.param_groups, self.groups, self._before, strict=False):
-            group.update({key: value for key, value in shown.items() if value is not before.get(key, _NOTHING)})
+        for group, shown, before in zip(
+            optimizer.param_groups, self.groups, self._before, strict=False
+        ):
+            group.update(
+                {
+                    key: value
+                    for key, value in shown.items()
+                    if value is not before.get(key, _NOTHING)
+                }
+            )
         if self._handed is None:
             return
         values = self._values()
         if len(values) == len(self._handed) and all(map(is_, values, self._handed)):
             return
-        for parameter, local, shown in zip(self._parameters, self._locals, self._shown, strict=True):
+        for parameter, local, shown in zip(
+            self._parameters, self._locals, self._shown, strict=True
+        ):
             if shown or parameter in self._users_state:
                 _tell(self._users_state.setdefault(parameter, {}), shown, parameter, local)
 
@@ -153,26 +192,31 @@ def _tell(state: State, shown: State, parameter: Tensor, stepped: Tensor) -> Non
     for key, value in shown.items():
         if value is before.get(key, _NOTHING):
             continue
-        per_element = isinstance(value, Tensor) and (value.dim() or isinstance(state.get(key), DTensor))
+        per_element = isinstance(value, Tensor) and (
+            value.dim() or isinstance(state.get(key), DTensor)
+        )
         if not per_element or not isinstance(parameter, DTensor):
             state[key] = value
         elif value.shape == stepped.shape:
             state[key] = gradient_like(value.view(local_of(parameter).shape), parameter)
         else:
             raise OptimizerError(
-                f"step_on_shards: the optimizer keeps '{key}' of shape {tuple(value.shape)} as state of a parameter, which "
-                "is neither one value per element nor one number; so it does not step element by element. Call remove() on "
-                "what step_on_shards returned, and make a new optimizer"
+                f"step_on_shards: the optimizer keeps '{key}' of shape {tuple(value.shape)} as"
+                " state of a parameter, which is neither one value per element nor one number; so"
+                " it does not step element by element. Call remove() on what step_on_shards"
+                " returned, and make a new optimizer"
             )
 
 
-# --- the stand-in -----------------------------------------------------------------------------------------------------
+# --- the stand-in -------------------------------------------------------------------------------
 
 
 class ShardStepping:
-    """An optimizer steps its local shards until `remove()` is called. Made by `step_on_shards`, or at a first step.
+    """An optimizer steps its local shards until `remove()` is called. Made by `step_on_shards`, or
+    at a first step.
 
-    Where a group does not say how it steps, torch chooses `foreach` or a loop by the device, for local tensors as for DTensors.
+    Where a group does not say how it steps, torch chooses `foreach` or a loop by the device, for
+    local tensors as for DTensors.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -186,21 +230,30 @@ class ShardStepping:
         _steppings[optimizer] = self
 
     def remove(self) -> None:
-        """Let the optimizer step DTensors from now on. Its state stays where it is. May be called again."""
+        """Let the optimizer step DTensors from now on. Its state stays where it is. May be called
+        again.
+        """
         if (optimizer := self._optimizer()) is not None:
             self._finish(optimizer)
             _steppings[optimizer] = None
         for hook in (self._before, self._after, self._loaded):
             hook.remove()
 
-    def _put_stand_in(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _put_stand_in(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if is_stand_in(optimizer):
             return None  # a step that calls the step of its base class
         self._finish(optimizer)  # of a step that an error ended
-        # A hook after this one would be handed the stand-in: this step then takes DTensors, and the next one does not.
+        # A hook after this one would be handed the stand-in: this step then takes DTensors, and the
+        # next one does not.
         is_last = next(reversed(step_hooks(optimizer)[0]), None) == self._before.id
         # Tensors that are made in inference mode have no version counter.
-        special = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or _differentiable(optimizer)
+        special = (
+            torch.compiler.is_compiling()
+            or torch.is_inference_mode_enabled()
+            or _differentiable(optimizer)
+        )
         if special or not is_last or not args or args[0] is not optimizer:
             return None
         kind: Any = type(optimizer)
@@ -223,7 +276,9 @@ class ShardStepping:
         stand_in.state = self._step.state
         return self._step.groups
 
-    def _finish_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _finish_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if is_stand_in(optimizer):
             return
         if args and is_stand_in(args[0]):
@@ -265,38 +320,44 @@ def _stand_in_class(kind: Any) -> Any:
     def param_groups(self: Any) -> Any:
         return self.optimizer.param_groups if self.stepping is None else self.stepping._open(self)
 
-    # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries. torch's code reads `state`
-    # for every parameter, so that it is no property.
+    # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries.
+    # torch's code reads `state` for every parameter, so that it is no property.
     slots = ("optimizer", "state", "stepping")
-    return type(kind.__name__, (kind,), {"__slots__": slots, "param_groups": property(param_groups)})
+    return type(
+        kind.__name__, (kind,), {"__slots__": slots, "param_groups": property(param_groups)}
+    )
 
 
-# --- which optimizers -------------------------------------------------------------------------------------------------
+# --- which optimizers ---------------------------------------------------------------------------
 
 
 def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardStepping:
     """Let an optimizer step the local shards of its parameters, with the same results.
 
-    A step on DTensors costs the host some 20 us for every operation on every parameter. An element-wise optimizer's own code,
-    unchanged, is handed plain local tensors instead. Users, hooks, closures, schedulers, state dicts and gradient scalers see
-    the parameters and their state as DTensors, as before. Parameters that are not DTensors are stepped as they are.
+    A step on DTensors costs the host some 20 us for every operation on every parameter. An
+    element-wise optimizer's own code, unchanged, is handed plain local tensors instead. Users,
+    hooks, closures, schedulers, state dicts and gradient scalers see the parameters and their state
+    as DTensors, as before. Parameters that are not DTensors are stepped as they are.
 
-    The optimizers listed below do so from their first step of sharded parameters; `step_on_shards(optimizer).remove()`, at any
-    time, makes one step DTensors as torch does. Call it for an optimizer that is not listed, after `remove`, or for a copy of an
-    optimizer.
+    The optimizers listed below do so from their first step of sharded parameters;
+    `step_on_shards(optimizer).remove()`, at any time, makes one step DTensors as torch does. Call
+    it for an optimizer that is not listed, after `remove`, or for a copy of an optimizer.
 
     Args:
-        optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop or Rprop of `torch.optim`, in any
-            implementation (`foreach`, `fused`, `capturable`), or a subclass that leaves `step` alone.
-        elementwise: you vouch for an optimizer that is not on this list: it evaluates the closure first, then reads
-            `param_groups`, and updates each element from that element of the parameter, of its gradient and of its state
-            alone, and from numbers.
+        optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop or Rprop
+            of `torch.optim`, in any implementation (`foreach`, `fused`, `capturable`), or a
+            subclass that leaves `step` alone.
+        elementwise: you vouch for an optimizer that is not on this list: it evaluates the closure
+            first, then reads `param_groups`, and updates each element from that element of the
+            parameter, of its gradient and of its state alone, and from numbers.
 
     Returns:
-        What undoes it: `.remove()`. Calling `step_on_shards` twice on one optimizer returns the same.
+        What undoes it: `.remove()`. Calling `step_on_shards` twice on one optimizer returns the
+        same.
 
     Raises:
-        OptimizerError: the optimizer does not step element by element, or is not known, or is `differentiable`.
+        OptimizerError: the optimizer does not step element by element, or is not known, or is
+            `differentiable`.
 
     Example:
         >>> fully_shard(model, policy={Block})
@@ -304,31 +365,36 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
         >>> step_on_shards(optimizer)
     """
     if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(f"step_on_shards: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        raise OptimizerError(
+            f"step_on_shards: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
     kind: Any = type(optimizer)
     name = kind.__name__
     for base in kind.__mro__:
         if base.__name__ in _WHOLE and base.__module__.startswith("torch.optim"):
             raise OptimizerError(
-                f"step_on_shards: {name} does not step element by element. Leave step_on_shards out, or give parameters that "
-                "another optimizer could step to one of their own"
+                f"step_on_shards: {name} does not step element by element. Leave step_on_shards"
+                " out, or give parameters that another optimizer could step to one of their own"
             )
     if not elementwise and not _is_known(kind):
         raise OptimizerError(
-            f"step_on_shards: {name} is not known here, or changes how its base class steps. If it updates each element from "
-            "that element of the parameter, its gradient and its state alone, say so: step_on_shards(optimizer, "
-            "elementwise=True); otherwise leave it out"
+            f"step_on_shards: {name} is not known here, or changes how its base class steps. If it"
+            " updates each element from that element of the parameter, its gradient and its state"
+            " alone, say so: step_on_shards(optimizer, elementwise=True); otherwise leave it out"
         )
     if _differentiable(optimizer):
         raise OptimizerError(
-            f"step_on_shards: this {name} is differentiable: its steps become part of a graph that local tensors would be "
-            "missing from. Leave step_on_shards out, or differentiable=True"
+            f"step_on_shards: this {name} is differentiable: its steps become part of a graph that"
+            " local tensors would be missing from. Leave step_on_shards out, or"
+            " differentiable=True"
         )
     return _steppings.get(optimizer) or ShardStepping(optimizer)
 
 
 def step_on_shards_unasked(optimizer: Optimizer) -> bool:
-    """Do so for an optimizer that is about to step, if the result is known to be the same. Whether it steps its shards."""
+    """Do so for an optimizer that is about to step, if the result is known to be the same. Whether
+    it steps its shards.
+    """
     kind: Any = type(optimizer)
     if optimizer not in _steppings and _is_known(kind) and not _differentiable(optimizer):
         ShardStepping(optimizer)
@@ -336,7 +402,10 @@ def step_on_shards_unasked(optimizer: Optimizer) -> bool:
 
 
 def _differentiable(optimizer: Optimizer) -> bool:
-    return any(group.get("differentiable", False) for group in (optimizer.defaults, *optimizer.param_groups))
+    return any(
+        group.get("differentiable", False)
+        for group in (optimizer.defaults, *optimizer.param_groups)
+    )
 
 
 @cache

@@ -1,4 +1,6 @@
-"""What clipping, gradient scalers and steps share: refusals of parameters, and numbers on which all ranks agree."""
+"""What clipping, gradient scalers and steps share: refusals of parameters, and numbers on which all
+ranks agree.
+"""
 
 from __future__ import annotations
 
@@ -19,36 +21,51 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 def is_trained(parameter: Tensor, label: ParamLabel) -> bool:
-    """Whether steps of `parameter` reach its unit's module. An original parameter with a gradient is used elsewhere, too."""
+    """Whether steps of `parameter` reach its unit's module. An original parameter with a gradient
+    is used elsewhere, too.
+    """
     return label.form == "at_rest" or (label.form == "original" and parameter.grad is not None)
 
 
-def refuse_unreduced(caller: str, parameters: Iterable[Tensor], error: type[ComposableError]) -> None:
-    """Raise if a gradient was accumulated under `no_sync` and not reduced: each rank has another one."""
+def refuse_unreduced(
+    caller: str, parameters: Iterable[Tensor], error: type[ComposableError]
+) -> None:
+    """Raise if a gradient was accumulated under `no_sync` and not reduced: each rank has another
+    one.
+    """
     parameters = list(parameters)
     for parameter, label in zip(parameters, labels_of(parameters), strict=True):
         if label is None or not (label.holds_unreduced or isinstance(parameter, DTensor)):
             continue
         if is_unreduced(parameter.grad) or holds_unreduced(parameter):
             raise error(
-                f"{caller}: the gradient of {label} is this rank's alone, since it was accumulated under no_sync and not "
-                "reduced. Run the last backward outside of no_sync, or call reduce_gradients(model), on all ranks"
+                f"{caller}: the gradient of {label} is this rank's alone, since it was accumulated"
+                " under no_sync and not reduced. Run the last backward outside of no_sync, or call"
+                " reduce_gradients(model), on all ranks"
             )
 
 
 def groups_sharded_over(mesh: DeviceMesh, placements: Sequence[Placement]) -> Groups:
-    """The process groups over which the parts of a DTensor add up to the whole; none on a rank outside of its mesh."""
+    """The process groups over which the parts of a DTensor add up to the whole; none on a rank
+    outside of its mesh.
+    """
     if mesh.get_coordinate() is None:
         return ()
-    sharded = [dim for dim, placement in enumerate(placements) if mesh.size(dim) > 1 and not placement.is_replicate()]
+    sharded = [
+        dim
+        for dim, placement in enumerate(placements)
+        if mesh.size(dim) > 1 and not placement.is_replicate()
+    ]
     return tuple(map(mesh.get_group, sharded))
 
 
 def reduce_over(group: dist.ProcessGroup, numbers: Tensor, label: str, *, largest: bool) -> Tensor:
-    """The sum, or the largest, of all ranks' `numbers` (1-D), one by one, on the device that they are on here.
+    """The sum, or the largest, of all ranks' `numbers` (1-D), one by one, on the device that they
+    are on here.
 
-    Numbers on the host come from parameters under CPU offload, or from a pipeline stage without parameters, while other stages
-    send from the accelerator: so the accelerator is preferred if it has a backend of its own.
+    Numbers on the host come from parameters under CPU offload, or from a pipeline stage without
+    parameters, while other stages send from the accelerator: so the accelerator is preferred if it
+    has a backend of its own.
     """
     device = numbers.device
     if device.type == "cpu" and torch.accelerator.is_available():
@@ -56,4 +73,6 @@ def reduce_over(group: dist.ProcessGroup, numbers: Tensor, label: str, *, larges
         assert accelerator is not None
         if backend_of(group, accelerator) not in ("undefined", backend_of(group, device)):
             device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return reduce_numbers(numbers.to(device), group, largest=largest, label=label).to(numbers.device)
+    return reduce_numbers(numbers.to(device), group, largest=largest, label=label).to(
+        numbers.device
+    )

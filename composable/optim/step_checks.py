@@ -1,12 +1,16 @@
-"""Checks of every optimizer before it steps, in one global hook: what would train nothing, or apart on every rank, is refused.
+"""Checks of every optimizer before it steps, in one global hook: what would train nothing, or apart
+on every rank, is refused.
 
-* An optimizer that holds parameters which were replaced: by the annotation, by an assignment or its adoption, or by `remove`.
-* A gradient that was accumulated under `no_sync` and not reduced: ranks would step by different gradients.
+* An optimizer that holds parameters which were replaced: by the annotation, by an assignment or its
+  adoption, or by `remove`.
+* A gradient that was accumulated under `no_sync` and not reduced: ranks would step by different
+  gradients.
 * A parameter that backward steps (`apply_optimizer_in_backward`).
 
-The hook also lets an optimizer that is known to step element by element step its local shards (`shard_steps`). A second hook,
-after the step, bumps the version counters of what was stepped, which `fused` implementations do not: the engine compares them
-to see that what it has gathered is out of date.
+The hook also lets an optimizer that is known to step element by element step its local shards
+(`shard_steps`). A second hook, after the step, bumps the version counters of what was stepped,
+which `fused` implementations do not: the engine compares them to see that what it has gathered is
+out of date.
 """
 
 from __future__ import annotations
@@ -19,7 +23,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
@@ -31,18 +38,25 @@ from composable.optim.shard_steps import is_stand_in, step_on_shards_unasked
 from composable.optim.shared import is_trained, refuse_unreduced
 
 _OTHER: Final = (
-    "was replaced on its module, by an annotation, by load_state_dict(assign=True), by an assignment, or by the next forward's "
-    "shard of what was assigned, after the optimizer was made. Make the optimizer after that"
+    "was replaced on its module, by an annotation, by load_state_dict(assign=True), by an"
+    " assignment, or by the next forward's shard of what was assigned, after the optimizer was"
+    " made. Make the optimizer after that"
 )
 _REPLACED: Final = {
     "original": _OTHER,
     "replaced": _OTHER,
-    "compute": "is what modules compute with: the optimizer was made inside a forward or backward, or before an annotation "
-    "came around both replicated and sharded modules. Make it after annotating, and between steps",
+    "compute": (
+        "is what modules compute with: the optimizer was made inside a forward or backward, or"
+        " before an annotation came around both replicated and sharded modules. Make it after"
+        " annotating, and between steps"
+    ),
     "removed": "was replaced when the annotation was removed. Make the optimizer anew",
 }
-# While an optimizer steps: the parameters of units that it holds, and those of them that had a gradient before.
-_managed: Final[WeakKeyDictionary[Optimizer, tuple[list[Tensor], list[Tensor]]]] = WeakKeyDictionary()
+# While an optimizer steps: the parameters of units that it holds, and those of them that had a
+# gradient before.
+_managed: Final[WeakKeyDictionary[Optimizer, tuple[list[Tensor], list[Tensor]]]] = (
+    WeakKeyDictionary()
+)
 
 
 @untraced
@@ -54,15 +68,20 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     runs_in_backward = is_part_of_backward(optimizer)
     if not runs_in_backward and (name := stepped_in_backward(parameters)) is not None:
         raise OptimizerError(
-            f"{step}: {name} is stepped in backward already, since apply_optimizer_in_backward. Give this optimizer other "
-            "parameters, or call remove() on what that returned"
+            f"{step}: {name} is stepped in backward already, since apply_optimizer_in_backward."
+            " Give this optimizer other parameters, or call remove() on what that returned"
         )
     labels = labels_of(parameters)
-    labelled = [(parameter, label) for parameter, label in zip(parameters, labels, strict=True) if label is not None]
+    labelled = [
+        (parameter, label)
+        for parameter, label in zip(parameters, labels, strict=True)
+        if label is not None
+    ]
     for parameter, label in labelled:
         if label.form != "at_rest" and not is_trained(parameter, label):
             raise OptimizerError(
-                f"{step}: {label} {_REPLACED[label.form]}, from model.parameters(), or call rebind_optimizer(). The step would train nothing"
+                f"{step}: {label} {_REPLACED[label.form]}, from model.parameters(), or call"
+                " rebind_optimizer(). The step would train nothing"
             )
     managed = [parameter for parameter, label in labelled if label.form == "at_rest"]
     if not managed:
@@ -71,14 +90,16 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         unit = None if owner is None else owner()
         if unit is not None and unit.root is not None and unit.root.split_by:
             raise OptimizerError(
-                f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes gradients of weights by "
-                "torch.autograd.grad and assigns .grad itself: nothing reduces them over the ranks. Use a schedule that calls "
-                "backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
+                f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes"
+                " gradients of weights by torch.autograd.grad and assigns .grad itself: nothing"
+                " reduces them over the ranks. Use a schedule that calls backward(), such as"
+                " Schedule1F1B or ScheduleInterleaved1F1B"
             )
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:
         refuse_unreduced(step, plain, OptimizerError)
-    if len(plain) < len(managed) and not step_on_shards_unasked(optimizer):  # which looks at gradients by itself
+    # which looks at gradients by itself
+    if len(plain) < len(managed) and not step_on_shards_unasked(optimizer):
         refuse_unreduced(step, managed, OptimizerError)
     _managed[optimizer] = managed, _with_gradients(managed)
 
@@ -86,8 +107,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     managed, before = _managed.pop(optimizer, ([], []))
-    # Those without a gradient were not stepped: a graph that needs their values stays valid. Some optimizers drop gradients as
-    # they go, and a closure may have brought them.
+    # Those without a gradient were not stepped: a graph that needs their values stays valid. Some
+    # optimizers drop gradients as they go, and a closure may have brought them.
     stepped = before or _with_gradients(managed)
     if stepped:
         increment_version(stepped)

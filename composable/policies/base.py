@@ -28,7 +28,8 @@ class Policy(ABC):
             root: the module that the verb was called with; it is a candidate itself.
 
         Returns:
-            For each picked module, the keyword arguments in which its annotation differs from the verb's call.
+            For each picked module, the keyword arguments in which its annotation differs from the
+            verb's call.
 
         Raises:
             PolicyError: nothing is picked, or the policy does not fit the tree.
@@ -39,7 +40,9 @@ def not_empty(picked: Selection, root: nn.Module) -> Selection:
     """Return `picked`, or raise an error that lists the classes present."""
     if picked:
         return picked
-    present = [f"{cls.__name__} x{count}" for cls, count in Counter(map(type, root.modules())).items()]
+    present = [
+        f"{cls.__name__} x{count}" for cls, count in Counter(map(type, root.modules())).items()
+    ]
     raise PolicyError(f"policy matched 0 modules; classes present: {few(present, limit=12)}")
 
 
@@ -52,7 +55,11 @@ def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
     found = list(value)
     for item in found:
         if not isinstance(item, type) or not issubclass(item, nn.Module):
-            hint = f"; for names of modules, use NamePolicy({{{item!r}: {{}}}})" if isinstance(item, str) else ""
+            hint = (
+                f"; for names of modules, use NamePolicy({{{item!r}: {{}}}})"
+                if isinstance(item, str)
+                else ""
+            )
             raise PolicyError(f"{takes}, and got {kind_of(item)}{hint}")
     # A set has no order of its own; sorted, messages are the same on every rank.
     return tuple(sorted(dict.fromkeys(found), key=lambda cls: (cls.__module__, cls.__qualname__)))

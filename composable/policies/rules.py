@@ -35,7 +35,9 @@ class ModuleWrapPolicy(Policy):
 
     @override
     def select(self, root: nn.Module) -> Selection:
-        picked: Selection = {module: {} for module in root.modules() if isinstance(module, self.classes)}
+        picked: Selection = {
+            module: {} for module in root.modules() if isinstance(module, self.classes)
+        }
         return not_empty(picked, root)
 
     def __repr__(self) -> str:
@@ -46,11 +48,13 @@ class CustomPolicy(Policy):
     """Every module for which a function says so.
 
     Args:
-        decide: takes a module; returns True to pick it, a dict to pick it with these keyword overrides, False to leave it.
-            It is called once for every module, in the order of `.modules()`.
+        decide: takes a module; returns True to pick it, a dict to pick it with these keyword
+            overrides, False to leave it. It is called once for every module, in the order of
+            `.modules()`.
 
     Raises:
-        PolicyError: `decide` cannot be called with one argument; in `select`, when it returns anything else.
+        PolicyError: `decide` cannot be called with one argument; in `select`, when it returns
+            anything else.
 
     Example::
 
@@ -66,15 +70,18 @@ class CustomPolicy(Policy):
 
     def __init__(self, decide: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         if not callable(decide):
-            raise PolicyError(f"CustomPolicy takes a function of a module, and got {type(decide).__name__}")
+            raise PolicyError(
+                f"CustomPolicy takes a function of a module, and got {type(decide).__name__}"
+            )
         try:
             inspect.signature(decide).bind(None)
         except ValueError:
             pass  # a builtin that does not tell
         except TypeError:
             raise PolicyError(
-                f"a policy's function takes one argument, the module; this one takes {inspect.signature(decide)}. For an "
-                "auto-wrap policy of FSDP1, use ModuleWrapPolicy or SizePolicy"
+                "a policy's function takes one argument, the module; this one takes"
+                f" {inspect.signature(decide)}. For an auto-wrap policy of FSDP1, use"
+                " ModuleWrapPolicy or SizePolicy"
             ) from None
         self.decide = decide
 
@@ -87,8 +94,9 @@ class CustomPolicy(Policy):
                 picked[module] = dict(answer)
             elif not isinstance(answer, bool):
                 raise PolicyError(
-                    f"the policy's function returned {kind_of(answer)} for {describe_module(module, fqn)}; "
-                    "it must return True, False or a dict of keyword overrides"
+                    f"the policy's function returned {kind_of(answer)} for"
+                    f" {describe_module(module, fqn)}; it must return True, False or a dict of"
+                    " keyword overrides"
                 )
             elif answer:
                 picked[module] = {}
@@ -101,24 +109,28 @@ class CustomPolicy(Policy):
 class SizePolicy(Policy):
     """Modules that are large enough, from the bottom up.
 
-    A module is picked when the parameters at or below it that no module below it was picked for have at least
-    `min_num_params` elements. A parameter that is registered in several places counts once, at the first. Containers
-    without a forward (`ModuleList`, `ModuleDict`) are never picked; what they hold counts for the module above.
+    A module is picked when the parameters at or below it that no module below it was picked for
+    have at least `min_num_params` elements. A parameter that is registered in several places counts
+    once, at the first. Containers without a forward (`ModuleList`, `ModuleDict`) are never picked;
+    what they hold counts for the module above.
 
     Args:
         min_num_params: elements, not bytes.
-        force_leaf: classes that are picked as a whole or not at all; what is below them is not looked at.
-            `MultiheadAttention` is one, since it reads the parameters of its `out_proj` without calling it.
+        force_leaf: classes that are picked as a whole or not at all; what is below them is not
+            looked at. `MultiheadAttention` is one, since it reads the parameters of its `out_proj`
+            without calling it.
         exclude: classes that are never picked themselves; what is below them is.
 
     Raises:
-        PolicyError: an argument that is not as described; in `select`, when no module is large enough.
+        PolicyError: an argument that is not as described; in `select`, when no module is large
+            enough.
 
     Example::
 
         fully_shard(model, policy=SizePolicy(10_000_000))
 
-    The rule is that of FairScale's `auto_wrap` and of `torch.distributed.fsdp.wrap.size_based_auto_wrap_policy`.
+    The rule is that of FairScale's `auto_wrap` and of
+    `torch.distributed.fsdp.wrap.size_based_auto_wrap_policy`.
     """
 
     FORCE_LEAF: Final = (nn.MultiheadAttention,)
@@ -132,7 +144,9 @@ class SizePolicy(Policy):
     ) -> None:
         given: Any = min_num_params
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise PolicyError(f"SizePolicy takes a number of elements of at least 1, and got {kind_of(given)}")
+            raise PolicyError(
+                f"SizePolicy takes a number of elements of at least 1, and got {kind_of(given)}"
+            )
         self.min_num_params = min_num_params
         self.force_leaf = as_classes(force_leaf, "force_leaf= takes classes of modules")
         self.exclude = as_classes(exclude, "exclude= takes classes of modules")
@@ -156,7 +170,11 @@ class SizePolicy(Policy):
             if not is_leaf:
                 elements += sum(left_over(child) for child in module.children())
             forward: Any = getattr(module.forward, "__func__", None)
-            if elements < self.min_num_params or isinstance(module, self.exclude) or forward is nn.Module.forward:
+            if (
+                elements < self.min_num_params
+                or isinstance(module, self.exclude)
+                or forward is nn.Module.forward
+            ):
                 return elements
             large.add(id(module))
             return 0
@@ -165,8 +183,8 @@ class SizePolicy(Policy):
         picked: Selection = {module: {} for module in root.modules() if id(module) in large}
         if not picked:
             raise PolicyError(
-                f"policy matched 0 modules; SizePolicy({self.min_num_params}) found none that large, and "
-                f"{describe_module(root)} has {total} elements in all"
+                f"policy matched 0 modules; SizePolicy({self.min_num_params}) found none that"
+                f" large, and {describe_module(root)} has {total} elements in all"
             )
         return picked
 
@@ -177,28 +195,35 @@ class SizePolicy(Policy):
 class NamePolicy(Policy):
     """Modules whose FQN matches a glob.
 
-    A `*`, `?` or `[...]` matches within one part of the name, as in paths: `blocks.*` is every block, and not what is
-    inside. `**` stands for any number of parts: `**.mlp` is every `mlp` at any depth. The root's FQN is empty.
-    A module that is registered in several places has several FQNs, and any of them may match.
+    A `*`, `?` or `[...]` matches within one part of the name, as in paths: `blocks.*` is every
+    block, and not what is inside. `**` stands for any number of parts: `**.mlp` is every `mlp` at
+    any depth. The root's FQN is empty. A module that is registered in several places has several
+    FQNs, and any of them may match.
 
     Args:
-        patterns: from globs to the keyword overrides for what they match; True, None and `{}` mean none. Where several
-            globs match a module their overrides are merged, and of two for one keyword the later glob's counts.
+        patterns: from globs to the keyword overrides for what they match; True, None and `{}` mean
+            none. Where several globs match a module their overrides are merged, and of two for one
+            keyword the later glob's counts.
 
     Raises:
         PolicyError: an argument that is not as described; in `select`, when a glob matches nothing.
 
     Example::
 
-        fully_shard(model, policy=NamePolicy({"blocks.*": True, "blocks.11": {"reshard_after_forward": False}}))
+        fully_shard(model, policy=NamePolicy({"blocks.*": True, "blocks.11":
+        {"reshard_after_forward": False}}))
     """
 
-    def __init__(self, patterns: Mapping[str, Mapping[str, Any] | bool | None] | Iterable[str]) -> None:
+    def __init__(
+        self, patterns: Mapping[str, Mapping[str, Any] | bool | None] | Iterable[str]
+    ) -> None:
         if isinstance(patterns, str):
             patterns = (patterns,)
         if not isinstance(patterns, Iterable):
             raise PolicyError(f"NamePolicy takes a dict of globs, and got {kind_of(patterns)}")
-        given: Mapping[Any, Any] = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
+        given: Mapping[Any, Any] = (
+            patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
+        )
         self.patterns: dict[str, dict[str, Any]] = {}
         for pattern, overrides in given.items():
             if not isinstance(pattern, str):
@@ -209,7 +234,10 @@ class NamePolicy(Policy):
             if overrides is None or overrides is True:
                 overrides = {}
             if not isinstance(overrides, Mapping):
-                raise PolicyError(f"NamePolicy got {kind_of(overrides)} for '{pattern}'; it takes a dict of overrides, or True")
+                raise PolicyError(
+                    f"NamePolicy got {kind_of(overrides)} for '{pattern}'; it takes a dict of"
+                    " overrides, or True"
+                )
             self.patterns[pattern] = dict(overrides)
 
     @override
@@ -221,7 +249,11 @@ class NamePolicy(Policy):
             matches[pattern] = {id(module) for fqn, module in named if _match(parts, _parts(fqn))}
             if not matches[pattern]:
                 near = closest(pattern, [fqn for fqn, _ in named if fqn], limit=3)
-                hint = f"close to it: {', '.join(near)}" if near else f"there is: {few([n for n, _ in named if n])}"
+                hint = (
+                    f"close to it: {', '.join(near)}"
+                    if near
+                    else f"there is: {few([n for n, _ in named if n])}"
+                )
                 raise PolicyError(f"pattern '{pattern}' matched no module; {hint}")
         picked: Selection = {}
         for module in root.modules():

@@ -22,8 +22,10 @@ PolicyLike = (
 
 
 def as_policy(value: PolicyLike) -> Policy:
-    """A policy, from a policy or from one of its shorthands: classes (also in torch's own `ModuleWrapPolicy`) for
-    `ModuleWrapPolicy`, a dict of globs for `NamePolicy`, a function for `CustomPolicy`."""
+    """A policy, from a policy or from one of its shorthands: classes (also in torch's own
+    `ModuleWrapPolicy`) for `ModuleWrapPolicy`, a dict of globs for `NamePolicy`, a function for
+    `CustomPolicy`.
+    """
     if isinstance(value, Policy):
         return value
     if isinstance(value, Mapping):
@@ -31,27 +33,40 @@ def as_policy(value: PolicyLike) -> Policy:
     if isinstance(value, (type, set, frozenset, tuple, list)):
         return ModuleWrapPolicy(value)
     given: Any = value
-    if isinstance(given, torch_wrap.ModuleWrapPolicy):  # called with recurse=False, it says whether it picks a module
+    # called with recurse=False, it says whether it picks a module
+    if isinstance(given, torch_wrap.ModuleWrapPolicy):
         return CustomPolicy(lambda module: bool(given(module, recurse=False)))
     if callable(value) and not isinstance(value, nn.Module):
         return CustomPolicy(value)
     raise PolicyError(
-        f"policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and got {kind_of(value)}"
+        "policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and"
+        f" got {kind_of(value)}"
     )
 
 
 def select_modules(policy: PolicyLike, root: nn.Module) -> Selection:
-    """What `policy` picks among `root` and what is below it, checked, in the order of `.modules()`: this is what verbs call."""
+    """What `policy` picks among `root` and what is below it, checked, in the order of `.modules()`:
+    this is what verbs call.
+    """
     rule = as_policy(policy)
     answer: Any = rule.select(root)
     source = f"{type(rule).__name__}.select"
     if not isinstance(answer, Mapping):
-        raise PolicyError(f"{source} returned {kind_of(answer)}; it must return a dict of modules and overrides")
+        raise PolicyError(
+            f"{source} returned {kind_of(answer)}; it must return a dict of modules and overrides"
+        )
     names = {id(module): fqn for fqn, module in root.named_modules()}
     for module, overrides in answer.items():
         if id(module) not in names:
-            raise PolicyError(f"{source} returned {kind_of(module)}, which is no module of the {type(root).__name__}")
+            raise PolicyError(
+                f"{source} returned {kind_of(module)}, which is no module of the"
+                f" {type(root).__name__}"
+            )
         if not isinstance(overrides, Mapping):
             what = describe_module(module, names[id(module)])
-            raise PolicyError(f"{source} returned {kind_of(overrides)} for {what}, not a dict of overrides")
-    return not_empty({module: dict(answer[module]) for module in root.modules() if module in answer}, root)
+            raise PolicyError(
+                f"{source} returned {kind_of(overrides)} for {what}, not a dict of overrides"
+            )
+    return not_empty(
+        {module: dict(answer[module]) for module in root.modules() if module in answer}, root
+    )

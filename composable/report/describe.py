@@ -1,4 +1,6 @@
-"""`describe`: the units of an annotated model as a table. It reads units and the registry, and changes nothing."""
+"""`describe`: the units of an annotated model as a table. It reads units and the registry, and
+changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,17 @@ class UnitRow:
         module: the class of its module, or of each of several.
         annotation: the verbs on its module.
         bytes, bytes_per_rank: of the whole unit, and of what this rank holds at rest.
-        dtypes, computes_in, reduces_in: of parameters at rest, of parameters while modules compute, and of gradient messages.
-        placements: of the parameters, as `DTensor` prints them; "replicated", or "local" for plain tensors of one process.
-        after_forward: "keep last" (`reshard_after_forward=None`), "reshard", "keep" or "reshard to <number of ranks>".
+        dtypes, computes_in, reduces_in: of parameters at rest, of parameters while modules compute,
+            and of gradient messages.
+        placements: of the parameters, as `DTensor` prints them; "replicated", or "local" for plain
+            tensors of one process.
+        after_forward: "keep last" (`reshard_after_forward=None`), "reshard", "keep" or "reshard to
+            <number of ranks>".
         state: a name of `ShardedState`; "-" if nothing is gathered.
         grad_reduce: "mean", "sum" or "sum / <number>".
         comm_hook: the name of a communication hook.
-        offload: "host" if parameters rest there by an offload policy; "no effect" if they are computed with there, too.
+        offload: "host" if parameters rest there by an offload policy; "no effect" if they are
+            computed with there, too.
     """
 
     unit: str
@@ -83,7 +89,9 @@ class Description:
     not_offloaded: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values. They are the same on every rank, except for `bytes_per_rank` of uneven shards and `state`."""
+        """Return plain values. They are the same on every rank, except for `bytes_per_rank` of
+        uneven shards and `state`.
+        """
         return {
             "units": [asdict(row) for row in self.rows],
             "elsewhere": {verb: list(names) for verb, names in self.elsewhere.items()},
@@ -97,7 +105,11 @@ class Description:
 
     def __str__(self) -> str:
         total = self._total()
-        lines = [_HEADER, *map(_cells, self.rows), ("total", "", "", *_numbers(*total.values()), "", "", "", "")]
+        lines = [
+            _HEADER,
+            *map(_cells, self.rows),
+            ("total", "", "", *_numbers(*total.values()), "", "", "", ""),
+        ]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
             "  ".join(
@@ -110,9 +122,15 @@ class Description:
         return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *self._notes()])
 
     def _notes(self) -> list[str]:
-        notes = [f"{verb}, on modules that are no unit: {few(names)}" for verb, names in self.elsewhere.items()]
+        notes = [
+            f"{verb}, on modules that are no unit: {few(names)}"
+            for verb, names in self.elsewhere.items()
+        ]
         if self.not_offloaded:
-            notes.append(f"{OFFLOAD}: nothing is copied where modules are on the CPU: {few(self.not_offloaded)}")
+            notes.append(
+                f"{OFFLOAD}: nothing is copied where modules are on the CPU:"
+                f" {few(self.not_offloaded)}"
+            )
         for offload, meaning in _OFFLOADED.items():
             if found := [unit_name(row.unit) for row in self.rows if row.offload == offload]:
                 notes.append(f"offload_policy: {meaning}: {few(found)}")
@@ -135,14 +153,17 @@ def readable_bytes(count: int) -> str:
 
 
 def describe(module: nn.Module) -> Description:
-    """Describe the units of an annotated model, in order: what each holds, and how it is distributed.
+    """Describe the units of an annotated model, in order: what each holds, and how it is
+    distributed.
 
-    Parameters that are neither sharded nor replicated come last, as a unit named "(not annotated)", or "(rest)" if other verbs
-    were applied somewhere; those of `ignored_params` as "(ignored)". Verbs on modules that are no units are named below the
-    table, and so are modules on which `offload_activations` has no effect.
+    Parameters that are neither sharded nor replicated come last, as a unit named "(not annotated)",
+    or "(rest)" if other verbs were applied somewhere; those of `ignored_params` as "(ignored)".
+    Verbs on modules that are no units are named below the table, and so are modules on which
+    `offload_activations` has no effect.
 
     Args:
-        module: an annotated model, or any other one. It may be a part of a model, or what `torch.compile` returned.
+        module: an annotated model, or any other one. It may be a part of a model, or what
+            `torch.compile` returned.
 
     Example:
         >>> print(describe(fully_shard(model, policy={Block})))
@@ -162,7 +183,9 @@ def describe(module: nn.Module) -> Description:
                 rows[id(unit)] = _unit_row(name, verb, unit, verbs)
         for verb in () if managing else verbs:
             elsewhere.setdefault(verb, []).append(unit_name(name))
-    not_offloaded = tuple(unit_name(name) for name, below in module.named_modules() if _offloads_nothing(below))
+    not_offloaded = tuple(
+        unit_name(name) for name, below in module.named_modules() if _offloads_nothing(below)
+    )
     named = {verb: tuple(names) for verb, names in elsewhere.items()}
     rest = (*_ignored(module, units.values()), *_unmanaged(module, named=bool(elsewhere)))
     return Description((*rows.values(), *rest), named, not_offloaded)
@@ -176,7 +199,12 @@ def _in_order(annotations: Mapping[str, Annotation]) -> list[str]:
 def _offloads_nothing(module: nn.Module) -> bool:
     if OFFLOAD not in registry(module):
         return False
-    devices = {tensor.device for held in (module.parameters(), module.buffers()) for tensor in held if not tensor.is_meta}
+    devices = {
+        tensor.device
+        for held in (module.parameters(), module.buffers())
+        for tensor in held
+        if not tensor.is_meta
+    }
     # A module without parameters and buffers may run on any device.
     return not (any(map(has_streams, devices)) if devices else any_has_streams())
 
@@ -188,21 +216,26 @@ def _unit_row(name: str, verb: str, unit: Unit, verbs: Sequence[str]) -> UnitRow
     if spec.offload is not None:
         offload = "host" if any(group.home is not None for group in unit.groups) else "no effect"
     return replace(
-        _plain_row(name, " + ".join(type(module).__name__ for module in unit.modules), verbs, parameters),
+        _plain_row(
+            name, " + ".join(type(module).__name__ for module in unit.modules), verbs, parameters
+        ),
         ranks=unit.mesh_info.all.size,
         computes_in=_names_of(group.precision.compute for group in unit.groups),
         reduces_in=_names_of(group.precision.reduce for group in unit.groups),
         placements=_unique(map(_placements_of, parameters)) if is_sharded else ("replicated",),
         after_forward=_after_forward(spec.reshard_after_forward) if is_sharded else "-",
         # A unit whose parameters differ in dtype has several groups.
-        state=", ".join(_unique(group.state.name for group in unit.groups if group.takes_message)) or "-",
+        state=", ".join(_unique(group.state.name for group in unit.groups if group.takes_message))
+        or "-",
         grad_reduce=grad_reduce_in_words(spec.divisor),
         comm_hook=names_of_hooks(unit),
         offload=offload,
     )
 
 
-def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: Sequence[nn.Parameter]) -> UnitRow:
+def _plain_row(
+    name: str, module: str, verbs: Sequence[str], parameters: Sequence[nn.Parameter]
+) -> UnitRow:
     """Make the row of parameters that are this process's own."""
     local = [local_of(each) if isinstance(each, DTensor) else each for each in parameters]
     dtypes = _names_of(each.dtype for each in parameters)
@@ -240,7 +273,9 @@ def _placements_of(parameter: nn.Parameter) -> str:
 def _ignored(module: nn.Module, units: Iterable[Unit]) -> list[UnitRow]:
     """Make a row for `ignored_params`, which the caller trains, each rank its own."""
     registered = (place.registered for unit in units for place in unit.spec.left_alone)
-    left = {id(found): found for found in registered if found is not None and unit_of(found) is None}
+    left = {
+        id(found): found for found in registered if found is not None and unit_of(found) is None
+    }
     return [_plain_row("(ignored)", type(module).__name__, [], list(left.values()))] if left else []
 
 

@@ -24,9 +24,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class EMA:
-    """Keep `average = decay * average + (1 - decay) * parameter` of every parameter, and the newest value of every buffer.
+    """Keep `average = decay * average + (1 - decay) * parameter` of every parameter, and the newest
+    value of every buffer.
 
-    No communication: averages are shards, placed as the parameters are. Works for annotated and plain models alike.
+    No communication: averages are shards, placed as the parameters are. Works for annotated and
+    plain models alike.
 
     Args:
         model: the annotated model. Make the average after the annotation.
@@ -40,7 +42,8 @@ class EMA:
         >>> with ema.swap():
         ...     evaluate(model)
 
-    Source: Polyak averaging; `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` gives the same numbers.
+    Source: Polyak averaging; `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`
+    gives the same numbers.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -49,7 +52,9 @@ class EMA:
         self._model = unwrapped(model)
         self._decay = decay
         with torch.no_grad():
-            self._averages = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
+            self._averages = {
+                name: tensor.detach().clone() for name, tensor in self._tensors().items()
+            }
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters at rest, and buffers that are in the state dict; tied ones once."""
@@ -63,17 +68,32 @@ class EMA:
         return {**dict(self._model.named_parameters()), **dict(buffers.values())}
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Local tensors: averages that follow slowly, their values in the model, and pairs that are copied."""
+        """Local tensors: averages that follow slowly, their values in the model, and pairs that are
+        copied.
+        """
         tensors = self._tensors()
-        changed = [name for name in {**tensors, **self._averages} if not _alike(tensors.get(name), self._averages.get(name))]
+        changed = [
+            name
+            for name in {**tensors, **self._averages}
+            if not _alike(tensors.get(name), self._averages.get(name))
+        ]
         if changed:
             raise ForeignParameterError(
-                f"EMA: {few(list(map(repr, changed)))} was added, removed or sharded otherwise since the average was made. "
-                "Make a new EMA(model, decay) and load_state_dict() the old one's state_dict()"
+                f"EMA: {few(list(map(repr, changed)))} was added, removed or sharded otherwise"
+                " since the average was made. Make a new EMA(model, decay) and load_state_dict()"
+                " the old one's state_dict()"
             )
         parameters = dict(self._model.named_parameters())
-        slow = [name for name, t in tensors.items() if name in parameters and (t.is_floating_point() or t.is_complex())]
-        copied = [(_local(self._averages[name]), _local(tensors[name])) for name in tensors if name not in slow]
+        slow = [
+            name
+            for name, t in tensors.items()
+            if name in parameters and (t.is_floating_point() or t.is_complex())
+        ]
+        copied = [
+            (_local(self._averages[name]), _local(tensors[name]))
+            for name in tensors
+            if name not in slow
+        ]
         return [_local(self._averages[n]) for n in slow], [_local(tensors[n]) for n in slow], copied
 
     @torch.no_grad()
@@ -87,7 +107,9 @@ class EMA:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Let the model have the averages inside the scope, and its own values again after it, also after an exception."""
+        """Let the model have the averages inside the scope, and its own values again after it, also
+        after an exception.
+        """
         self._exchange()
         try:
             yield
@@ -103,12 +125,15 @@ class EMA:
             average.copy_(kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages by FQN, sharded like the parameters, for `torch.distributed.checkpoint`; and the decay."""
+        """Return the averages by FQN, sharded like the parameters, for
+        `torch.distributed.checkpoint`; and the decay.
+        """
         return {"decay": self._decay, "averages": dict(self._averages)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take averages over: whole plain ones, or sharded in any way over ranks of which this is one. All ranks call this together.
+        """Take averages over: whole plain ones, or sharded in any way over ranks of which this is
+        one. All ranks call this together.
 
         Args:
             state_dict: what `state_dict` returned.
@@ -118,15 +143,24 @@ class EMA:
             ForeignParameterError: an average has another shape, or is no shard of this rank.
         """
         loaded = state_dict["averages"]
-        differ = [name for name in {**loaded, **self._averages} if name not in loaded or name not in self._averages]
+        differ = [
+            name
+            for name in {**loaded, **self._averages}
+            if name not in loaded or name not in self._averages
+        ]
         if differ:
-            raise KeyError(f"EMA: {few(list(map(repr, differ)))} is in only one of the state dict and the average")
+            raise KeyError(
+                f"EMA: {few(list(map(repr, differ)))} is in only one of the state dict and the"
+                " average"
+            )
         for name, average in self._averages.items():
             _refuse_foreign(name, loaded[name], average)
         self._decay = state_dict["decay"]
         for name, average in self._averages.items():
             value = loaded[name]
-            if isinstance(value, DTensor) and not (isinstance(average, DTensor) and average.device_mesh == value.device_mesh):
+            if isinstance(value, DTensor) and not (
+                isinstance(average, DTensor) and average.device_mesh == value.device_mesh
+            ):
                 value = whole_of(value)
             write_whole(value, average)
 
@@ -134,20 +168,24 @@ class EMA:
 def _refuse_foreign(name: str, value: Tensor, average: Tensor) -> None:
     if value.shape != average.shape:
         raise ForeignParameterError(
-            f"EMA: '{name}' has the shape {tuple(value.shape)} in the state dict, and {tuple(average.shape)} in the model"
+            f"EMA: '{name}' has the shape {tuple(value.shape)} in the state dict, and"
+            f" {tuple(average.shape)} in the model"
         )
     if isinstance(value, DTensor):
         mesh = value.device_mesh
         here = (mesh.mesh == dist.get_rank()).nonzero().flatten().tolist()
         if not here or here != list(mesh.get_coordinate() or ()):
             raise ForeignParameterError(
-                f"EMA: '{name}', over {describe_mesh(mesh)}, is the shard of another rank, as torch.save wrote it there, or is over "
-                "other ranks. Save averages by torch.distributed.checkpoint, from all ranks"
+                f"EMA: '{name}', over {describe_mesh(mesh)}, is the shard of another rank, as"
+                " torch.save wrote it there, or is over other ranks. Save averages by"
+                " torch.distributed.checkpoint, from all ranks"
             )
 
 
 def _alike(tensor: Tensor | None, average: Tensor | None) -> bool:
     if tensor is None or average is None or tensor.shape != average.shape:
         return False
-    one, other = (each.placements if isinstance(each, DTensor) else () for each in (tensor, average))
+    one, other = (
+        each.placements if isinstance(each, DTensor) else () for each in (tensor, average)
+    )
     return one == other and _local(tensor).shape == _local(average).shape

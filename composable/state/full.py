@@ -22,12 +22,15 @@ from composable.state.whole import all_or_none, require_at_rest
 SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 
 
-def stream_full(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time: for weight sync and export.
+def stream_full(
+    model: nn.Module, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time: for
+    weight sync and export.
 
-    All ranks iterate together, to the end. A tensor is on the device of its shards, and nothing keeps it once the next one is
-    asked for, so that the memory needed is that of the largest tensor. What every rank has whole is the model's own: do not write
-    to it.
+    All ranks iterate together, to the end. A tensor is on the device of its shards, and nothing
+    keeps it once the next one is asked for, so that the memory needed is that of the largest
+    tensor. What every rank has whole is the model's own: do not write to it.
 
     Args:
         model: an annotated module, or one that contains some.
@@ -51,24 +54,29 @@ def _tensors_in(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _stream(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _stream(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
     for fqn, tensor in tensors.items():
         whole = whole_of(tensor) if isinstance(tensor, DTensor) else tensor
         yield fqn, whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
         del whole
 
 
-def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def full_state_dict(
+    model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
     """Gather the whole state dict on the host. All ranks call this together.
 
     Args:
         model: an annotated module, or one that contains some.
-        rank0_only: only the first rank of the model's mesh has it; the others get an empty dict, and hold one tensor at a time meanwhile.
+        rank0_only: only the first rank of the model's mesh has it; the others get an empty dict,
+            and hold one tensor at a time meanwhile.
         dtype: cast floating-point tensors to it.
 
     Returns:
-        Plain CPU tensors by the names that the un-annotated model has, and what else the state dict holds. Loads into a plain
-        model, and into one that is annotated in any way.
+        Plain CPU tensors by the names that the un-annotated model has, and what else the state dict
+        holds. Loads into a plain model, and into one that is annotated in any way.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
@@ -85,30 +93,49 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     everything = model.state_dict()
     keep = not rank0_only or units[0].mesh_info.all.rank == 0
     full: dict[str, Any] = dict.fromkeys(everything) if keep else {}
-    shared: dict[tuple[object, ...], Tensor] = {}  # by the memory of the shard and how it is read: tied tensors stay tied
-    for fqn, whole in _stream({k: v for k, v in everything.items() if isinstance(v, Tensor)}, dtype):
+    # by the memory of the shard and how it is read: tied tensors stay tied
+    shared: dict[tuple[object, ...], Tensor] = {}
+    for fqn, whole in _stream(
+        {k: v for k, v in everything.items() if isinstance(v, Tensor)}, dtype
+    ):
         if keep:
             entry = everything[fqn]
             local = entry.to_local() if isinstance(entry, DTensor) else entry
-            key = local.data_ptr(), local.dtype, local.stride(), local.is_conj(), local.is_neg(), whole.shape
+            key = (
+                local.data_ptr(),
+                local.dtype,
+                local.stride(),
+                local.is_conj(),
+                local.is_neg(),
+                whole.shape,
+            )
             known = shared.get(key) if local.numel() else None
-            full[fqn] = shared[key] = torch.empty_like(whole, device="cpu").copy_(whole) if known is None else known
+            full[fqn] = shared[key] = (
+                torch.empty_like(whole, device="cpu").copy_(whole) if known is None else known
+            )
     if keep:
-        full.update({fqn: value for fqn, value in everything.items() if not isinstance(value, Tensor)})
+        full.update(
+            {fqn: value for fqn, value in everything.items() if not isinstance(value, Tensor)}
+        )
     return full
 
 
-# --- export -----------------------------------------------------------------------------------------------------------
+# --- export -------------------------------------------------------------------------------------
 
 
-def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-    """Write whole weights as Hugging Face safetensors: one file, or several with an index, written by several ranks.
+def export(
+    model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+) -> None:
+    """Write whole weights as Hugging Face safetensors: one file, or several with an index, written
+    by several ranks.
 
-    The folder appears under its name when everything is written; what is cut off in the middle leaves `<folder>.partial`.
-    All ranks call this together. A rank holds the files that it writes, of 1 to 5 GiB, one after another, on the host.
+    The folder appears under its name when everything is written; what is cut off in the middle
+    leaves `<folder>.partial`. All ranks call this together. A rank holds the files that it writes,
+    of 1 to 5 GiB, one after another, on the host.
 
     Args:
-        model: an annotated module, or one that contains some. A `config` with `save_pretrained` is written as well.
+        model: an annotated module, or one that contains some. A `config` with `save_pretrained` is
+            written as well.
         folder: on a file system that all ranks see; new or empty.
         dtype: cast floating-point tensors to it.
 
@@ -117,8 +144,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
         PhaseError: inside of a forward or backward.
         FileExistsError: there is something in `folder`.
         ImportError: the package `safetensors` is not installed.
-        RanksDisagreeError: another rank could not write, or has other tensors (experts on meshes of their own: export them
-            apart).
+        RanksDisagreeError: another rank could not write, or has other tensors (experts on meshes of
+            their own: export them apart).
 
     Example:
         >>> export(model, "out/llama-tuned", dtype=torch.bfloat16)
@@ -127,7 +154,9 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
     try:
         from safetensors.torch import save_file  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ImportError("export needs the package safetensors: pip install 'torch-composable[export]'") from error
+        raise ImportError(
+            "export needs the package safetensors: pip install 'torch-composable[export]'"
+        ) from error
     model = unwrapped(model)
     units = units_in("export", model)
     require_at_rest("export", units)
@@ -146,9 +175,17 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    all_or_none("export", comm, prepare, checksum(str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])))
+    all_or_none(
+        "export",
+        comm,
+        prepare,
+        checksum(str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])),
+    )
     sizes = {
-        name: tensor.numel() * (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype).itemsize
+        name: (
+            tensor.numel()
+            * (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype).itemsize
+        )
         for name, tensor in tensors.items()
     }
     files = plan_files(sizes, ranks)
@@ -156,8 +193,14 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
         now = files[start : start + ranks]
         owner = {name: index for index, names in enumerate(now) for name in names}
         mine = {
-            name: torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format).copy_(whole)
-            for name, whole in _stream({name: tensors[name] for name in tensors if name in owner}, dtype)
+            name: (
+                torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format).copy_(
+                    whole
+                )
+            )
+            for name, whole in _stream(
+                {name: tensors[name] for name in tensors if name in owner}, dtype
+            )
             if owner[name] == rank
         }
 
@@ -170,9 +213,18 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
     def finish() -> None:
         if rank == 0:
             if len(files) > 1:
-                where = {name: _file_name(index, len(files)) for index, names in enumerate(files) for name in names}
-                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {name: where[name] for name in tensors}}
-                (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+                where = {
+                    name: _file_name(index, len(files))
+                    for index, names in enumerate(files)
+                    for name in names
+                }
+                index = {
+                    "metadata": {"total_size": sum(sizes.values())},
+                    "weight_map": {name: where[name] for name in tensors},
+                }
+                (partial / "model.safetensors.index.json").write_text(
+                    json.dumps(index, indent=2) + "\n"
+                )
             save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
             if save_config is not None:
                 save_config(partial)
@@ -186,19 +238,31 @@ def _file_name(index: int, count: int) -> str:
 
 
 def _again(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
-    """List the saved names of tied parameters and buffers after their first: a file holds no tensor twice."""
+    """List the saved names of tied parameters and buffers after their first: a file holds no tensor
+    twice.
+    """
     first: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return [name for name, tensor in named if name in saved and first.setdefault(id(tensor), name) != name]
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return [
+        name
+        for name, tensor in named
+        if name in saved and first.setdefault(id(tensor), name) != name
+    ]
 
 
 def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """Spread tensors over files of about equal size, at least 1 GiB and at most about 5, so that many ranks write at once."""
+    """Spread tensors over files of about equal size, at least 1 GiB and at most about 5, so that
+    many ranks write at once.
+    """
     total = sum(sizes.values())
     count = max(1, min(ranks, total // SMALLEST_FILE), -(-total // (5 * SMALLEST_FILE)))
     files: list[list[str]] = [[] for _ in range(count)]
     filled = [0] * count
-    for name in sorted(sizes, key=lambda name: -sizes[name]):  # the largest first, each into the emptiest file
+    # the largest first, each into the emptiest file
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
         index = filled.index(min(filled))
         files[index].append(name)
         filled[index] += sizes[name]

@@ -1,9 +1,12 @@
-"""`materialize`: give memory and values to a model that was built on the meta device and annotated there.
+"""`materialize`: give memory and values to a model that was built on the meta device and annotated
+there.
 
-Initialisers are written for whole plain parameters and draw random numbers in one order. So each module's initialiser runs once,
-with whole parameters, on every rank alike, module by module in the order of `Module.apply`; then each rank keeps its shard.
-While initialisers run, modules hold whole parameters that have no memory yet. The first operator that reads or writes one gives
-memory to all of its unit, and gathers what has values. The memory is freed when the next module of another unit is initialised.
+Initialisers are written for whole plain parameters and draw random numbers in one order. So each
+module's initialiser runs once, with whole parameters, on every rank alike, module by module in the
+order of `Module.apply`; then each rank keeps its shard. While initialisers run, modules hold whole
+parameters that have no memory yet. The first operator that reads or writes one gives memory to all
+of its unit, and gathers what has values. The memory is freed when the next module of another unit
+is initialised.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ from composable.engine.unit import Unit, unit_of
 from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
 from composable.memory.elastic import ElasticBuffer, release_idle_memory
 from composable.memory.torch_private import local_of
-from composable.state.whole import Managed, follow_whole, managed_in, require_at_rest, whole_parameter, write_whole
+from composable.state.whole import (
+    Managed,
+    follow_whole,
+    managed_in,
+    require_at_rest,
+    whole_parameter,
+    write_whole,
+)
 
 Init = Callable[[nn.Module], object]
 
@@ -43,16 +53,24 @@ _UNSET: Final[WeakKeyDictionary[nn.Module, dict[str, None]]] = WeakKeyDictionary
 
 
 class _Operators(TorchDispatchMode):
-    """Tells of every tensor that an operator reads or writes, before it runs; also through `.data` and views."""
+    """Tells of every tensor that an operator reads or writes, before it runs; also through `.data`
+    and views.
+    """
 
     def __init__(self, touch: Touch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._touch = touch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+        values = {
+            **dict(zip((each.name for each in func._schema.arguments), args, strict=False)),
+            **(kwargs or {}),
+        }
         for argument in func._schema.arguments:
-            found, writes = values.get(argument.name), argument.alias_info is not None and argument.alias_info.is_write
+            found, writes = (
+                values.get(argument.name),
+                argument.alias_info is not None and argument.alias_info.is_write,
+            )
             for tensor in found if isinstance(found, (list, tuple)) else (found,):
                 if isinstance(tensor, Tensor):
                     self._touch(tensor, writes)
@@ -78,28 +96,34 @@ def _storage(tensor: Tensor) -> int:
 
 
 def materialize(model: nn.Module, init: Init | None = None) -> None:
-    """Give memory to parameters and buffers that are on the meta device, and run initialisers: one process's weights, sharded.
+    """Give memory to parameters and buffers that are on the meta device, and run initialisers: one
+    process's weights, sharded.
 
-    After `torch.manual_seed(seed)` on all ranks the weights are those of one process that runs, after the same seed,
-    `model.to_empty(device=...)` and `model.apply(init)`, bit by bit, whatever the mesh and the policy. Above the shards no more
-    than the parameters of the largest unit are whole at a time. All ranks call this together, after the annotation.
+    After `torch.manual_seed(seed)` on all ranks the weights are those of one process that runs,
+    after the same seed, `model.to_empty(device=...)` and `model.apply(init)`, bit by bit, whatever
+    the mesh and the policy. Above the shards no more than the parameters of the largest unit are
+    whole at a time. All ranks call this together, after the annotation.
 
     Args:
-        model: an annotated module, or one that contains some. Modules without anything on the meta device, at any depth, are
-            not initialised.
-        init: called with each module, children first, as by `model.apply`. None: `_init_weights` of transformers' models, and
-            else the module's own `reset_parameters`. An initialiser that reads or writes the parameters of units below its
-            module, as one for a whole model does, has these whole at once, too.
+        model: an annotated module, or one that contains some. Modules without anything on the meta
+            device, at any depth, are not initialised.
+        init: called with each module, children first, as by `model.apply`. None: `_init_weights` of
+            transformers' models, and else the module's own `reset_parameters`. An initialiser that
+            reads or writes the parameters of units below its module, as one for a whole model does,
+            has these whole at once, too.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
-        PhaseError: inside of a forward or backward; or an initialiser wrote to a parameter or buffer of none of its calls, so
-            that it would hold what was in memory before; they are named.
+        PhaseError: inside of a forward or backward; or an initialiser wrote to a parameter or
+            buffer of none of its calls, so that it would hold what was in memory before; they are
+            named.
         ForeignParameterError: an initialiser tied parameters, or untied some.
-        RanksDisagreeError: the random states of the ranks differ; or initialisers gave the ranks different values, because they
-            draw from NumPy, `random` or a generator with another seed on each rank.
+        RanksDisagreeError: the random states of the ranks differ; or initialisers gave the ranks
+            different values, because they draw from NumPy, `random` or a generator with another
+            seed on each rank.
 
-    After an error call it again, with the seed set again: everything that was on the meta device is initialised anew.
+    After an error call it again, with the seed set again: everything that was on the meta device is
+    initialised anew.
 
     Example:
         >>> with torch.device("meta"):
@@ -117,14 +141,22 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     for place in fresh:
         _UNSET.setdefault(place.module, {})[place.name] = None
     owners = {id(place.module) for place in fresh}
-    modules = [module for module in _children_first(model) if any(id(below) in owners for below in module.modules())]
+    modules = [
+        module
+        for module in _children_first(model)
+        if any(id(below) in owners for below in module.modules())
+    ]
     _give_memory(model, units[0].mesh_info.device)
     refresh(model)
     state = _Materialization(model, fresh)
     around = _transformers_around(model) if init is None else {}
     try:
         for module in modules:
-            initialise = _own_initialiser(module, around.get(id(module))) if init is None else partial(init, module)
+            initialise = (
+                _own_initialiser(module, around.get(id(module)))
+                if init is None
+                else partial(init, module)
+            )
             if initialise is not None:
                 state.run(module, initialise)
     finally:
@@ -133,9 +165,10 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     missing = state.missing()
     if missing:
         raise PhaseError(
-            f"materialize: no initialiser wrote to {few(list(map(repr, missing)))}, so that it holds what was in memory "
-            "before. Pass init= with a function that fills it, also buffers that __init__ computes (rotary embeddings), or build "
-            "that module on a real device"
+            f"materialize: no initialiser wrote to {few(list(map(repr, missing)))}, so that it"
+            " holds what was in memory before. Pass init= with a function that fills it, also"
+            " buffers that __init__ computes (rotary embeddings), or build that module on a real"
+            " device"
         )
     for place in fresh:
         _UNSET.pop(place.module, None)
@@ -143,10 +176,11 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
 @untraced
 def refresh(model: nn.Module) -> None:
-    """Adopt now what was done to annotated modules since the last forward, or refuse it by name; the next forward does it, too.
+    """Adopt now what was done to annotated modules since the last forward, or refuse it by name;
+    the next forward does it, too.
 
-    Moved, cast, replaced, frozen and unfrozen parameters are adopted. All ranks call this together, outside of forward and
-    backward. No communication.
+    Moved, cast, replaced, frozen and unfrozen parameters are adopted. All ranks call this together,
+    outside of forward and backward. No communication.
 
     Args:
         model: an annotated module, or one that contains some.
@@ -176,14 +210,18 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
                 new = made.get(id(parameter))
                 if new is None:
                     unit = unit_of(parameter)
-                    offloaded = unit is not None and unit.is_sharded and unit.spec.offload is not None
+                    offloaded = (
+                        unit is not None and unit.is_sharded and unit.spec.offload is not None
+                    )
                     empty = torch.empty_like(parameter, device="cpu" if offloaded else device)
                     new = made[id(parameter)] = whole_parameter(empty, parameter)
                     move_hooks(parameter, new)
                 setattr(module, name, new)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device=device))
+                module._buffers[name] = made.setdefault(
+                    id(buffer), torch.empty_like(buffer, device=device)
+                )
 
 
 def _without_values(model: nn.Module) -> Iterator[Place]:
@@ -199,7 +237,9 @@ def _tensor_at(place: Place) -> Tensor | None:
 
 
 class _Whole:
-    """The whole parameter that modules hold in place of an at-rest one. Its memory comes and goes."""
+    """The whole parameter that modules hold in place of an at-rest one. Its memory comes and
+    goes.
+    """
 
     def __init__(self, managed: Managed) -> None:
         at_rest = managed.param.at_rest
@@ -224,20 +264,30 @@ class _Materialization:
             if (tensor := _tensor_at(place)) is not None:
                 first.setdefault(id(tensor), (place, tensor, _storage(tensor)))
         self._fresh = [*first.values()]
-        self._unset = {id(tensor): None for _, tensor, _ in self._fresh}  # nothing was written to these yet
+        # nothing was written to these yet
+        self._unset = {id(tensor): None for _, tensor, _ in self._fresh}
         self._written: dict[int, None] = {}  # storages that the initialiser which runs now wrote to
-        self._sums: dict[int, int] = {}  # by at-rest parameter, the checksum of what became its shards
+        # by at-rest parameter, the checksum of what became its shards
+        self._sums: dict[int, int] = {}
         self._managed = list(managed_in("materialize", model))
         self._wholes: dict[Unit, list[_Whole]] = {}
         self._shown: dict[Unit, None] = {}  # units whose whole parameters have memory
         self._unit_of: dict[int, Unit] = {}  # by module: the innermost unit around it
         for managed in self._managed:
-            self._unit_of.update((id(below), managed.unit) for module in managed.unit.modules for below in module.modules())
+            self._unit_of.update(
+                (id(below), managed.unit)
+                for module in managed.unit.modules
+                for below in module.modules()
+            )
             if isinstance(managed.param.at_rest, DTensor):
                 self._wholes.setdefault(managed.unit, []).append(_Whole(managed))
         wholes = [each for members in self._wholes.values() for each in members]
         self._unit_at = {each.key: each.managed.unit for each in wholes}
-        self._at = {(id(place.module), place.name): each for each in wholes for place in each.managed.param.info.places}
+        self._at = {
+            (id(place.module), place.name): each
+            for each in wholes
+            for place in each.managed.param.info.places
+        }
         self._by_id = {id(each.parameter): each for each in wholes}
         for each in wholes:
             each.register()
@@ -267,12 +317,17 @@ class _Materialization:
         if each is owner and (each is None or _storage(found) == each.key):
             return
         places = () if each is None else each.managed.param.info.places
-        if each is None or owner not in (None, each) or any(other.registered is not found for other in places):
+        if (
+            each is None
+            or owner not in (None, each)
+            or any(other.registered is not found for other in places)
+        ):
             first, tied = owner or each, "untied from" if owner is None else "tied to"
             assert first is not None
             raise ForeignParameterError(
-                f"materialize: an initialiser registered another parameter at '{place.name}' of a {type(place.module).__name__}, which "
-                f"is {tied} '{first.managed.fqn}' by that. Tie parameters before the annotation; they stay tied"
+                f"materialize: an initialiser registered another parameter at '{place.name}' of a"
+                f" {type(place.module).__name__}, which is {tied} '{first.managed.fqn}' by that."
+                " Tie parameters before the annotation; they stay tied"
             )
         self._keep(each, found)
         self._hide(each.managed.unit)
@@ -314,16 +369,26 @@ class _Materialization:
     def compare(self, units: Sequence[Unit]) -> None:
         """Raise on all ranks if initialisers gave them different values."""
         own = {id(tensor) for _, tensor, _ in self._fresh if not isinstance(tensor, DTensor)}
-        for comm in dict.fromkeys(unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1):
+        for comm in dict.fromkeys(
+            unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1
+        ):
             members = [each for each in self._managed if each.unit.mesh_info.all is comm]
             at_rest = [each.param.at_rest for each in members]
-            sums = [_checksum(each) if id(each) in own else self._sums.get(id(each), 0) for each in at_rest]
+            sums = [
+                _checksum(each) if id(each) in own else self._sums.get(id(each), 0)
+                for each in at_rest
+            ]
             lowest, highest = comm.min_max(sums, "comparison of initialised parameters")
-            differ = [f"'{each.fqn}'" for each, low, high in zip(members, lowest, highest, strict=True) if low != high]
+            differ = [
+                f"'{each.fqn}'"
+                for each, low, high in zip(members, lowest, highest, strict=True)
+                if low != high
+            ]
             if differ:
                 raise RanksDisagreeError(
-                    f"materialize: initialisers gave {few(differ)} different values on the ranks. They draw from NumPy, Python's "
-                    "random or a generator of their own: seed it alike on all ranks right before, and call materialize again"
+                    f"materialize: initialisers gave {few(differ)} different values on the ranks."
+                    " They draw from NumPy, Python's random or a generator of their own: seed it"
+                    " alike on all ranks right before, and call materialize again"
                 )
 
     def missing(self) -> list[str]:
@@ -355,12 +420,18 @@ def _children_first(model: nn.Module) -> Iterator[nn.Module]:
 
 def _transformers_around(model: nn.Module) -> dict[int, nn.Module]:
     """By module, the innermost model of transformers around it, whose `_init_weights` fills it."""
-    whole = [each for each in model.modules() if hasattr(each, "_init_weights") and hasattr(each, "config")]
+    whole = [
+        each
+        for each in model.modules()
+        if hasattr(each, "_init_weights") and hasattr(each, "config")
+    ]
     return {id(below): each for each in whole for below in each.modules()}
 
 
 def _own_initialiser(module: nn.Module, around: nn.Module | None) -> Callable[[], object] | None:
-    """Find what a module is initialised by: the method of the transformers model around it, or its own."""
+    """Find what a module is initialised by: the method of the transformers model around it, or its
+    own.
+    """
     if around is not None:
         fill: Callable[[nn.Module], object] = around._init_weights  # type: ignore[assignment]
         return partial(fill, module)
@@ -371,7 +442,7 @@ def _own_initialiser(module: nn.Module, around: nn.Module | None) -> Callable[[]
     return None
 
 
-# --- random states ----------------------------------------------------------------------------------------------------
+# --- random states ------------------------------------------------------------------------------
 
 
 def _compare_random_states(units: Sequence[Unit]) -> None:
@@ -380,6 +451,6 @@ def _compare_random_states(units: Sequence[Unit]) -> None:
         lowest, highest = comm.min_max([state], "comparison of random states")
         if lowest != highest:
             raise RanksDisagreeError(
-                "materialize: the random states of the ranks differ, and so would the weights. Call torch.manual_seed(seed) with one "
-                "seed on all ranks right before it"
+                "materialize: the random states of the ranks differ, and so would the weights. Call"
+                " torch.manual_seed(seed) with one seed on all ranks right before it"
             )

@@ -1,4 +1,6 @@
-"""`rebind_optimizer`: an optimizer that was built before an annotation goes on with the parameters of after it."""
+"""`rebind_optimizer`: an optimizer that was built before an annotation goes on with the parameters
+of after it.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,20 @@ from composable.memory.torch_private import local_of
 
 @torch.no_grad()
 def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Let an optimizer that holds parameters of before an annotation hold those of after it, with its state and groups.
+    """Let an optimizer that holds parameters of before an annotation hold those of after it, with
+    its state and groups.
 
-    For optimizers built before `fully_shard` or `replicate`, and after `remove` and an annotation with another plan. State of
-    a parameter's shape is cut like the parameter. All ranks call this together, before the next step.
+    For optimizers built before `fully_shard` or `replicate`, and after `remove` and an annotation
+    with another plan. State of a parameter's shape is cut like the parameter. All ranks call this
+    together, before the next step.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
         model: the annotated model, or the plain one after `remove`.
 
     Raises:
-        OptimizerError: the optimizer holds a parameter that is not in `model`, and was not at a place of its modules; nothing
-            changes.
+        OptimizerError: the optimizer holds a parameter that is not in `model`, and was not at a
+            place of its modules; nothing changes.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -37,7 +41,11 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         >>> rebind_optimizer(optimizer, model)
     """
     model = unwrapped(model)
-    here = {(id(module), name): found for module in model.modules() for name, found in module._parameters.items()}
+    here = {
+        (id(module), name): found
+        for module in model.modules()
+        for name, found in module._parameters.items()
+    }
     current = {id(parameter) for parameter in here.values()}
 
     def successor(parameter: Tensor) -> nn.Parameter | None:
@@ -46,7 +54,10 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             return parameter
         label = label_of(parameter)
         places = () if label is None else label.places
-        found = next((p for module, name in places if (p := here.get((id(module()), name))) is not None), None)
+        found = next(
+            (p for module, name in places if (p := here.get((id(module()), name))) is not None),
+            None,
+        )
         return found if found is not None and found.shape == parameter.shape else None
 
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -54,16 +65,24 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     lost = [_describe(p) for p, found in zip(held, successors, strict=True) if found is None]
     if lost:
         raise OptimizerError(
-            f"rebind_optimizer: {type(optimizer).__name__} holds {few(lost)}, which {type(model).__name__} does not have. "
-            "Pass the model whose parameters it was built from, or build it anew from model.parameters()"
+            f"rebind_optimizer: {type(optimizer).__name__} holds {few(lost)}, which"
+            f" {type(model).__name__} does not have. Pass the model whose parameters it was built"
+            " from, or build it anew from model.parameters()"
         )
-    by_former = {id(former): found for former, found in zip(held, successors, strict=True) if found is not None}
+    by_former = {
+        id(former): found
+        for former, found in zip(held, successors, strict=True)
+        if found is not None
+    }
     for group in optimizer.param_groups:
         group["params"] = [by_former[id(parameter)] for parameter in group["params"]]
     for former in held:
         new = by_former[id(former)]
         if new is not former and former in optimizer.state:
-            optimizer.state[new] = {key: _follow(value, former, new) for key, value in optimizer.state.pop(former).items()}
+            optimizer.state[new] = {
+                key: _follow(value, former, new)
+                for key, value in optimizer.state.pop(former).items()
+            }
 
 
 def _follow(value: Any, former: Tensor, new: Tensor) -> Any:
@@ -79,4 +98,8 @@ def _follow(value: Any, former: Tensor, new: Tensor) -> Any:
 
 def _describe(parameter: Tensor) -> str:
     label = label_of(parameter)
-    return f"'{label.fqn}' of unit '{label.unit}'" if label is not None else f"a parameter of shape {tuple(parameter.shape)}"
+    return (
+        f"'{label.fqn}' of unit '{label.unit}'"
+        if label is not None
+        else f"a parameter of shape {tuple(parameter.shape)}"
+    )

@@ -36,7 +36,9 @@ _SCOPE: Final = "unsharded()"
 
 @dataclass(slots=True)
 class _Shown:
-    """A parameter whose whole copy is registered in its place. `version`: of its shard when it was gathered."""
+    """A parameter whose whole copy is registered in its place. `version`: of its shard when it was
+    gathered.
+    """
 
     managed: Managed
     whole: nn.Parameter
@@ -55,31 +57,35 @@ def unsharded(
 ) -> Iterator[None]:
     """Let modules hold whole plain parameters inside the scope, in their full precision.
 
-    Edits are written back to the shards when the scope ends without an exception; so are freezing, and attributes of
-    parameters. Each rank keeps its part of *its* edits, so all ranks make the same ones; with `rank0_only`, those of rank 0
-    count, and are sent one parameter at a time (attributes are not sent).
-    All ranks enter and leave the scope together, outside of forward and backward. Scopes nest; the outer one decides.
+    Edits are written back to the shards when the scope ends without an exception; so are freezing,
+    and attributes of parameters. Each rank keeps its part of *its* edits, so all ranks make the
+    same ones; with `rank0_only`, those of rank 0 count, and are sent one parameter at a time
+    (attributes are not sent). All ranks enter and leave the scope together, outside of forward and
+    backward. Scopes nest; the outer one decides.
 
     Args:
         module: an annotated module, or one that contains some.
         recurse: also parameters of units below; without it, only those of `module`'s own unit.
         writeback: keep edits. Without it, every edit in the scope is dropped.
-        rank0_only: whole parameters on the first rank of each unit's mesh only; modules of other ranks hold shards.
+        rank0_only: whole parameters on the first rank of each unit's mesh only; modules of other
+            ranks hold shards.
         offload_to_cpu: whole parameters on the host.
         with_grads: whole gradients as well; they are read, written and removed like parameters.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
-        PhaseError: inside of a forward or backward, or gradients are not reduced; or a forward of a unit was called, or an
-            optimizer stepped, inside the scope.
-        ForeignParameterError: an edit changed a parameter's shape or dtype, tied two parameters, or registered a hook on one.
+        PhaseError: inside of a forward or backward, or gradients are not reduced; or a forward of a
+            unit was called, or an optimizer stepped, inside the scope.
+        ForeignParameterError: an edit changed a parameter's shape or dtype, tied two parameters, or
+            registered a hook on one.
 
     Example:
         >>> with unsharded(model, rank0_only=True):
         ...     if rank == 0:
         ...         model.head.weight[:, :10].zero_()
 
-    Source: FSDP1's `summon_full_params`; writing back from one rank is https://github.com/pytorch/pytorch/issues/92297.
+    Source: FSDP1's `summon_full_params`; writing back from one rank is
+    https://github.com/pytorch/pytorch/issues/92297.
     """
     module = unwrapped(module)
     units = units_in("unsharded", module)
@@ -118,14 +124,20 @@ def _refuse_accumulated(managed: list[Managed]) -> None:
     for each in managed:
         if is_unreduced(each.param.at_rest.grad) or holds_unreduced(each.param.at_rest):
             raise PhaseError(
-                f"unsharded: the gradient of '{each.fqn}' (unit '{each.unit.name}') was accumulated under no_sync and is not "
-                "reduced. Call reduce_gradients(model) first, on all ranks, or zero_grad()"
+                f"unsharded: the gradient of '{each.fqn}' (unit '{each.unit.name}') was accumulated"
+                " under no_sync and is not reduced. Call reduce_gradients(model) first, on all"
+                " ranks, or zero_grad()"
             )
 
 
 @torch.no_grad()
 def _show(
-    managed: Managed, shown: list[_Shown], writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    managed: Managed,
+    shown: list[_Shown],
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
 ) -> None:
     at_rest, comm = managed.param.at_rest, managed.unit.mesh_info.all
     if not isinstance(at_rest, DTensor) and writeback and not offload_to_cpu and not rank0_only:
@@ -149,7 +161,9 @@ def _show(
     shown.append(_Shown(managed, whole, version))
 
 
-def _hide(module: nn.Module, managed: list[Managed], shown: list[_Shown], units: list[Unit]) -> list[str]:
+def _hide(
+    module: nn.Module, managed: list[Managed], shown: list[_Shown], units: list[Unit]
+) -> list[str]:
     """Register what was there, and return what was tied to a whole parameter.
 
     What else the user registered inside the scope stays; the next forward adopts or refuses it.
@@ -177,8 +191,9 @@ def _version(at_rest: Tensor) -> int:
 def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
     if tied:
         raise ForeignParameterError(
-            f"unsharded: {few(tied)} inside the scope; whole parameters are there in the scope only. Call remove() with the module "
-            "and its verb, tie the parameters, and annotate again"
+            f"unsharded: {few(tied)} inside the scope; whole parameters are there in the scope"
+            " only. Call remove() with the module and its verb, tie the parameters, and annotate"
+            " again"
         )
     for each in shown:
         _check_edit(each)
@@ -188,25 +203,30 @@ def _check_edit(each: _Shown) -> None:
     managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
     if (whole.shape, whole.dtype) != (at_rest.shape, at_rest.dtype):
         raise ForeignParameterError(
-            f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape {tuple(whole.shape)} and is "
-            f"{whole.dtype} after the scope; before it was {tuple(at_rest.shape)} and {at_rest.dtype}. To change a shape, register "
-            "a new parameter in its place; cast a model outside of the scope"
+            f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape"
+            f" {tuple(whole.shape)} and is {whole.dtype} after the scope; before it was"
+            f" {tuple(at_rest.shape)} and {at_rest.dtype}. To change a shape, register a new"
+            " parameter in its place; cast a model outside of the scope"
         )
     if whole is not at_rest and (gradient_hooks(whole) or hooks_after_accumulation(whole)):
         raise ForeignParameterError(
-            f"unsharded: a hook was registered on parameter '{managed.fqn}' of unit '{managed.unit.name}' inside the scope, on its "
-            "whole copy, whose gradient is not the one that lands. Register hooks on parameters outside of the scope"
+            f"unsharded: a hook was registered on parameter '{managed.fqn}' of unit"
+            f" '{managed.unit.name}' inside the scope, on its whole copy, whose gradient is not the"
+            " one that lands. Register hooks on parameters outside of the scope"
         )
     if _version(managed.param.at_rest) != each.version:
         raise PhaseError(
-            f"unsharded: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was written to inside the scope, by an optimizer "
-            "or load_state_dict, and the scope's edits would replace that. Step and load outside of it"
+            f"unsharded: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was written to"
+            " inside the scope, by an optimizer or load_state_dict, and the scope's edits would"
+            " replace that. Step and load outside of it"
         )
 
 
 @torch.no_grad()
 def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
-    """Whether any rank's shards change: all ranks write or none, and nothing that backward still needs without a reason."""
+    """Whether any rank's shards change: all ranks write or none, and nothing that backward still
+    needs without a reason.
+    """
 
     def differs(each: _Shown) -> bool:
         at_rest = each.managed.param.at_rest
@@ -216,7 +236,9 @@ def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
         return not torch.equal(local, local_of(shard_like(each.whole, at_rest, local.device)))
 
     mine = int(any(map(differs, shown)))
-    return unit.mesh_info.all.min_max([mine], f"comparison of edits of unit '{unit.name}'")[1][0] > 0
+    return (
+        unit.mesh_info.all.min_max([mine], f"comparison of edits of unit '{unit.name}'")[1][0] > 0
+    )
 
 
 @torch.no_grad()
@@ -251,4 +273,8 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
     elif at_rest.grad is not None:
         write_whole(gradient, at_rest.grad)
     else:
-        at_rest.grad = shard_like(gradient, at_rest, local_of(at_rest).device) if isinstance(at_rest, DTensor) else gradient
+        at_rest.grad = (
+            shard_like(gradient, at_rest, local_of(at_rest).device)
+            if isinstance(at_rest, DTensor)
+            else gradient
+        )

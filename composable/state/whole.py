@@ -30,20 +30,26 @@ def write_whole(whole: Tensor, target: Tensor) -> None:
 
 
 def whole_parameter(value: Tensor, at_rest: nn.Parameter) -> nn.Parameter:
-    """Make a whole parameter to register in place of the at-rest one, with what users gave to that."""
+    """Make a whole parameter to register in place of the at-rest one, with what users gave to
+    that.
+    """
     whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
     copy_attributes(at_rest, whole)
     return whole
 
 
 def follow_whole(at_rest: nn.Parameter, whole: nn.Parameter) -> None:
-    """Take over what was done to a whole parameter besides writing to it: freezing it, and Python attributes."""
+    """Take over what was done to a whole parameter besides writing to it: freezing it, and Python
+    attributes.
+    """
     at_rest.requires_grad_(whole.requires_grad)
     copy_attributes(whole, at_rest)
 
 
 def all_or_none(caller: str, comm: Comm, act: Callable[[], None], must_agree: int = 0) -> None:
-    """Run `act` on all ranks; if one rank's raised, or they have other numbers `must_agree`, raise on every rank."""
+    """Run `act` on all ranks; if one rank's raised, or they have other numbers `must_agree`, raise
+    on every rank.
+    """
     error: Exception | None = None
     try:
         act()
@@ -58,8 +64,9 @@ def all_or_none(caller: str, comm: Comm, act: Callable[[], None], must_agree: in
         raise RanksDisagreeError(f"{caller}: {failed[0]}")
     if any(number != must_agree for _, number in said):
         raise RanksDisagreeError(
-            f"{caller}: the ranks have tensors of different names or shapes in their state dicts, as experts on meshes of their own. "
-            "Export such modules one by one, on the ranks that have them, or use torch.distributed.checkpoint"
+            f"{caller}: the ranks have tensors of different names or shapes in their state dicts,"
+            " as experts on meshes of their own. Export such modules one by one, on the ranks that"
+            " have them, or use torch.distributed.checkpoint"
         )
 
 
@@ -81,14 +88,23 @@ def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
     }
     for unit in units_in(verb, model):
         for param in unit.params:
-            found = [names[key] for place in param.info.places if (key := (id(place.module), place.name)) in names]
+            found = [
+                names[key]
+                for place in param.info.places
+                if (key := (id(place.module), place.name)) in names
+            ]
             if found:
                 yield Managed(found[0], unit, param)
 
 
 def require_at_rest(verb: str, units: list[Unit]) -> None:
-    """Let modules hold their at-rest parameters; inside of a forward or backward that is an error."""
+    """Let modules hold their at-rest parameters; inside of a forward or backward that is an
+    error.
+    """
     for unit in units:
         if unit.depth or in_backward():
-            raise PhaseError(f"{verb} was called inside of the forward or backward of unit '{unit.name}'; call it outside")
+            raise PhaseError(
+                f"{verb} was called inside of the forward or backward of unit '{unit.name}'; call"
+                " it outside"
+            )
         unit.swap_out()

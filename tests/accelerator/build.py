@@ -1,4 +1,6 @@
-"""Builds the simulated accelerator from `native/`, once for each torch, Python and state of the sources; knows no test."""
+"""Builds the simulated accelerator from `native/`, once for each torch, Python and state of the
+sources; knows no test.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def key() -> str:
 
 
 def build(cache: Path) -> Path:
-    """The extension module, made in `cache` if it is not there. Sessions that come at once wait for the first of them."""
+    """The extension module, made in `cache` if it is not there. Sessions that come at once wait for
+    the first of them.
+    """
     cache.mkdir(parents=True, exist_ok=True)
     made = cache / f"_sim-{key()}.so"
     with (cache / "lock").open("w") as lock:
@@ -60,7 +64,11 @@ def build(cache: Path) -> Path:
 def _compile(target: Path) -> None:
     include = Path(torch.__file__).parent / "include"
     folders = (include, include / "torch/csrc/api/include", Path(sysconfig.get_paths()["include"]))
-    flags = (*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *(f"-I{folder}" for folder in folders))
+    flags = (
+        *FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{folder}" for folder in folders),
+    )
     objects = target.with_suffix("")
     objects.mkdir(exist_ok=True)
     sources = sorted(NATIVE.glob("*.cpp"))
@@ -68,16 +76,26 @@ def _compile(target: Path) -> None:
     assert cxx is not None
     running = [
         subprocess.Popen(
-            (cxx, *flags, "-c", str(source), "-o", str(objects / f"{source.stem}.o")), stderr=subprocess.PIPE, text=True
+            (cxx, *flags, "-c", str(source), "-o", str(objects / f"{source.stem}.o")),
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for source in sources
     ]
     errors = [process.communicate()[1] for process in running]
     if any(process.returncode for process in running):
-        raise RuntimeError("the simulated accelerator does not compile:\n" + "\n".join(text for text in errors if text)[:8000])
+        raise RuntimeError(
+            "the simulated accelerator does not compile:\n"
+            + "\n".join(text for text in errors if text)[:8000]
+        )
     lib = Path(torch.__file__).parent / "lib"
     unfinished = target.with_suffix(".tmp")
-    linked = (*sorted(str(path) for path in objects.glob("*.o")), f"-L{lib}", f"-Wl,-rpath,{lib}", *LIBRARIES)
+    linked = (
+        *sorted(str(path) for path in objects.glob("*.o")),
+        f"-L{lib}",
+        f"-Wl,-rpath,{lib}",
+        *LIBRARIES,
+    )
     subprocess.run((cxx, "-shared", *linked, "-o", str(unfinished)), check=True)
     shutil.rmtree(objects)
     unfinished.rename(target)  # last: what is there is whole

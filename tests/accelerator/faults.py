@@ -1,6 +1,8 @@
-"""Faults that are put into the library: for each wait on the accelerator's path, one that leaves it out.
+"""Faults that are put into the library: for each wait on the accelerator's path, one that leaves it
+out.
 
-Each is a context manager that patches the library, with the finding that must name the two launches.
+Each is a context manager that patches the library, with the finding that must name the two
+launches.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ SCATTERED: Final = _launch("write", "(reduce_scatter|(_foreach_)?mul)", SCATTER)
 SUMMED: Final = _launch("write", "(all_reduce|(_foreach_)?mul)", REDUCE)
 
 
-# --- streams and collectives --------------------------------------------------------------------------------------------
+# --- streams and collectives --------------------------------------------------------------------
 
 
 def fork_without_waiting(only: str) -> Callable[[], Patch]:
@@ -169,7 +171,7 @@ def _without_work(owner: type, wait: str, work: str) -> Callable[[], Patch]:
     return lambda: mock.patch.object(owner, wait, hasty)
 
 
-# --- gathers ------------------------------------------------------------------------------------------------------------
+# --- gathers ------------------------------------------------------------------------------------
 
 
 def _copy_out_before_the_gather_has_landed() -> Patch:
@@ -192,14 +194,18 @@ def _used_again_while_gathered(buffer: str) -> Callable[[], Patch]:
         before = self.state
         unshard(self)
         elastic = getattr(self, buffer)
-        if self.state is ShardedState.UNSHARDING and before is not self.state and elastic is not None:
+        if (
+            self.state is ShardedState.UNSHARDING
+            and before is not self.state
+            and elastic is not None
+        ):
             elastic.free()
             elastic.allocate()
 
     return lambda: mock.patch.object(ParamGroup, "unshard", reusing)
 
 
-# --- reductions ---------------------------------------------------------------------------------------------------------
+# --- reductions ---------------------------------------------------------------------------------
 
 
 def _rows_used_again_while_reduced() -> Patch:
@@ -224,7 +230,7 @@ def _free_rows_before_waiting() -> Patch:
     return mock.patch.object(Reduction, "wait", hasty)
 
 
-# --- a lost step --------------------------------------------------------------------------------------------------------
+# --- a lost step --------------------------------------------------------------------------------
 
 
 def _reset_without_waiting() -> Patch:
@@ -238,13 +244,22 @@ def _reset_without_waiting() -> Patch:
 
 
 FAULTS: Final[dict[str, Fault]] = {
-    "a gather does not wait for what computes": Fault(fork_without_waiting("all_gather"), "fully_shard", WRITTEN, IN_GATHER),
-    "a reduction does not wait for gradients": Fault(fork_without_waiting("reduce_scatter"), "fully_shard", WRITTEN, SENT),
+    "a gather does not wait for what computes": Fault(
+        fork_without_waiting("all_gather"), "fully_shard", WRITTEN, IN_GATHER
+    ),
+    "a reduction does not wait for gradients": Fault(
+        fork_without_waiting("reduce_scatter"), "fully_shard", WRITTEN, SENT
+    ),
     "a bucket's sum does not wait for gradients": Fault(
-        fork_without_waiting("all_reduce"), "replicate", WRITTEN, _launch("write", "all_reduce", REDUCE)
+        fork_without_waiting("all_reduce"),
+        "replicate",
+        WRITTEN,
+        _launch("write", "all_reduce", REDUCE),
     ),
     "the compute stream waits for nothing": Fault(_join_nothing, "fully_shard", GATHERED, USED),
-    "the mark that is waited for comes before the collective": Fault(_mark_too_early, "fully_shard", GATHERED, USED),
+    "the mark that is waited for comes before the collective": Fault(
+        _mark_too_early, "fully_shard", GATHERED, USED
+    ),
     "sums are multiplied on a stream that has not waited": Fault(
         _scale_outside_of_the_stream,
         "fully_shard",
@@ -256,7 +271,10 @@ FAULTS: Final[dict[str, Fault]] = {
         _without_work(ParamGroup, "wait_for_unshard", "_work"), "fully_shard", GATHERED, READ
     ),
     "packed parameters are copied before they have landed": Fault(
-        _copy_out_before_the_gather_has_landed, "fully_shard", GATHERED, _launch("read", "(_foreach_)?copy_", COMPUTE)
+        _copy_out_before_the_gather_has_landed,
+        "fully_shard",
+        GATHERED,
+        _launch("read", "(_foreach_)?copy_", COMPUTE),
     ),
     "the unsharded buffer is used again while it is gathered": Fault(
         _used_again_while_gathered("full"), "fully_shard", GATHERED, FREED
@@ -265,11 +283,20 @@ FAULTS: Final[dict[str, Fault]] = {
         _used_again_while_gathered("_staging"), "fully_shard", GATHERED, FREED
     ),
     "what was cast for a gather is used again while it is sent": Fault(
-        _used_again_while_gathered("_sent"), "bfloat16", _launch("read", "all_gather", GATHER), FREED
+        _used_again_while_gathered("_sent"),
+        "bfloat16",
+        _launch("read", "all_gather", GATHER),
+        FREED,
     ),
-    "rows are freed before they are reduced": Fault(_free_rows_before_waiting, "fully_shard", SENT, FREED),
-    "gradients land before they are reduced": Fault(_without_work(Reduction, "wait", "work"), "fully_shard", SCATTERED, USED),
-    "rows are used again while they are reduced": Fault(_rows_used_again_while_reduced, "fully_shard", SENT, FREED),
+    "rows are freed before they are reduced": Fault(
+        _free_rows_before_waiting, "fully_shard", SENT, FREED
+    ),
+    "gradients land before they are reduced": Fault(
+        _without_work(Reduction, "wait", "work"), "fully_shard", SCATTERED, USED
+    ),
+    "rows are used again while they are reduced": Fault(
+        _rows_used_again_while_reduced, "fully_shard", SENT, FREED
+    ),
     "sums over the shards are taken before they are there": Fault(
         _wait_for_nothing_on("reduce_scatter"), "fully_shard", SCATTERED, USED
     ),
@@ -279,10 +306,17 @@ FAULTS: Final[dict[str, Fault]] = {
         _launch("write", "reduce_scatter", SCATTER),
         _launch("(read|write)", "all_reduce", REDUCE),
     ),
-    "sums over the replicas are taken before they are there": Fault(_wait_for_nothing_on("all_reduce"), "hybrid", SUMMED, USED),
-    "sums of buckets are taken before they are there": Fault(_wait_for_nothing_on("all_reduce"), "replicate", SUMMED, USED),
+    "sums over the replicas are taken before they are there": Fault(
+        _wait_for_nothing_on("all_reduce"), "hybrid", SUMMED, USED
+    ),
+    "sums of buckets are taken before they are there": Fault(
+        _wait_for_nothing_on("all_reduce"), "replicate", SUMMED, USED
+    ),
     "a gather among neighbours does not wait for what computes": Fault(
-        _among_neighbours(fork_without_waiting("all_gather")), "resharded to two", WRITTEN, IN_GATHER
+        _among_neighbours(fork_without_waiting("all_gather")),
+        "resharded to two",
+        WRITTEN,
+        IN_GATHER,
     ),
     "what neighbours gather is used before it is there": Fault(
         _among_neighbours(_wait_for_nothing_on("all_gather")), "resharded to two", GATHERED, USED

@@ -1,4 +1,6 @@
-"""The simulated accelerator as torch sees it: the device `sim` and the backend `simccl`; knows no test and no library."""
+"""The simulated accelerator as torch sees it: the device `sim` and the backend `simccl`; knows no
+test and no library.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _initialized = True  # what checkpointing asks before it keeps states of random 
 
 
 def load(extension: Path) -> ModuleType:
-    """Register the device and the backend in this process, before any tensor is made there. Twice is once."""
+    """Register the device and the backend in this process, before any tensor is made there. Twice
+    is once.
+    """
     global native
     if native is None:
         spec = importlib.util.spec_from_file_location("_sim", extension)
@@ -42,7 +46,9 @@ _dlpack_device_of_torch = torch.Tensor.__dlpack_device__
 
 
 def _dlpack_device(tensor: torch.Tensor) -> tuple[Any, int]:
-    """torch exports tensors of foreign devices, but looks here for the name that they have before they are given one."""
+    """torch exports tensors of foreign devices, but looks here for the name that they have before
+    they are given one.
+    """
     if tensor.device.type == NAME:
         return DLDeviceType.kDLExtDev, tensor.device.index
     return _dlpack_device_of_torch(tensor)
@@ -60,7 +66,7 @@ def _end() -> None:
     native.shut_down()
 
 
-# --- what torch asks of a device's module --------------------------------------------------------------------------------
+# --- what torch asks of a device's module -------------------------------------------------------
 
 Stream, Event = torch.Stream, torch.Event
 

@@ -1,4 +1,6 @@
-"""What a backward that raised leaves to its caller. A thread of autograd's runs it, which drops it a little after its caller."""
+"""What a backward that raised leaves to its caller. A thread of autograd's runs it, which drops it
+a little after its caller.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def _sharded() -> nn.Sequential:
 
 
 def _fails_before_the_first_unit(model: nn.Module, error: BaseException) -> Callable[[], None]:
-    """A backward to call, in which the second unit's gradients are there and the first one's are not."""
+    """A backward to call, in which the second unit's gradients are there and the first one's are
+    not.
+    """
 
     def fail(_: Tensor) -> None:
         raise error
@@ -42,7 +46,9 @@ def _fails_before_the_first_unit(model: nn.Module, error: BaseException) -> Call
 
 @spmd(ranks=1)
 @pytest.mark.parametrize("error", [MemoryError, Asked])
-def test_state_dicts_are_those_of_parameters_at_rest_and_the_next_step_works(error: type[BaseException]) -> None:
+def test_state_dicts_are_those_of_parameters_at_rest_and_the_next_step_works(
+    error: type[BaseException],
+) -> None:
     model = _sharded()
     parameters = list(model.parameters())
     addresses = [local_of(parameter).data_ptr() for parameter in parameters]
@@ -50,12 +56,16 @@ def test_state_dicts_are_those_of_parameters_at_rest_and_the_next_step_works(err
         backward = _fails_before_the_first_unit(model, error())
         with pytest.raises(error):
             backward()
-        assert [value.data_ptr() for value in map(local_of, model.state_dict().values())] == addresses
+        assert [
+            value.data_ptr() for value in map(local_of, model.state_dict().values())
+        ] == addresses
         assert at_rest_again(model, parameters)
         model.zero_grad()
     model(torch.ones(2, 4, device=current_device())).sum().backward()
     expected = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    expected.load_state_dict({name: value.to_local().cpu() for name, value in model.state_dict().items()})  # type: ignore[attr-defined]
+    expected.load_state_dict(
+        {name: value.to_local().cpu() for name, value in model.state_dict().items()}
+    )  # type: ignore[attr-defined]
     expected(torch.ones(2, 4)).sum().backward()
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one.grad.to_local().cpu(), other.grad)  # type: ignore[union-attr]
@@ -71,7 +81,9 @@ def test_parameters_come_back_where_two_threads_call_backward_and_one_of_them_ra
         inside.set()
         over.wait(60)
 
-    loss = other(torch.ones(2, 4, device=current_device())).sum() + 0 * torch.ones((), requires_grad=True)
+    loss = other(torch.ones(2, 4, device=current_device())).sum() + 0 * torch.ones(
+        (), requires_grad=True
+    )
     first = torch.ones((), requires_grad=True)
     held = first * 1.0  # of the host: the thread that calls this backward runs it
     held.register_hook(hold)

@@ -1,4 +1,6 @@
-"""The simulated accelerator is what it says: asynchronous, ordered by streams and events alone, and it tells what is not."""
+"""The simulated accelerator is what it says: asynchronous, ordered by streams and events alone, and
+it tells what is not.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def _found(program: Callable[[torch.device, torch.Stream], None]) -> list[str]:
         sim.native.set_places(True)
 
 
-# --- streams, events and memory -----------------------------------------------------------------------------------------
+# --- streams, events and memory -----------------------------------------------------------------
 
 
 def _reads_too_early() -> tuple[list[float], list[str]]:
@@ -48,10 +50,16 @@ def _reads_too_early() -> tuple[list[float], list[str]]:
     return seen, _found(program)
 
 
-def test_a_read_that_waits_for_nothing_reads_what_was_before_and_both_launches_are_named(pool: Pool) -> None:
+def test_a_read_that_waits_for_nothing_reads_what_was_before_and_both_launches_are_named(
+    pool: Pool,
+) -> None:
     ((seen, found),) = pool.run(1, _reads_too_early, device="sim")
     assert seen == [0.0, 0.0]
-    assert found[0] == "write by [add] on the default stream of sim:0 is not ordered before read by [copy_] on the side stream"
+    assert (
+        found[0]
+        == "write by [add] on the default stream of sim:0 is not ordered before read by [copy_] on"
+        " the side stream"
+    )
 
 
 def _waits() -> list[str]:
@@ -65,7 +73,8 @@ def _waits() -> list[str]:
             event = side.record_event()
         torch.accelerator.current_stream().wait_event(event)
         assert (y + x).tolist() == [3.0, 3.0]
-        side.wait_stream(torch.accelerator.current_stream())  # or it would get its memory back too early
+        # or it would get its memory back too early
+        side.wait_stream(torch.accelerator.current_stream())
         del y
 
     return _found(program)
@@ -93,9 +102,14 @@ def _frees(recorded: bool) -> list[str]:
 
 def test_memory_that_is_freed_while_another_stream_reads_it_is_found(pool: Pool) -> None:
     ((*found, poison),) = pool.run(1, _frees, False, device="sim")
-    assert found == ["read by [mul] on the side stream is not ordered before write by [free] on the default stream of sim:0"]
-    assert poison == (
-        "poison reached the host by [copy to host] on the default stream of sim:0; last written by [mul] on the side stream"
+    assert found == [
+        "read by [mul] on the side stream is not ordered before write by [free] on the default"
+        " stream of sim:0"
+    ]
+    assert (
+        poison
+        == "poison reached the host by [copy to host] on the default stream of sim:0; last written"
+        " by [mul] on the side stream"
     )
 
 
@@ -111,7 +125,10 @@ def test_a_task_fails_that_let_poison_reach_the_host(pool: Pool) -> None:
     with pytest.raises(RanksFailed) as caught:
         pool.run(1, _reads_unwritten_memory, device="sim")
     text = str(caught.value)
-    assert "Unordered: 1 findings of the simulated accelerator:\npoison reached the host by [copy to host at " in text
+    assert (
+        "Unordered: 1 findings of the simulated accelerator:\npoison reached the host by [copy to"
+        " host at " in text
+    )
     assert "last written by [allocation at " in text
     assert "test_device.py" in text
 
@@ -138,13 +155,16 @@ def test_what_makes_the_host_wait_is_counted(pool: Pool) -> None:
     assert waits[-1] == "device.synchronize"
 
 
-# --- operators ----------------------------------------------------------------------------------------------------------
+# --- operators ----------------------------------------------------------------------------------
 
 _MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolution": (lambda: nn.Conv2d(3, 4, 3, padding=1), (2, 3, 6, 6)),
     "transposed convolution": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 6, 6)),
     "batch statistics": (lambda: nn.BatchNorm2d(3), (2, 3, 6, 6)),
-    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), (2, 5, 8)),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0),
+        (2, 5, 8),
+    ),
     "embedding": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)), (2, 4)),
 }
 
@@ -161,7 +181,9 @@ def _computes() -> None:
         module, x = make().double(), torch.randn(shape, dtype=torch.float64)
         expected = _results(module, x)
         module.zero_grad()
-        torch.testing.assert_close(_results(module.to(current_device()), x.to(current_device())), expected)
+        torch.testing.assert_close(
+            _results(module.to(current_device()), x.to(current_device())), expected
+        )
 
 
 def test_operators_compute_what_they_do_on_a_host(pool: Pool) -> None:
@@ -169,7 +191,9 @@ def test_operators_compute_what_they_do_on_a_host(pool: Pool) -> None:
 
 
 def _normalises(parameters: torch.dtype) -> None:
-    """Devices keep statistics in float32, whatever the layer computes in; the host's kernels want them as they left them."""
+    """Devices keep statistics in float32, whatever the layer computes in; the host's kernels want
+    them as they left them.
+    """
     makes: list[Callable[[], nn.Module]] = [
         lambda: nn.BatchNorm1d(4),
         lambda: nn.BatchNorm1d(4, affine=False),
@@ -188,12 +212,16 @@ def _normalises(parameters: torch.dtype) -> None:
             torch.manual_seed(number)
             x = torch.randn(6, 4, device="cpu").bfloat16().to(device).requires_grad_()
             module = make().to(device, parameters)
-            results.append([*_results(module, x), *(b.cpu() for b in module.buffers()), x.grad.cpu()])  # type: ignore[union-attr]
+            results.append(
+                [*_results(module, x), *(b.cpu() for b in module.buffers()), x.grad.cpu()]
+            )  # type: ignore[union-attr]
         assert all(map(torch.equal, *results)), make()
 
 
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
-def test_norms_of_bfloat16_compute_what_they_do_on_a_host(pool: Pool, parameters: torch.dtype) -> None:
+def test_norms_of_bfloat16_compute_what_they_do_on_a_host(
+    pool: Pool, parameters: torch.dtype
+) -> None:
     pool.run(1, _normalises, parameters, device="sim")
 
 
@@ -201,10 +229,21 @@ def _look_alike(device: torch.device) -> list[Tensor]:
     """What comes out where arguments differ in one thing."""
     x = torch.arange(4.0, device=device).view(2, 2)
     whole, square, out = torch.arange(1, 3, device=device), x.clone(), torch.empty(0, device=device)
-    made = [x.sum(0), x.sum(1), x.sum(0, keepdim=True), x + x, x.t() + x.t(), x.double() + x.double(), x + square]
+    made = [
+        x.sum(0),
+        x.sum(1),
+        x.sum(0, keepdim=True),
+        x + x,
+        x.t() + x.t(),
+        x.double() + x.double(),
+        x + square,
+    ]
     made += [torch.cat([x, x]), torch.cat([x, x[0:1]]), whole * 2, whole * 2.5]
     made += [whole * torch.tensor(2), whole * torch.tensor(2.5)]
-    made += [x[0] + torch.tensor(2.0, dtype=torch.float64), x[0] + torch.ones(2, dtype=torch.float64, device=device)]
+    made += [
+        x[0] + torch.tensor(2.0, dtype=torch.float64),
+        x[0] + torch.ones(2, dtype=torch.float64, device=device),
+    ]
     torch.set_default_dtype(torch.float64)
     made.append(whole / whole)
     torch.set_default_dtype(torch.float32)
@@ -226,11 +265,13 @@ def test_what_is_remembered_of_operators_is_told_apart_by_all_that_matters(pool:
     pool.run(1, _tells_them_apart, device="sim")
 
 
-# --- collectives --------------------------------------------------------------------------------------------------------
+# --- collectives --------------------------------------------------------------------------------
 
 
 def _adds() -> tuple[list[float], list[float]]:
-    """The first term is so large that bfloat16 loses each of the others that is added to it, but not their sum."""
+    """The first term is so large that bfloat16 loses each of the others that is added to it, but
+    not their sum.
+    """
     term = (256.0, 1.0, 1.0)[dist.get_rank()]
     x = torch.full((3,), term, dtype=torch.bfloat16, device=current_device())
     row = torch.empty(1, dtype=torch.bfloat16, device=current_device())
@@ -263,4 +304,7 @@ def test_who_waits_for_a_collective_is_ordered_and_who_does_not_is_found(pool: P
     for found in pool.run(2, _reduces, False, device="sim"):
         assert found
         first = r"write by \[all_reduce of group (\d)\] on the stream of group \1"
-        assert re.match(first + r" is not ordered before read by \[mul\] on the default stream of sim:", found[0]), found
+        assert re.match(
+            first + r" is not ordered before read by \[mul\] on the default stream of sim:",
+            found[0],
+        ), found

@@ -1,4 +1,6 @@
-"""Each wait on the accelerator's path is needed: what goes wrong without it is found, and both launches are named."""
+"""Each wait on the accelerator's path is needed: what goes wrong without it is found, and both
+launches are named.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from tests.helpers.world import Pool, current_device
 
 
 class Block(nn.Module):
-    """Has parameters that travel by themselves, with others, and, not cut, not at all, and one that is not used."""
+    """Has parameters that travel by themselves, with others, and, not cut, not at all, and one that
+    is not used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +52,11 @@ def fail(*_: object) -> None:
 
 
 def _hybrid(model: nn.Module) -> None:
-    fully_shard(model, policy={Block}, mesh=init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(
+        model,
+        policy={Block},
+        mesh=init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard")),
+    )
 
 
 def _checkpointed(model: nn.Module) -> None:
@@ -71,7 +79,9 @@ def _with_reductions_apart(model: nn.Module) -> None:
 
 _SCHEMES: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "fully_shard": lambda model: fully_shard(model, policy={Block}),
-    "without resharding": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=False),
+    "without resharding": lambda model: fully_shard(
+        model, policy={Block}, reshard_after_forward=False
+    ),
     "fully_shard and checkpoint": _checkpointed,
     "replicate inside fully_shard": _mixed,
     "bfloat16": lambda model: fully_shard(model, policy={Block}, mp_policy="bf16"),
@@ -102,7 +112,9 @@ def _train(scheme: str, name: str | None) -> list[str]:
     sim.native.name_stream(side.stream_id, "the user's stream")
 
     def differentiate() -> None:
-        """A forward on another stream than its backward, which ends while a gather is in flight and gives no leaf a gradient."""
+        """A forward on another stream than its backward, which ends while a gather is in flight and
+        gives no leaf a gradient.
+        """
         seen: list[Tensor] = []
         hook = model[1].register_forward_hook(lambda module, args, output: seen.append(output))
         side.wait_stream(torch.accelerator.current_stream())
@@ -144,4 +156,8 @@ def test_without_a_fault_nothing_is_found(pool: Pool, scheme: str) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_both_launches_are_named(pool: Pool, name: str) -> None:
     fault = FAULTS[name]
-    assert_found(pool.run(_ranks(fault.scheme), _train, fault.scheme, name, device="sim"), fault.first, fault.second)
+    assert_found(
+        pool.run(_ranks(fault.scheme), _train, fault.scheme, name, device="sim"),
+        fault.first,
+        fault.second,
+    )

@@ -1,4 +1,6 @@
-"""Numbers of the simulated accelerator: drawn in the order of the host's calls, and rounded alike wherever they lie."""
+"""Numbers of the simulated accelerator: drawn in the order of the host's calls, and rounded alike
+wherever they lie.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.helpers.world import Pool, current_device
 
 
 def _draw(slowly: bool) -> list[Tensor]:
-    """Numbers of a stream that may be slow, numbers of one that does not wait for it, and these again."""
+    """Numbers of a stream that may be slow, numbers of one that does not wait for it, and these
+    again.
+    """
     side = torch.Stream(current_device())
     torch.manual_seed(7)
     with side:
@@ -31,7 +35,9 @@ def _draw(slowly: bool) -> list[Tensor]:
 def _draws() -> None:
     sim.native.clear_host_waits()
     one, other = _draw(slowly=False), _draw(slowly=True)
-    assert not sim.native.places_of_host_waits(), "to read the state makes the host wait for nothing"
+    assert not sim.native.places_of_host_waits(), (
+        "to read the state makes the host wait for nothing"
+    )
     sim.synchronize()
     for expected, found in zip(one, other, strict=True):
         assert torch.equal(expected, found)
@@ -73,7 +79,10 @@ def _rounds() -> None:
     for way in ways:
         whole = way(values)
         for start in range(0, 321, 3):
-            assert torch.equal(whole[start : start + 3], way(values[start : start + 3].clone())), (way.__name__, start)
+            assert torch.equal(whole[start : start + 3], way(values[start : start + 3].clone())), (
+                way.__name__,
+                start,
+            )
 
 
 def test_an_element_is_rounded_alike_wherever_it_lies(pool: Pool) -> None:

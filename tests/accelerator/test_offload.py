@@ -1,4 +1,6 @@
-"""Offloaded activations on streams of their own: every wait is needed, the host waits for none, and memory is given back."""
+"""Offloaded activations on streams of their own: every wait is needed, the host waits for none, and
+memory is given back.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,8 @@ def _train_with(fault: str) -> list[str]:
 def _run(model: nn.Module, x: torch.Tensor, *, aside: bool) -> None:
     loss = model(x).square().sum()
     if aside:
-        last = loss.grad_fn.next_functions[0][0].next_functions[0][0].next_functions[1][0]  # sum, square, add, addmm
+        # sum, square, add, addmm
+        last = loss.grad_fn.next_functions[0][0].next_functions[0][0].next_functions[1][0]
         with torch.Stream(current_device()) as stream:
             stream.wait_stream(torch.accelerator.current_stream())
             assert last._saved_mat1.shape == (32, 192)
@@ -125,7 +128,9 @@ def _peak_and_waits(how: str) -> tuple[int, list[str]]:
         offload_activations(model, policy={Line}, min_bytes=0)
 
     for parameter in model.parameters():  # gradients are not what is measured
-        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter: setattr(parameter, "grad", None)
+        )
 
     def step() -> None:
         model(x).square().sum().backward()

@@ -1,4 +1,6 @@
-"""Shards that rest on the host: every wait is needed, the host waits where it must and not elsewhere, memory is given back."""
+"""Shards that rest on the host: every wait is needed, the host waits where it must and not
+elsewhere, memory is given back.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ _TO_DEVICE, _TO_HOST = "copy to device", "copy to host"
 
 def _offloaded(*, hooked: bool = False) -> nn.Module:
     model = fully_shard(
-        model_of(), policy={Block}, mesh=mesh_of(), reshard_after_forward=True, offload_policy=CPUOffloadPolicy()
+        model_of(),
+        policy={Block},
+        mesh=mesh_of(),
+        reshard_after_forward=True,
+        offload_policy=CPUOffloadPolicy(),
     )
     if hooked:
         register_comm_hook(model, allreduce_hook)
@@ -47,7 +53,10 @@ def _gather_before_shards_have_come() -> AbstractContextManager[Any]:
         bringing.pop()
 
     patch = mock.patch.multiple(
-        ComingShards, bring=noted, here=lambda self: here(self) if bringing else nullcontext(), end=lambda self: None
+        ComingShards,
+        bring=noted,
+        here=lambda self: here(self) if bringing else nullcontext(),
+        end=lambda self: None,
     )
     return patch
 
@@ -67,7 +76,8 @@ def _give_back_without_waiting() -> AbstractContextManager[Any]:
     return mock.patch.object(offload._Traffic, "free_sent", hasty)
 
 
-# What is left out, on how many ranks, and what the finding says of the earlier launch and of the later one.
+# What is left out, on how many ranks, and what the finding says of the earlier launch and of the
+# later one.
 _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, str, str]]] = {
     "shards come to memory that is used": (
         fork_without_waiting(TO_DEVICE_STREAM),
@@ -100,7 +110,10 @@ _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, s
         _launch("write", "free", COMPUTE),
     ),
 }
-_OF_SUMS: Final = ("sums leave before they are there", "the memory of sums is given back while they leave")
+_OF_SUMS: Final = (
+    "sums leave before they are there",
+    "the memory of sums is given back while they leave",
+)
 
 
 def _train_with(fault: str | None, hooked: bool) -> list[str]:
@@ -117,13 +130,16 @@ def test_without_a_fault_nothing_is_found(pool: Pool, ranks: int, hooked: bool) 
     assert pool.run(ranks, _train_with, None, hooked, device="sim") == [[]] * ranks
 
 
-@pytest.mark.parametrize(("fault", "hooked"), [*((fault, False) for fault in _FAULTS), *((fault, True) for fault in _OF_SUMS)])
+@pytest.mark.parametrize(
+    ("fault", "hooked"),
+    [*((fault, False) for fault in _FAULTS), *((fault, True) for fault in _OF_SUMS)],
+)
 def test_a_fault_is_found_and_both_launches_are_named(pool: Pool, fault: str, hooked: bool) -> None:
     _, ranks, first, second = _FAULTS[fault]
     assert_found(pool.run(ranks, _train_with, fault, hooked, device="sim"), first, second)
 
 
-# --- waits of the host ------------------------------------------------------------------------------------------------
+# --- waits of the host --------------------------------------------------------------------------
 
 
 def _gradients_of_a_slow_device(model: nn.Module, late: float = 0.1) -> list[Tensor]:
@@ -164,13 +180,17 @@ def test_shards_may_be_written_to_when_forward_returns() -> None:
         expected = fully_shard(model_of(), policy={Block}, mesh=mesh_of())(x_of(0)).cpu()
     assert torch.equal(_output_of_a_slow_device(_offloaded()), expected)
     with mock.patch.object(root, "wait_for_traffic"):
-        assert not torch.equal(_output_of_a_slow_device(_offloaded()), expected), "this test notices"
+        assert not torch.equal(_output_of_a_slow_device(_offloaded()), expected), (
+            "this test notices"
+        )
     offload.wait_for_traffic()
 
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("hooked", [False, True])
-def test_the_host_waits_once_in_forward_and_once_for_each_direction_in_backward(hooked: bool) -> None:
+def test_the_host_waits_once_in_forward_and_once_for_each_direction_in_backward(
+    hooked: bool,
+) -> None:
     model, x = _offloaded(hooked=hooked), x_of(0)
 
     def step() -> None:
@@ -184,7 +204,7 @@ def test_the_host_waits_once_in_forward_and_once_for_each_direction_in_backward(
     assert all("offload.py" in each for each in waits), waits
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------
 
 _WIDE: Final = 256
 
@@ -202,7 +222,9 @@ def test_between_steps_the_device_holds_nothing_and_the_whole_model_is_never_the
     sim.synchronize()
     sim.native.reset_peak(index)
     before = sim.native.memory(index)[0]
-    model = fully_shard(_wide(), policy={nn.Linear}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy())
+    model = fully_shard(
+        _wide(), policy={nn.Linear}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy()
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     sim.synchronize()
     assert sim.native.memory(index)[1] - before < layer, "while it is annotated"
@@ -213,6 +235,7 @@ def test_between_steps_the_device_holds_nothing_and_the_whole_model_is_never_the
     sim.synchronize()
     held, peak = sim.native.memory(index)
     assert held - before < layer // 8
-    # Two units unsharded, one that arrives and one that leaves as gradients, shards of each, and little else.
+    # Two units unsharded, one that arrives and one that leaves as gradients, shards of each, and
+    # little else.
     shard = layer // dist.get_world_size()
     assert peak - before < 5 * layer + 3 * shard

@@ -1,4 +1,6 @@
-"""Parameters that rest on the host: the numbers of a twin whose parameters do not, alone and with all that goes with them."""
+"""Parameters that rest on the host: the numbers of a twin whose parameters do not, alone and with
+all that goes with them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
@@ -67,7 +72,9 @@ class _Means:
 
     def __call__(self, group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
         self.calls += 1
-        assert {each.device for each in (bucket.buffer(), *bucket.gradients())} == {current_device()}
+        assert {each.device for each in (bucket.buffer(), *bucket.gradients())} == {
+            current_device()
+        }
         for parameter in bucket.parameters():
             assert parameter.device.type == local_of(parameter).device.type == self._rests
         summed = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
@@ -75,7 +82,9 @@ class _Means:
 
 
 def _hook(models: tuple[nn.Module, nn.Module], stages: Stages = (None,)) -> list[_Means]:
-    """Has hooks reduce the gradients of the model that offloads, and the library those of the other one."""
+    """Has hooks reduce the gradients of the model that offloads, and the library those of the other
+    one.
+    """
     hooks = [_Means() for _ in stages]
     for stage, hook in zip(stages, hooks, strict=True):
         register_comm_hook(models[1], hook, stage=stage)
@@ -94,7 +103,9 @@ def test_steps_are_those_of_a_model_that_does_not_offload(way: str, hooked: bool
 
 
 class Odd(nn.Module):
-    """Parameters that lie otherwise, are cut otherwise, are integers, and that only even ranks use, or none."""
+    """Parameters that lie otherwise, are cut otherwise, are integers, and that only even ranks use,
+    or none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +150,9 @@ def test_a_backward_that_raises_leaves_a_model_that_trains_on() -> None:
 
     for model in models:
         parameters = list(model.parameters())
-        hook = model[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        hook = model[1].register_forward_hook(
+            lambda module, args, output: output.register_hook(fail) and None
+        )
         with pytest.raises(RuntimeError, match="as asked"):
             one_batch(model, 3)
         hook.remove()
@@ -148,7 +161,7 @@ def test_a_backward_that_raises_leaves_a_model_that_trains_on() -> None:
     train(models, one_batch)
 
 
-# --- several backwards ------------------------------------------------------------------------------------------------
+# --- several backwards --------------------------------------------------------------------------
 
 
 def _two_batches(model: nn.Module, step: int) -> None:
@@ -198,10 +211,12 @@ def test_gradients_of_several_backwards_add_up(window: str) -> None:
             assert all(hook.calls for hook in hooks)
 
 
-# --- what works on gradients and parameters ---------------------------------------------------------------------------
+# --- what works on gradients and parameters -----------------------------------------------------
 
 
-@spmd(ranks=2)  # with more the last bit may differ: torch's adds up over the host's group here, whose order is gloo's
+# with more the last bit may differ: torch's adds up over the host's group here, whose order is
+# gloo's
+@spmd(ranks=2)
 @pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
 def test_clipping(clip: Callable[..., Any]) -> None:
     norms: list[float] = []
@@ -231,7 +246,9 @@ def test_steps_on_shards_are_steps(fused: bool) -> None:
 
 @spmd(ranks=2)
 def test_an_infinity_on_one_rank_leaves_a_step_out_on_all() -> None:
-    model = fully_shard(model_of(), policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy())
+    model = fully_shard(
+        model_of(), policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy()
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("sim", init_scale=8.0)
     for step in range(3):
@@ -244,7 +261,10 @@ def test_an_infinity_on_one_rank_leaves_a_step_out_on_all() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        changed = [not torch.equal(local_of(p), old) for p, old in zip(model.parameters(), before, strict=True)]
+        changed = [
+            not torch.equal(local_of(p), old)
+            for p, old in zip(model.parameters(), before, strict=True)
+        ]
         assert any(changed) == (step != 1), step
 
 
@@ -256,7 +276,9 @@ def test_hooks_find_gradients_that_have_arrived() -> None:
         weight = model.get_parameter("0.up.weight")
         weight.register_hook(lambda gradient: seen.append(float(local_of(gradient).sum())))
         other = model.get_parameter("1.down.weight")
-        other.register_post_accumulate_grad_hook(lambda parameter: seen.append(float(local_of(parameter.grad).sum())))
+        other.register_post_accumulate_grad_hook(
+            lambda parameter: seen.append(float(local_of(parameter.grad).sum()))
+        )
     train(models, one_batch)
     half = [seen[start : start + 2] for start in range(0, 12, 2)]
     assert half[::2] == half[1::2]
@@ -302,7 +324,7 @@ def test_hooks_come_and_go_and_stay_when_parameters_come_home() -> None:
     train(other, one_batch)
 
 
-# --- with other annotations -------------------------------------------------------------------------------------------
+# --- with other annotations ---------------------------------------------------------------------
 
 
 def _recompute(model: nn.Module) -> None:

@@ -19,7 +19,16 @@ from composable import (
     remove,
 )
 from composable.comm import base
-from tests.accelerator.twins import Block, assert_at_home, assert_equal, mesh_of, model_of, one_batch, train, twins_of
+from tests.accelerator.twins import (
+    Block,
+    assert_at_home,
+    assert_equal,
+    mesh_of,
+    model_of,
+    one_batch,
+    train,
+    twins_of,
+)
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -31,8 +40,12 @@ def test_checkpoints_are_saved_and_loaded(pool: Pool, ranks: int, tmp_path: Path
 
 def _save_and_load(folder: str) -> None:
     plain, offloaded = twins_of()
-    other = fully_shard(model_of(), policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy())
-    for models, optimizers in [([m], [torch.optim.AdamW(m.parameters(), lr=0.1)]) for m in (offloaded, plain, other)]:
+    other = fully_shard(
+        model_of(), policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy()
+    )
+    for models, optimizers in [
+        ([m], [torch.optim.AdamW(m.parameters(), lr=0.1)]) for m in (offloaded, plain, other)
+    ]:
         for model, optimizer in zip(models, optimizers, strict=True):
             one_batch(model, 0)
             optimizer.step()
@@ -47,7 +60,12 @@ def _save_and_load(folder: str) -> None:
                 dcp.save(saved, checkpoint_id=folder)
                 continue
             dcp.load(saved, checkpoint_id=folder)
-            set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=saved["model"],
+                optim_state_dict=saved["optimizer"],
+            )
             one_batch(model, 1)
             optimizer.step()
     assert_equal(plain, other)
@@ -75,7 +93,13 @@ def test_rank_0_is_copied_in_pieces() -> None:
             for parameter in model.parameters():
                 parameter.add_(1)
     with mock.patch.object(base, "MESSAGE_BYTES", 64):
-        fully_shard(model, policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy(), sync_module_states="broadcast")
+        fully_shard(
+            model,
+            policy={Block},
+            mesh=mesh_of(),
+            offload_policy=CPUOffloadPolicy(),
+            sync_module_states="broadcast",
+        )
     for name, value in model.state_dict().items():
         assert torch.equal(full(value), expected[name])
 
@@ -90,7 +114,9 @@ def _moved_to_the_host(model: nn.Module) -> None:
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("move", [_moved_and_back, _moved_to_the_host])
-def test_a_model_that_was_moved_is_at_home_again_after_the_next_forward(move: Callable[[nn.Module], None]) -> None:
+def test_a_model_that_was_moved_is_at_home_again_after_the_next_forward(
+    move: Callable[[nn.Module], None],
+) -> None:
     models = twins_of()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     for step in range(3):
@@ -122,7 +148,13 @@ def test_a_model_on_meta_comes_home_when_it_gets_memory(to: str) -> None:
 def test_removal_brings_whole_parameters_to_the_device(precision: str | None, of: str) -> None:
     model = model_of().to(of)
     originals = dict(model.named_parameters())
-    fully_shard(model, policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy(), mp_policy=precision)
+    fully_shard(
+        model,
+        policy={Block},
+        mesh=mesh_of(),
+        offload_policy=CPUOffloadPolicy(),
+        mp_policy=precision,
+    )
     one_batch(model, 0)
     expected = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     remove(model, fully_shard)

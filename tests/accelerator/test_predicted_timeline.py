@@ -1,4 +1,6 @@
-"""What is exposed of communication, predicted on virtual clocks by benchmarks/timeline.py, where links are slow."""
+"""What is exposed of communication, predicted on virtual clocks by benchmarks/timeline.py, where
+links are slow.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pathlib import Path
 from tests.whole.test_predicted_memory import BENCHMARKS
 
 
-def test_a_step_over_slow_links_exposes_no_more_than_fsdp2s_and_needs_no_more_memory(tmp_path: Path) -> None:
+def test_a_step_over_slow_links_exposes_no_more_than_fsdp2s_and_needs_no_more_memory(
+    tmp_path: Path,
+) -> None:
     """Links are busy all the time there, with both: a wait too many at either end is seen."""
     options = ("--models", "7B", "--bandwidths", "50", "--out", str(tmp_path))
     command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "timeline.py"), *options]

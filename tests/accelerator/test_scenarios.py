@@ -1,4 +1,6 @@
-"""What users do first on an accelerator, and what it once tripped over; on two ranks, against one process."""
+"""What users do first on an accelerator, and what it once tripped over; on two ranks, against one
+process.
+"""
 
 from __future__ import annotations
 
@@ -55,12 +57,16 @@ def _expected(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _train(model: nn.Module, **options: Any) -> None:
-    """Three steps with inputs that are where data loaders leave them, and the same numbers as one process."""
+    """Three steps with inputs that are where data loaders leave them, and the same numbers as one
+    process.
+    """
     expected = _expected(_model(head=len(model) == 4))  # type: ignore[arg-type]
     optimizer = _adamw(model, **options)
     for step in range(3):
         x = _inputs(dist.get_rank(), step)
-        model(x if options.get("foreach") is None else x.to(current_device())).square().mean().backward()
+        model(
+            x if options.get("foreach") is None else x.to(current_device())
+        ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     for name, parameter in model.named_parameters():
@@ -78,7 +84,9 @@ def _annotate_as_one(model: nn.Module) -> None:
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("annotate", [_annotate_by_policy, _annotate_as_one])
-def test_inputs_of_a_root_are_moved_whether_it_has_parameters_or_not(annotate: Callable[[nn.Module], None]) -> None:
+def test_inputs_of_a_root_are_moved_whether_it_has_parameters_or_not(
+    annotate: Callable[[nn.Module], None],
+) -> None:
     model = _model().to(current_device())
     annotate(model)
     _train(model)
@@ -95,7 +103,9 @@ def test_one_optimizer_steps_over_replicated_and_sharded_parameters(foreach: boo
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("sync", ["broadcast", "check"])
-def test_a_model_on_the_host_is_sharded_over_a_group_that_serves_the_accelerator_alone(sync: str) -> None:
+def test_a_model_on_the_host_is_sharded_over_a_group_that_serves_the_accelerator_alone(
+    sync: str,
+) -> None:
     group = dist.new_group(backend="simccl")
     model = _model()
     if sync == "broadcast" and dist.get_rank() == 1:
@@ -103,15 +113,20 @@ def test_a_model_on_the_host_is_sharded_over_a_group_that_serves_the_accelerator
             for parameter in model.parameters():
                 parameter.add_(1)
     fully_shard(model, policy={Block}, mesh=group, sync_module_states=sync)
-    assert {buffer.device.type for buffer in model.buffers()} == {"sim"}, "buffers go where the parameters go"
+    assert {buffer.device.type for buffer in model.buffers()} == {"sim"}, (
+        "buffers go where the parameters go"
+    )
     _train(model)
 
 
 @spmd(ranks=2)
-def test_a_model_on_the_host_is_not_replicated_over_a_group_that_serves_the_accelerator_alone() -> None:
+def test_a_model_on_the_host_is_not_replicated_over_a_group_that_serves_the_accelerator_alone() -> (
+    None
+):
     group = dist.new_group(backend="simccl")
     with pytest.raises(
-        AnnotationError, match=r"replicate: '0.up.weight' is on cpu, and the ranks of the mesh communicate on sim"
+        AnnotationError,
+        match=r"replicate: '0.up.weight' is on cpu, and the ranks of the mesh communicate on sim",
     ):
         replicate(_model(), mesh=group)
 
@@ -124,9 +139,11 @@ def test_a_model_that_was_sharded_over_hosts_is_not_trained_there_once_it_is_mov
     model.to(device)
     with pytest.raises(ForeignParameterError) as caught:
         model(_inputs(0, 0).to(device))
-    assert str(caught.value) == (
-        f"parameter 'up.weight' of unit '0' was moved to {device}, and the ranks of its mesh communicate on cpu. Call "
-        "module.to('sim') before fully_shard, or pass it a mesh of sim"
+    assert (
+        str(caught.value)
+        == f"parameter 'up.weight' of unit '0' was moved to {device}, and the ranks of its mesh"
+        " communicate on cpu. Call module.to('sim') before fully_shard, or pass it a mesh"
+        " of sim"
     )
     model.to("cpu")
     model(_inputs(0, 0)).sum().backward()
@@ -143,11 +160,15 @@ def test_a_model_that_a_mesh_of_accelerators_moved_there_may_be_moved_there_agai
 @spmd(ranks=2)
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("buffers", [True, False])
-def test_removal_brings_what_was_trained_whatever_of_the_host_was_kept(keeps: bool, buffers: bool) -> None:
+def test_removal_brings_what_was_trained_whatever_of_the_host_was_kept(
+    keeps: bool, buffers: bool
+) -> None:
     torch.manual_seed(0)
     model = _model() if buffers else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     kept = list(model.parameters()) if keeps else []
-    fully_shard(model, policy={Block} if buffers else {nn.Linear}, mesh=init_device_mesh("sim", (2,)))
+    fully_shard(
+        model, policy={Block} if buffers else {nn.Linear}, mesh=init_device_mesh("sim", (2,))
+    )
     before = [full(parameter).cpu() for parameter in model.parameters()]
     optimizer = _adamw(model)
     for _ in range(3):

@@ -16,7 +16,9 @@ from composable import CPUOffloadPolicy, fully_shard
 from composable.memory.torch_private import local_of
 from tests.helpers.world import current_device
 
-PATIENCE: Final = 5.0  # seconds in which modules hold at-rest parameters after a backward that raised; it takes milliseconds
+# seconds in which modules hold at-rest parameters after a backward that raised; it takes
+# milliseconds
+PATIENCE: Final = 5.0
 
 
 class Block(nn.Module):
@@ -63,7 +65,9 @@ def twins_of(**options: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def at_rest_again(model: nn.Module, parameters: list[nn.Parameter]) -> bool:
-    """Whether modules hold `parameters` some time after a backward that raised, which a thread of autograd's has to drop."""
+    """Whether modules hold `parameters` some time after a backward that raised, which a thread of
+    autograd's has to drop.
+    """
     deadline = time.monotonic() + PATIENCE
     while any(one is not other for one, other in zip(model.parameters(), parameters, strict=True)):
         if time.monotonic() > deadline:
@@ -83,7 +87,9 @@ def assert_at_home(model: nn.Module) -> None:
 
 
 def assert_equal(one: nn.Module, other: nn.Module) -> None:
-    for (name, first), (_, second) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+    for (name, first), (_, second) in zip(
+        one.named_parameters(), other.named_parameters(), strict=True
+    ):
         assert isinstance(first, DTensor)
         assert isinstance(second, DTensor)
         assert first.placements == second.placements
@@ -93,7 +99,9 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
             assert torch.equal(local_of(first.grad).cpu(), local_of(second.grad)), name
 
 
-def train(models: tuple[nn.Module, nn.Module], step_of: Callable[[nn.Module, int], None], steps: int = 3) -> None:
+def train(
+    models: tuple[nn.Module, nn.Module], step_of: Callable[[nn.Module, int], None], steps: int = 3
+) -> None:
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     for step in range(steps):
         for model, optimizer in zip(models, optimizers, strict=True):

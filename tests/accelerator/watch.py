@@ -1,4 +1,6 @@
-"""What a rank does around each task on the simulated accelerator: streams lag, and what was not ordered is an error."""
+"""What a rank does around each task on the simulated accelerator: streams lag, and what was not
+ordered is an error.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SHOWN: Final = 12
 
 
 class Unordered(AssertionError):
-    """Launches on several streams touch the same memory in no order, or poison reached the host; the message names them."""
+    """Launches on several streams touch the same memory in no order, or poison reached the host;
+    the message names them.
+    """
 
 
 def start(extension: Path, rank: int) -> torch.device:
@@ -40,7 +44,9 @@ def begin(what: str) -> None:
 
 
 def take_findings() -> list[str]:
-    """What has been found since the task began, or since this was asked last; all streams are done."""
+    """What has been found since the task began, or since this was asked last; all streams are
+    done.
+    """
     for index in range(sim.device_count()):
         sim.native.synchronize(index, "")
     for streams in library_streams._STREAMS.values():
@@ -60,7 +66,9 @@ def end() -> None:
     """
     found = take_findings()
     if found:
-        raise Unordered(f"{len(found)} findings of the simulated accelerator:\n" + "\n".join(found[:SHOWN]))
+        raise Unordered(
+            f"{len(found)} findings of the simulated accelerator:\n" + "\n".join(found[:SHOWN])
+        )
 
 
 def host_waits_of(function: Any) -> list[str]:

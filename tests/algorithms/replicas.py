@@ -1,4 +1,6 @@
-"""Replicas that train apart: annotated models, and the same replicas by plain loops in one process."""
+"""Replicas that train apart: annotated models, and the same replicas by plain loops in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ Start = Callable[[Any], Optimizer]
 def batch(step: int, replica: int) -> Batch:
     """Ranks of one replica share a batch, so that their mean gradient is that of one process."""
     generator = torch.Generator().manual_seed(1000 * replica + step)
-    one, other = torch.randint(7, (6,), generator=generator), torch.randint(7, (6,), generator=generator)
+    one, other = (
+        torch.randint(7, (6,), generator=generator),
+        torch.randint(7, (6,), generator=generator),
+    )
     return one.to(current_device()), other.to(current_device())
 
 
@@ -80,7 +85,10 @@ def keep_gradients_local(model: nn.Module, plan: str) -> None:
 
 
 def by_hand(
-    replicas: int, steps: int, start: Start, at_end_of_step: Callable[[int, list[Net]], None] | None = None
+    replicas: int,
+    steps: int,
+    start: Start,
+    at_end_of_step: Callable[[int, list[Net]], None] | None = None,
 ) -> list[Net]:
     """Train copies of one model apart."""
     models = [copy.deepcopy(plain()) for _ in range(replicas)]
@@ -110,4 +118,6 @@ def local(tensor: Tensor) -> Tensor:
 def assert_same_parameters(model: nn.Module, expected: nn.Module) -> None:
     found = full_state_dict(model, rank0_only=False)
     for name, value in expected.named_parameters():
-        torch.testing.assert_close(found[name], value.detach().cpu(), rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            found[name], value.detach().cpu(), rtol=1e-4, atol=1e-5, msg=name
+        )

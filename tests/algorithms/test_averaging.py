@@ -1,4 +1,6 @@
-"""Averages of parameters over replicas: at once, periodic and hierarchical, on shards, with or without gradients."""
+"""Averages of parameters over replicas: at once, periodic and hierarchical, on shards, with or
+without gradients.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD
 
-from composable import CPUOffloadPolicy, HierarchicalAverager, PeriodicAverager, average_parameters, fully_shard, replicate
+from composable import (
+    CPUOffloadPolicy,
+    HierarchicalAverager,
+    PeriodicAverager,
+    average_parameters,
+    fully_shard,
+    replicate,
+)
 from composable.comm import comms_wrapped_by
 from composable.errors import AnnotationError, MeshError, NotAnnotatedError, PhaseError
 from tests.algorithms.replicas import (
@@ -41,7 +50,7 @@ def _drift(model: nn.Module, replica: int) -> None:
         local(parameter).mul_(1 + replica)
 
 
-# --- at once ----------------------------------------------------------------------------------------------------------
+# --- at once ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -59,8 +68,15 @@ def test_averages_are_means_over_the_replicas(plan: str) -> None:
 @pytest.mark.parametrize("spelled", ["name", "role", "mesh", "group"])
 @spmd(ranks=4)
 def test_the_ranks_are_spelled_as_a_name_a_mesh_or_a_group(spelled: str) -> None:
-    mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    over: Any = {"name": "dp_replicate", "role": "replicate", "mesh": mesh["dp_replicate"], "group": mesh.get_group(0)}[spelled]
+    mesh = init_device_mesh(
+        current_device().type, (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    over: Any = {
+        "name": "dp_replicate",
+        "role": "replicate",
+        "mesh": mesh["dp_replicate"],
+        "group": mesh.get_group(0),
+    }[spelled]
     model = fully_shard(plain(), mesh=mesh, policy={Block})
     expected = [local(parameter) * 1.5 for parameter in model.parameters()]
     _drift(model, mesh.get_local_rank(0))
@@ -72,7 +88,10 @@ def test_the_ranks_are_spelled_as_a_name_a_mesh_or_a_group(spelled: str) -> None
 @spmd(ranks=4)
 def test_islands_that_train_apart_are_averaged_over_ranks_outside_of_their_meshes() -> None:
     mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("island", "shard"))
-    model, island = fully_shard(plain(), mesh=mesh["shard"], policy={Block}), mesh.get_local_rank("island")
+    model, island = (
+        fully_shard(plain(), mesh=mesh["shard"], policy={Block}),
+        mesh.get_local_rank("island"),
+    )
     optimizer = _sgd(model.parameters())
     for step in range(4):
         backward(model, step, island)
@@ -88,7 +107,9 @@ def test_parameters_are_averaged_with_and_without_gradients_trained_or_frozen() 
     model.blocks[0].scale.requires_grad_(False)
     model.blocks[1].scale.grad = torch.ones_like(model.blocks[1].scale)
     _drift(model, dist.get_rank())
-    expected = [parameter.detach() * 1.5 / (1 + dist.get_rank()) for parameter in model.parameters()]
+    expected = [
+        parameter.detach() * 1.5 / (1 + dist.get_rank()) for parameter in model.parameters()
+    ]
     average_parameters(model)
     for parameter, value in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.detach(), value)
@@ -147,10 +168,12 @@ def test_one_message_per_unit_and_dtype() -> None:
         model, _ = annotated("hybrid", 2)
         log.events.clear()
         average_parameters(model)
-    assert log.labels() == [f"average of unit '{name}'" for name in ("(root)", "blocks.0", "blocks.1", "blocks.2")]
+    assert log.labels() == [
+        f"average of unit '{name}'" for name in ("(root)", "blocks.0", "blocks.1", "blocks.2")
+    ]
 
 
-# --- periodic ---------------------------------------------------------------------------------------------------------
+# --- periodic -----------------------------------------------------------------------------------
 
 
 def _periodic(plan: str, replicas: int) -> None:
@@ -190,12 +213,16 @@ def test_an_averager_resumes_where_it_was_saved() -> None:
     _drift(model, dist.get_rank())
     before = [parameter.detach().clone() for parameter in model.parameters()]
     again.average_parameters()
-    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True)), "it is not due"
+    assert all(
+        torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True)
+    ), "it is not due"
     again.average_parameters()
-    assert not all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True))
+    assert not all(
+        torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True)
+    )
 
 
-# --- hierarchical -----------------------------------------------------------------------------------------------------
+# --- hierarchical -------------------------------------------------------------------------------
 
 
 @spmd(ranks=4)
@@ -237,7 +264,7 @@ def test_shards_are_averaged_in_groups_of_the_replicate_dimension() -> None:
         torch.testing.assert_close(local(parameter), value * 2.5)
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------
 
 
 @spmd(ranks=4)
@@ -246,7 +273,10 @@ def test_a_dimension_that_shards_is_refused_by_name() -> None:
     model = fully_shard(plain(), mesh=mesh, policy={Block})
     everyone, some = dist.group.WORLD, dist.new_group([0, 1, 2])
     for over in ("shard", mesh["shard"], everyone, *([some] if dist.get_rank() < 3 else [])):
-        with pytest.raises(MeshError, match=r"^average_parameters: unit '\(root\)' is sharded over ranks 0, 1|ranks 2, 3"):
+        with pytest.raises(
+            MeshError,
+            match=r"^average_parameters: unit '\(root\)' is sharded over ranks 0, 1|ranks 2, 3",
+        ):
             average_parameters(model, over=over)  # type: ignore[arg-type]
     with pytest.raises(MeshError, match=r"^PeriodicAverager: unit '\(root\)' is sharded"):
         PeriodicAverager(model, 2, over="shard")
@@ -255,19 +285,29 @@ def test_a_dimension_that_shards_is_refused_by_name() -> None:
 @spmd(ranks=2)
 def test_bad_arguments_are_refused_by_name_on_every_rank() -> None:
     model = fully_shard(plain(), policy={Block})
-    with pytest.raises(MeshError, match=r"has no dimension 'replicate'\. Its dimensions are without names"):
+    with pytest.raises(
+        MeshError, match=r"has no dimension 'replicate'\. Its dimensions are without names"
+    ):
         average_parameters(model)
     mesh = grid(2)
     hybrid = fully_shard(plain(), mesh=mesh, policy={Block})
-    with pytest.raises(MeshError, match=r"has no dimension 'replicates'; did you mean 'replicate'\?"):
+    with pytest.raises(
+        MeshError, match=r"has no dimension 'replicates'; did you mean 'replicate'\?"
+    ):
         average_parameters(hybrid, over="replicates")
     with pytest.raises(MeshError, match=r"over must be .* got DeviceMesh of 2 dimensions"):
         average_parameters(hybrid, over=mesh)
-    with pytest.raises(NotAnnotatedError, match=r"^average_parameters: no fully sharded or replicated module"):
+    with pytest.raises(
+        NotAnnotatedError, match=r"^average_parameters: no fully sharded or replicated module"
+    ):
         average_parameters(plain())
-    with pytest.raises(AnnotationError, match=r"^PeriodicAverager: period must be at least 1, got 0"):
+    with pytest.raises(
+        AnnotationError, match=r"^PeriodicAverager: period must be at least 1, got 0"
+    ):
         PeriodicAverager(hybrid, 0)
-    with pytest.raises(AnnotationError, match=r"^PeriodicAverager: warmup_steps must not be negative, got -1"):
+    with pytest.raises(
+        AnnotationError, match=r"^PeriodicAverager: warmup_steps must not be negative, got -1"
+    ):
         PeriodicAverager(hybrid, 2, -1)
 
 
@@ -276,8 +316,14 @@ def test_periods_and_sizes_that_do_not_divide_are_refused_on_every_rank() -> Non
     model = replicate(plain())
     for periods, message in {
         ((3, 2), (4, 4)): r"groups of 3 ranks do not divide groups of 4",
-        ((2, 3), (4, 4)): r"groups of 4 ranks average every 4 steps, which the 3 steps of groups of 2 do not divide",
-        ((2, 2),): r"the largest group must have the 4 ranks that unit '\(root\)' is averaged over .*, got sizes \[2\]",
+        ((2, 3), (4, 4)): (
+            r"groups of 4 ranks average every 4 steps, which the 3 steps of groups of 2 do not"
+            r" divide"
+        ),
+        ((2, 2),): (
+            r"the largest group must have the 4 ranks that unit '\(root\)' is averaged over .*, got"
+            r" sizes \[2\]"
+        ),
         ((2, 0), (4, 4)): r"sizes and periods must be at least 1",
     }.items():
         with pytest.raises(AnnotationError, match=f"^HierarchicalAverager: {message}"):

@@ -1,4 +1,6 @@
-"""Row 33 of the behaviours: uneven inputs end with the numbers of one process that has exactly those batches."""
+"""Row 33 of the behaviours: uneven inputs end with the numbers of one process that has exactly
+those batches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import CPUOffloadPolicy, checkpoint, clip_grad_norm_, fully_shard, join, no_sync, replicate
+from composable import (
+    CPUOffloadPolicy,
+    checkpoint,
+    clip_grad_norm_,
+    fully_shard,
+    join,
+    no_sync,
+    replicate,
+)
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device
 
@@ -47,7 +57,11 @@ class Plan:
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 1)).double().to(current_device())
+    return (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Tanh(), nn.Linear(2, 1))
+        .double()
+        .to(current_device())
+    )
 
 
 def annotate(model: nn.Sequential, plan: Plan) -> None:
@@ -59,7 +73,11 @@ def annotate(model: nn.Sequential, plan: Plan) -> None:
     if plan.scheme == "replicate":
         replicate(model)
     elif plan.scheme == "hybrid":
-        fully_shard(model, mesh=init_device_mesh(current_device().type, (2, dist.get_world_size() // 2)), **options)
+        fully_shard(
+            model,
+            mesh=init_device_mesh(current_device().type, (2, dist.get_world_size() // 2)),
+            **options,
+        )
     else:
         if plan.scheme == "mixed":
             replicate(model[2])
@@ -93,8 +111,11 @@ class Alone:
             self.optimizer.zero_grad()
             micro_batches = range(start, min(start + plan.micro_batches, max(pattern)))
             for number in micro_batches:
-                # What was accumulated is divided when it is reduced, and so is what earlier micro-batches brought.
-                divisor = len(pattern) if plan.initial else sum(number < batches for batches in pattern)
+                # What was accumulated is divided when it is reduced, and so is what earlier
+                # micro-batches brought.
+                divisor = (
+                    len(pattern) if plan.initial else sum(number < batches for batches in pattern)
+                )
                 for rank, batches in enumerate(pattern):
                     if number < batches:
                         (loss_of(self.model, rank, first + number) / divisor).backward()
@@ -103,7 +124,9 @@ class Alone:
             self.optimizer.step()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, pattern: Pattern, first: int) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, pattern: Pattern, first: int
+) -> None:
     """The same, on the ranks that have the batches."""
     rank, longest = dist.get_rank(), max(pattern)
     scaler = torch.amp.GradScaler(current_device().type, init_scale=8.0, enabled=plan.scales)
@@ -131,25 +154,40 @@ def _train_patterns(plan: Plan, patterns: Sequence[Pattern], fresh: int) -> None
         for number, pattern in enumerate(patterns[start : start + fresh]):
             alone.train(pattern, 10 * number)
             train(model, optimizer, plan, pattern, 10 * number)
-        for (name, parameter), other in zip(model.named_parameters(), alone.model.parameters(), strict=True):
+        for (name, parameter), other in zip(
+            model.named_parameters(), alone.model.parameters(), strict=True
+        ):
             found, expected = full(parameter.detach()).cpu(), other.detach().cpu()
             where = f"{name} after {patterns[start : start + fresh]}, {plan}"
-            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=partial("{}: {}".format, where))
+            torch.testing.assert_close(
+                found, expected, rtol=1e-9, atol=1e-11, msg=partial("{}: {}".format, where)
+            )
 
 
-_WORLDS = [(ranks, scheme) for ranks in (1, 2, 3, 4) for scheme in ("shard", "replicate", "mixed")] + [(4, "hybrid")]
+_WORLDS = [
+    (ranks, scheme) for ranks in (1, 2, 3, 4) for scheme in ("shard", "replicate", "mixed")
+] + [(4, "hybrid")]
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), _WORLDS)
-def test_33_patterns_of_missing_batches_trains_as_one_process(pool: Pool, ranks: int, scheme: str, device: str) -> None:
-    patterns = [tuple(3 - missing for missing in each) for each in itertools.product(range(4), repeat=ranks)]
+def test_33_patterns_of_missing_batches_trains_as_one_process(
+    pool: Pool, ranks: int, scheme: str, device: str
+) -> None:
+    patterns = [
+        tuple(3 - missing for missing in each) for each in itertools.product(range(4), repeat=ranks)
+    ]
     random.Random(0).shuffle(patterns)  # so that a new model begins with any
     fresh = {1: 1, 2: 1, 3: 8, 4: 16}[ranks]
     for initial in (True, False):
-        # Every pattern on up to two ranks; on three and four some, and fewer of what shares their code.
-        some = {1: 1, 2: 1, 3: 2 if initial else 8, 4: 8 if initial and scheme != "mixed" else 16}[ranks]
+        # Every pattern on up to two ranks; on three and four some, and fewer of what shares their
+        # code.
+        some = {1: 1, 2: 1, 3: 2 if initial else 8, 4: 8 if initial and scheme != "mixed" else 16}[
+            ranks
+        ]
         part = patterns[::some]
-        pool.run(ranks, _train_patterns, Plan(scheme, initial), part, fresh, device=device, timeout=600)
+        pool.run(
+            ranks, _train_patterns, Plan(scheme, initial), part, fresh, device=device, timeout=600
+        )
 
 
 def _random_plan(generator: random.Random, ranks: int) -> tuple[Plan, list[Pattern]]:
@@ -157,17 +195,37 @@ def _random_plan(generator: random.Random, ranks: int) -> tuple[Plan, list[Patte
         return generator.random() < 0.4
 
     schemes = ["shard", "replicate", "mixed", *(["hybrid"] if ranks == 4 else [])]
-    plan = Plan(generator.choice(schemes), sometimes(), scales=sometimes(), checkpoints=sometimes(), adam=sometimes())
-    plan = replace(plan, max_norm=0.1 if sometimes() else 0.0, micro_batches=generator.choice([1, 1, 2, 3]))
-    plan = replace(plan, offloads=plan.scheme != "replicate" and sometimes(), level=generator.choice(["all", "replicate"]))
-    plan = replace(plan, reshard=generator.choice([None, True, False, *([2] if ranks == 4 and plan.scheme == "shard" else [])]))
+    plan = Plan(
+        generator.choice(schemes),
+        sometimes(),
+        scales=sometimes(),
+        checkpoints=sometimes(),
+        adam=sometimes(),
+    )
+    plan = replace(
+        plan, max_norm=0.1 if sometimes() else 0.0, micro_batches=generator.choice([1, 1, 2, 3])
+    )
+    plan = replace(
+        plan,
+        offloads=plan.scheme != "replicate" and sometimes(),
+        level=generator.choice(["all", "replicate"]),
+    )
+    plan = replace(
+        plan,
+        reshard=generator.choice(
+            [None, True, False, *([2] if ranks == 4 and plan.scheme == "shard" else [])]
+        ),
+    )
     if plan.micro_batches > 1:
-        plan = replace(plan, initial=True)  # otherwise ranks that ended within a step would count in it
+        # otherwise ranks that ended within a step would count in it
+        plan = replace(plan, initial=True)
     return plan, [tuple(generator.randrange(6) for _ in range(ranks)) for _ in range(5)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_33_random_patterns_and_features_train_as_one_process(pool: Pool, ranks: int, device: str) -> None:
+def test_33_random_patterns_and_features_train_as_one_process(
+    pool: Pool, ranks: int, device: str
+) -> None:
     generator = random.Random(ranks)
     for _ in range(7):
         plan, patterns = _random_plan(generator, ranks)

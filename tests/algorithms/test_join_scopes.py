@@ -51,7 +51,11 @@ def _plain() -> nn.Sequential:
 
 def _normed() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().to(current_device())
+    return (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        .double()
+        .to(current_device())
+    )
 
 
 def _batch(rank: int, step: int) -> Tensor:
@@ -60,7 +64,9 @@ def _batch(rank: int, step: int) -> Tensor:
 
 
 def _batches() -> int:
-    """Rank 0 has the fewest, so that nothing that follows rank 0 outside of a scope is right in it."""
+    """Rank 0 has the fewest, so that nothing that follows rank 0 outside of a scope is right in
+    it.
+    """
     return 2 * dist.get_rank() + 1
 
 
@@ -68,7 +74,9 @@ def _sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, to_none: bool = True) -> None:
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, to_none: bool = True
+) -> None:
     optimizer.zero_grad(set_to_none=to_none)
     model(_batch(dist.get_rank(), step)).square().mean().backward()
     optimizer.step()
@@ -89,8 +97,12 @@ def _alone(make: Callable[[], nn.Module] = _plain, **options: Any) -> nn.Module:
 
 
 def _assert_same(model: nn.Module, expected: nn.Module) -> None:
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(full(parameter.detach()), other.detach(), rtol=1e-9, atol=1e-11, msg=name)
+    for (name, parameter), other in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            full(parameter.detach()), other.detach(), rtol=1e-9, atol=1e-11, msg=name
+        )
 
 
 def _on_all_ranks(tensor: Tensor) -> list[Tensor]:
@@ -103,7 +115,7 @@ def _shards_of(model: nn.Module) -> list[Tensor]:
     return [local.detach().clone() for local in locals_of(list(model.parameters()))]
 
 
-# --- torch's Join -----------------------------------------------------------------------------------------------------
+# --- torch's Join -------------------------------------------------------------------------------
 
 
 @spmd(ranks=[2, 3])
@@ -112,7 +124,9 @@ def test_33_zero_redundancy_optimizer_over_a_replicated_model(stands: str) -> No
     model = _plain()
     replicate(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    joinables = [joinable(model, optimizer)] if stands == "in joinable" else [joinable(model), optimizer]
+    joinables = (
+        [joinable(model, optimizer)] if stands == "in joinable" else [joinable(model), optimizer]
+    )
     with Join(joinables[::-1] if stands == "first in the list" else joinables):
         for step in range(_batches()):
             _step(model, optimizer, step)
@@ -161,7 +175,12 @@ class _CounterHook(JoinHook):
 @spmd(ranks=[2, 3])
 @pytest.mark.parametrize("annotate", [_shard, replicate])
 def test_33_other_joinables_stand_and_are_called_in_any_order(annotate: Annotate) -> None:
-    for ours_first, ours_is_called_first in ((True, True), (True, False), (False, True), (False, False)):
+    for ours_first, ours_is_called_first in (
+        (True, True),
+        (True, False),
+        (False, True),
+        (False, False),
+    ):
         model, other = _plain(), _plain()
         annotate(model)
         ddp, counter = DistributedDataParallel(other), _Counter()
@@ -203,7 +222,9 @@ def test_33_another_joinable_is_called_between_forward_and_step() -> None:
 @spmd(ranks=[2, 3])
 @pytest.mark.parametrize("annotate", [_shard, replicate])
 def test_33_ranks_without_data_follow_freezing(annotate: Annotate) -> None:
-    """As in adversarial training: a step of the model, then gradients through the frozen model, then a part of it is frozen."""
+    """As in adversarial training: a step of the model, then gradients through the frozen model,
+    then a part of it is frozen.
+    """
 
     def passes(model: nn.Module, step: int) -> list[Callable[[int], Tensor]]:
         def through(rank: int) -> Tensor:
@@ -236,7 +257,9 @@ def test_33_ranks_without_data_follow_freezing(annotate: Annotate) -> None:
                     (loss(rank) / ranks).backward()
             expected.step()
     _assert_same(model, alone)
-    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in alone.parameters()]
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in alone.parameters()
+    ]
 
 
 @spmd(ranks=2)
@@ -247,7 +270,8 @@ def test_33_several_joinables_of_one_join() -> None:
     optimizers = [_sgd(model) for model in models]
     with Join([joinable(*each) for each in zip(models, optimizers, strict=True)]):
         for step in range(_batches()):
-            _step(models[1], optimizers[1], step)  # the first joinable notifies, whichever model comes first
+            # the first joinable notifies, whichever model comes first
+            _step(models[1], optimizers[1], step)
             _step(models[0], optimizers[0], step)
     alone = _alone()
     for model in models:
@@ -318,10 +342,18 @@ def test_33_a_joinable_serves_many_scopes() -> None:
             for step in range(_batches()):
                 _step(model, optimizer, step)
     assert [*model.state_dict()] == before
-    assert len({float(each) for each in _on_all_ranks(sum(full(p.detach()).sum() for p in model.parameters()))}) == 1
+    assert (
+        len(
+            {
+                float(each)
+                for each in _on_all_ranks(sum(full(p.detach()).sum() for p in model.parameters()))
+            }
+        )
+        == 1
+    )
 
 
-# --- what runs inside -------------------------------------------------------------------------------------------------
+# --- what runs inside ---------------------------------------------------------------------------
 
 
 @spmd(ranks=[2, 3])
@@ -331,7 +363,9 @@ def test_33_evaluation_loops_of_different_lengths(annotate: Annotate) -> None:
     annotate(model)
     with torch.no_grad(), join(model):
         for step in range(_batches()):
-            torch.testing.assert_close(model(_batch(dist.get_rank(), step)), alone(_batch(dist.get_rank(), step)))
+            torch.testing.assert_close(
+                model(_batch(dist.get_rank(), step)), alone(_batch(dist.get_rank(), step))
+            )
 
 
 @spmd(ranks=[2, 3])
@@ -376,7 +410,9 @@ def test_33_optimizers_and_schedulers_end_alike_on_all_ranks(annotate: Annotate)
     steps = 2 * dist.get_world_size() - 1
     assert {int(state["step"]) for state in optimizer.state.values()} == {steps}
     assert scheduler.last_epoch == steps
-    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.1 * 0.5 ** (steps // 2)
+    assert (
+        optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.1 * 0.5 ** (steps // 2)
+    )
 
 
 @spmd(ranks=[2, 3])
@@ -451,7 +487,10 @@ def test_33_several_forwards_before_one_backward() -> None:
     with join(model, optimizers[1]):
         for step in range(_batches()):
             optimizers[1].zero_grad()
-            losses = [model(_batch(dist.get_rank(), 10 * step + part)).square().mean() for part in range(3)]
+            losses = [
+                model(_batch(dist.get_rank(), 10 * step + part)).square().mean()
+                for part in range(3)
+            ]
             (losses[0] + losses[2]).backward()
             optimizers[1].step()
     for step in range(3):
@@ -467,7 +506,11 @@ def test_33_several_forwards_before_one_backward() -> None:
 def test_33_sparse_gradients_come_from_ranks_with_data() -> None:
     def make() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 1)).double().to(current_device())
+        return (
+            nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 1))
+            .double()
+            .to(current_device())
+        )
 
     def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
         loss: Tensor = model(torch.tensor([rank, step, 7], device=current_device())).square().mean()
@@ -492,7 +535,9 @@ def test_33_sparse_gradients_come_from_ranks_with_data() -> None:
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("annotate", [_shard, replicate])
-def test_33_while_all_ranks_have_data_the_ledger_is_that_without_a_scope(annotate: Annotate) -> None:
+def test_33_while_all_ranks_have_data_the_ledger_is_that_without_a_scope(
+    annotate: Annotate,
+) -> None:
     model = _plain()
     annotate(model)
     optimizer, ledger = _sgd(model), ledger_of(dist.group.WORLD)
@@ -507,7 +552,7 @@ def test_33_while_all_ranks_have_data_the_ledger_is_that_without_a_scope(annotat
     assert counts[0] == counts[1] > 0
 
 
-# --- steps that fail --------------------------------------------------------------------------------------------------
+# --- steps that fail ----------------------------------------------------------------------------
 
 
 class _Fails(nn.Linear):
@@ -528,7 +573,9 @@ class _Fails(nn.Linear):
 @spmd(ranks=[2, 3])
 @pytest.mark.parametrize("annotate", [_shard, replicate])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_33_a_step_that_fails_on_all_ranks_with_data_is_lost_on_the_others_too(annotate: Annotate, where: str) -> None:
+def test_33_a_step_that_fails_on_all_ranks_with_data_is_lost_on_the_others_too(
+    annotate: Annotate, where: str
+) -> None:
     model, alone = _plain(), _plain()
     torch.manual_seed(0)
     model[2] = _Fails(4, 1).double().to(current_device())
@@ -569,7 +616,7 @@ def test_33_a_rank_that_raises_inside_ends_the_others(pool: Pool, device: str) -
     assert "rank 0: the exchange of which ranks have data failed" in one
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------
 
 
 def _refusal_inside(scope: Any, act: Callable[[], object]) -> str:
@@ -588,7 +635,8 @@ def test_33_shards_without_an_optimizer_are_refused(on: str) -> None:
     runs = on == "all ranks" or dist.get_rank() == 1
     said = _refusal_inside(join(model), lambda: runs and model(_batch(0, 0)).sum().backward())
     assert said.startswith(
-        "OptimizerError: join: parameter 'weight' of unit '0' is trained by no optimizer that the scope knows"
+        "OptimizerError: join: parameter 'weight' of unit '0' is trained by no optimizer that the"
+        " scope knows"
     )
 
 
@@ -644,7 +692,10 @@ def test_33_a_scaler_that_was_not_passed_is_refused() -> None:
         scaler.step(optimizer)
 
     said = _refusal_inside(join(model, optimizer), act)
-    assert said.startswith("OptimizerError: join: GradScaler scales gradients of a model in the scope, and is not known to it")
+    assert said.startswith(
+        "OptimizerError: join: GradScaler scales gradients of a model in the scope, and is not"
+        " known to it"
+    )
 
 
 @spmd(ranks=2)
@@ -657,17 +708,25 @@ def test_33_a_step_with_a_closure_is_refused() -> None:
         model(_batch(0, 0)).sum().backward()
         optimizer.step(lambda: 1.0)
 
-    assert _refusal_inside(join(model, optimizer), act).startswith("OptimizerError: join: SGD.step was called with a closure")
+    assert _refusal_inside(join(model, optimizer), act).startswith(
+        "OptimizerError: join: SGD.step was called with a closure"
+    )
 
 
 @spmd(ranks=2)
 def test_33_what_joinable_cannot_take() -> None:
     model, other = _plain(), nn.Linear(3, 3).double().to(current_device())
-    assert refusal(lambda: joinable(model)).startswith("NotAnnotatedError: joinable: no fully sharded or replicated module")
+    assert refusal(lambda: joinable(model)).startswith(
+        "NotAnnotatedError: joinable: no fully sharded or replicated module"
+    )
     _shard(model)
-    assert refusal(lambda: joinable(model, 3)).startswith("OptimizerError: joinable: a int is neither a model nor an optimizer")
+    assert refusal(lambda: joinable(model, 3)).startswith(
+        "OptimizerError: joinable: a int is neither a model nor an optimizer"
+    )
     fully_shard(other, mesh=DeviceMesh(current_device().type, [dist.get_rank()]))
-    assert refusal(lambda: joinable(model, other)).startswith("MeshError: joinable: unit '(root)' is on ranks [")
+    assert refusal(lambda: joinable(model, other)).startswith(
+        "MeshError: joinable: unit '(root)' is on ranks ["
+    )
     joinables = [joinable(model), joinable(other)]
     assert refusal(lambda: Join(joinables)).startswith(
         f"MeshError: joinable: models of one Join are on ranks [{dist.get_rank()}] of"

@@ -1,4 +1,6 @@
-"""Hooks that leave gradients local: with averages of replicas, as under DDP; on shards they are refused by name."""
+"""Hooks that leave gradients local: with averages of replicas, as under DDP; on shards they are
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,23 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_wrapper,
     fp16_compress_wrapper,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from composable import PeriodicAverager, fully_shard, register_comm_hook, replicate
 from composable.errors import AnnotationError
-from tests.algorithms.replicas import annotated, assert_same_parameters, average_by_hand, backward, grid
+from tests.algorithms.replicas import (
+    annotated,
+    assert_same_parameters,
+    average_by_hand,
+    backward,
+    grid,
+)
 from tests.helpers.world import current_device, spmd
 from tests.state.models import Block, plain
 
@@ -34,22 +45,34 @@ _sgd = partial(SGD, lr=0.1, momentum=0.5)
 
 
 def _state(own: Any) -> PostLocalSGDState:
-    return PostLocalSGDState(None, own, start_localSGD_iter=3, post_local_gradient_allreduce=own is not None)
+    return PostLocalSGDState(
+        None, own, start_localSGD_iter=3, post_local_gradient_allreduce=own is not None
+    )
 
 
 @pytest.mark.parametrize("averager", ["torch's", "ours"])
 @pytest.mark.parametrize("pairs", [False, True], ids=["alone", "in pairs"])
 @spmd(ranks=[2, 4])
-def test_post_local_sgd_on_a_replicated_model_has_the_numbers_of_ddp(averager: str, pairs: bool) -> None:
+def test_post_local_sgd_on_a_replicated_model_has_the_numbers_of_ddp(
+    averager: str, pairs: bool
+) -> None:
     device = current_device()
-    own = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)][dist.get_rank() // 2]
+    own = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)][
+        dist.get_rank() // 2
+    ]
     subgroup = own if pairs else None
     expected, model = plain(), replicate(plain())
-    rival = DistributedDataParallel(expected, device_ids=[device] if device.type == "cuda" else None)
+    rival = DistributedDataParallel(
+        expected, device_ids=[device] if device.type == "cuda" else None
+    )
     rival.register_comm_hook(_state(subgroup), post_localSGD_hook)
     register_comm_hook(model, post_localSGD_hook, _state(subgroup))
     theirs = PeriodicModelAverager(period=2, warmup_steps=3)
-    ours: Any = PeriodicAverager(model, 2, 3) if averager == "ours" else PeriodicModelAverager(period=2, warmup_steps=3)
+    ours: Any = (
+        PeriodicAverager(model, 2, 3)
+        if averager == "ours"
+        else PeriodicModelAverager(period=2, warmup_steps=3)
+    )
     optimizers = [
         PostLocalSGDOptimizer(_sgd(expected.parameters()), theirs), PostLocalSGDOptimizer(_sgd(model.parameters()), ours)
     ]  # fmt: skip
@@ -68,7 +91,8 @@ def test_torchs_post_local_optimizer_takes_our_averager_for_shards() -> None:
     register_comm_hook(model, post_localSGD_hook, _state(None), stage="all_reduce")
     optimizer = PostLocalSGDOptimizer(_sgd(model.parameters()), PeriodicAverager(model, 2, 3))  # type: ignore[arg-type]
     for step in range(6):
-        backward(model, step + 10 * (step >= 3), replica if step >= 3 else 0)  # replicas agree in the warm-up
+        # replicas agree in the warm-up
+        backward(model, step + 10 * (step >= 3), replica if step >= 3 else 0)
         optimizer.step()
         optimizer.zero_grad()
     models = [plain(), plain()]
@@ -83,7 +107,7 @@ def test_torchs_post_local_optimizer_takes_our_averager_for_shards() -> None:
     assert_same_parameters(model, models[replica])
 
 
-# --- refused on shards ------------------------------------------------------------------------------------------------
+# --- refused on shards --------------------------------------------------------------------------
 
 _LOCAL: Final[dict[str, tuple[Callable[..., Any], Any]]] = {
     "no-op": (noop_hook, None),
@@ -100,7 +124,8 @@ def test_hooks_that_leave_gradients_local_are_refused_on_shards(name: str) -> No
     hook, state = _LOCAL[name]
     state = None if state is None else _state(None)
     message = (
-        r"^register_comm_hook: .* leaves gradients on their rank, and the ranks of unit '\(root\)' hold its parameters together"
+        r"^register_comm_hook: .* leaves gradients on their rank, and the ranks of unit '\(root\)'"
+        r" hold its parameters together"
     )
     with pytest.raises(AnnotationError, match=message):
         register_comm_hook(fully_shard(plain(), policy={Block}), hook, state)

@@ -1,4 +1,6 @@
-"""`local_steps`: replicas that train apart, and an outer optimizer that steps by their mean difference (DiLoCo)."""
+"""`local_steps`: replicas that train apart, and an outer optimizer that steps by their mean
+difference (DiLoCo).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,13 @@ from composable import (
     replicate,
 )
 from composable.comm import comms_wrapped_by
-from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, OptimizerError, PhaseError
+from composable.errors import (
+    AlreadyAnnotatedError,
+    AnnotationError,
+    MeshError,
+    OptimizerError,
+    PhaseError,
+)
 from tests.algorithms.replicas import (
     WORLDS,
     annotated,
@@ -61,7 +69,9 @@ def _step(model: nn.Module, optimizer: Optimizer, step: int, replica: int) -> No
 class _OuterByHand:
     """The arithmetic at the top of `outer_steps.py`, over copies of the model in one process."""
 
-    def __init__(self, every: int, outer: Callable[[Any], Optimizer], delay: int = 0, keep: float = 0.0) -> None:
+    def __init__(
+        self, every: int, outer: Callable[[Any], Optimizer], delay: int = 0, keep: float = 0.0
+    ) -> None:
         self.backup = plain()
         self._outer = outer(self.backup.parameters())
         self._every, self._delay, self._keep = every, delay, keep
@@ -69,19 +79,25 @@ class _OuterByHand:
     @torch.no_grad()
     def __call__(self, step: int, models: list[Any]) -> None:
         if (step + 1 + self._delay) % self._every == 0:
-            for backup, *copies in zip(self.backup.parameters(), *(model.parameters() for model in models), strict=True):
+            for backup, *copies in zip(
+                self.backup.parameters(), *(model.parameters() for model in models), strict=True
+            ):
                 backup.grad = backup - torch.stack(copies).mean(0)
         if (step + 1) % self._every == 0:
             self._outer.step()
-            for backup, *copies in zip(self.backup.parameters(), *(model.parameters() for model in models), strict=True):
+            for backup, *copies in zip(
+                self.backup.parameters(), *(model.parameters() for model in models), strict=True
+            ):
                 for parameter in copies:
                     parameter.copy_(self._keep * parameter + (1 - self._keep) * backup)
 
 
-# --- the same arithmetic ----------------------------------------------------------------------------------------------
+# --- the same arithmetic ------------------------------------------------------------------------
 
 
-def _as_by_hand(plan: str, replicas: int, outer: Any, delay: int, keep: float, offload: bool) -> None:
+def _as_by_hand(
+    plan: str, replicas: int, outer: Any, delay: int, keep: float, offload: bool
+) -> None:
     model, replica = annotated(plan, replicas)
     optimizer = _sgd(model.parameters())
     local_steps(model, optimizer, every=3, outer=outer, delay=delay, keep=keep, offload=offload)
@@ -100,7 +116,9 @@ def test_rounds_are_those_of_loops_over_replicas(
     pool.run(ranks, _as_by_hand, plan, replicas, outer, 0, 0.0, False, device=device)
 
 
-@pytest.mark.parametrize(("delay", "keep", "offload"), [(1, 0.0, False), (2, 0.5, False), (0, 0.0, True), (1, 0.5, True)])
+@pytest.mark.parametrize(
+    ("delay", "keep", "offload"), [(1, 0.0, False), (2, 0.5, False), (0, 0.0, True), (1, 0.5, True)]
+)
 def test_messages_may_be_sent_early_and_backups_be_on_the_host(
     pool: Pool, delay: int, keep: float, offload: bool, device: str
 ) -> None:
@@ -177,7 +195,7 @@ def test_bfloat16_parameters_have_bfloat16_backups() -> None:
     assert all(backup.dtype is torch.bfloat16 for backup in outer.state_dict()["backups"].values())
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------
 
 
 @spmd(ranks=4)
@@ -187,7 +205,11 @@ def test_nothing_travels_between_replicas_until_the_round_ends_with_one_message_
     def record(comm: Any) -> Any:
         apart = (
             comm.size == 2
-            and abs(dist.get_process_group_ranks(comm.group)[1] - dist.get_process_group_ranks(comm.group)[0]) == 2
+            and abs(
+                dist.get_process_group_ranks(comm.group)[1]
+                - dist.get_process_group_ranks(comm.group)[0]
+            )
+            == 2
         )
         return Recording(comm, between if apart or comm.size == 4 else log)
 
@@ -214,11 +236,13 @@ def test_frozen_parameters_are_not_sent_and_unfrozen_ones_are_refused() -> None:
     assert not any(name.startswith("blocks.0.") for name in outer.state_dict()["backups"])
     _step(model, optimizer, 0, replica)
     model.blocks[0].requires_grad_(True)
-    with pytest.raises(PhaseError, match=r"^local_steps: 'blocks\.0\.scale'.* was unfrozen or added since"):
+    with pytest.raises(
+        PhaseError, match=r"^local_steps: 'blocks\.0\.scale'.* was unfrozen or added since"
+    ):
         _step(model, optimizer, 1, replica)
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan", ["hybrid", "replicate"])
@@ -291,7 +315,7 @@ def test_local_steps_end_after_the_annotation_was_removed() -> None:
     assert outer.steps == 1
 
 
-# --- which steps count ------------------------------------------------------------------------------------------------
+# --- which steps count --------------------------------------------------------------------------
 
 
 def _halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -300,7 +324,10 @@ def _halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def _both_in_backward(model: nn.Module) -> list[Optimizer]:
-    return [apply_optimizer_in_backward(SGD, half, {"lr": 0.1, "momentum": 0.5}) for half in _halves(model)]
+    return [
+        apply_optimizer_in_backward(SGD, half, {"lr": 0.1, "momentum": 0.5})
+        for half in _halves(model)
+    ]
 
 
 def _one_in_backward(model: nn.Module) -> list[Optimizer]:
@@ -315,7 +342,9 @@ def _none_in_backward(model: nn.Module) -> list[Optimizer]:
 @spmd(ranks=2)
 @pytest.mark.parametrize("plan", ["replicate", "hybrid"])
 @pytest.mark.parametrize("start", [_both_in_backward, _one_in_backward, _none_in_backward])
-def test_a_step_counts_when_all_optimizers_have_made_it(plan: str, start: Callable[[nn.Module], list[Optimizer]]) -> None:
+def test_a_step_counts_when_all_optimizers_have_made_it(
+    plan: str, start: Callable[[nn.Module], list[Optimizer]]
+) -> None:
     for backwards in (False, True):
         model, replica = annotated(plan, 2)
         optimizers = start(model)
@@ -376,7 +405,9 @@ def test_an_optimizer_that_was_not_passed_may_step_first_and_not_after_a_round(p
 
 
 class _Counting(SGD):
-    """With a number in its group and one of its own that count steps, and steps that no learning rate scales."""
+    """With a number in its group and one of its own that count steps, and steps that no learning
+    rate scales.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.5, momentum=0.5)
@@ -412,11 +443,13 @@ def test_looking_at_the_state_changes_nothing(plan: str) -> None:
         assert torch.equal(local(one), local(other))
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+# --- state --------------------------------------------------------------------------------------
 
 
 def _resumes(plan: str, replicas: int, delay: int, at: int, outer: Any, folder: str) -> None:
-    """One checkpoint per replica, inside a round, where replicas differ; and with a message under way."""
+    """One checkpoint per replica, inside a round, where replicas differ; and with a message under
+    way.
+    """
 
     def start() -> tuple[Any, Optimizer, Any]:
         model, _ = annotated(plan, replicas)
@@ -447,9 +480,20 @@ def _resumes(plan: str, replicas: int, delay: int, at: int, outer: Any, folder: 
 
 
 @pytest.mark.parametrize(("delay", "at"), [(0, 1), (0, 4), (2, 2), (2, 4)])
-@pytest.mark.parametrize(("plan", "ranks", "replicas", "outer"), [("hybrid", 4, 2, _nesterov), ("replicate", 2, 2, _adam)])
+@pytest.mark.parametrize(
+    ("plan", "ranks", "replicas", "outer"),
+    [("hybrid", 4, 2, _nesterov), ("replicate", 2, 2, _adam)],
+)
 def test_it_resumes_exactly_from_one_checkpoint_per_replica(
-    pool: Pool, plan: str, ranks: int, replicas: int, outer: Any, delay: int, at: int, device: str, tmp_path: Path
+    pool: Pool,
+    plan: str,
+    ranks: int,
+    replicas: int,
+    outer: Any,
+    delay: int,
+    at: int,
+    device: str,
+    tmp_path: Path,
 ) -> None:
     need_devices(device, ranks)
     pool.run(ranks, _resumes, plan, replicas, delay, at, outer, str(tmp_path), device=device)
@@ -464,16 +508,22 @@ def test_state_is_sharded_as_the_parameters_are_and_known_by_name() -> None:
     for _ in range(2):
         state = outer.state_dict()
         assert sorted(state["backups"]) == sorted(state["outer"]) == sorted(names)
-        momentum, weight = state["outer"]["blocks.0.up.weight"]["momentum_buffer"], model.blocks[0].up.weight
+        momentum, weight = (
+            state["outer"]["blocks.0.up.weight"]["momentum_buffer"],
+            model.blocks[0].up.weight,
+        )
         assert isinstance(momentum, DTensor)
-        assert (momentum.placements, momentum.to_local().shape) == (weight.placements, weight.to_local().shape)
+        assert (momentum.placements, momentum.to_local().shape) == (
+            weight.placements,
+            weight.to_local().shape,
+        )
         _step(model, optimizer, 0, replica)
     state["backups"].pop("blocks.0.up.weight")
     with pytest.raises(KeyError, match=r"local_steps: 'blocks\.0\.up\.weight' is in only one"):
         outer.load_state_dict(state)
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ----------------------------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -481,7 +531,10 @@ def test_state_is_sharded_as_the_parameters_are_and_known_by_name() -> None:
 def test_communication_hooks_that_would_not_be_called_are_refused(plan: str) -> None:
     model, _ = annotated(plan, 2)
     register_comm_hook(model, allreduce_hook, stage="all_reduce")
-    with pytest.raises(AnnotationError, match=r"^local_steps: unit '.*' has the communication hook 'allreduce_hook'"):
+    with pytest.raises(
+        AnnotationError,
+        match=r"^local_steps: unit '.*' has the communication hook 'allreduce_hook'",
+    ):
         local_steps(model, _sgd(model.parameters()), every=2)
 
 
@@ -489,9 +542,14 @@ def test_communication_hooks_that_would_not_be_called_are_refused(plan: str) -> 
 def test_a_model_without_replicas_is_refused_on_every_rank() -> None:
     model = fully_shard(plain(), policy={Block})
     optimizer = _sgd(model.parameters())
-    with pytest.raises(MeshError, match=r"^local_steps: the mesh of unit '\(root\)', .* has no dimension 'replicate'"):
+    with pytest.raises(
+        MeshError,
+        match=r"^local_steps: the mesh of unit '\(root\)', .* has no dimension 'replicate'",
+    ):
         local_steps(model, optimizer, every=2)
-    with pytest.raises(MeshError, match=r"^local_steps: unit '\(root\)' is sharded over ranks 0, 1"):
+    with pytest.raises(
+        MeshError, match=r"^local_steps: unit '\(root\)' is sharded over ranks 0, 1"
+    ):
         local_steps(model, optimizer, every=2, over=dist.group.WORLD)  # type: ignore[arg-type]
 
 
@@ -499,7 +557,9 @@ def test_a_model_without_replicas_is_refused_on_every_rank() -> None:
 def test_some_of_the_replicas_are_refused() -> None:
     model = replicate(plain())
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    with pytest.raises(MeshError, match=r"only some of the replicas that unit '\(root\)' is reduced over"):
+    with pytest.raises(
+        MeshError, match=r"only some of the replicas that unit '\(root\)' is reduced over"
+    ):
         local_steps(model, _sgd(model.parameters()), every=2, over=pairs[dist.get_rank() // 2])
 
 
@@ -517,9 +577,14 @@ def test_bad_numbers_and_moments_are_refused_on_every_rank() -> None:
     with pytest.raises(OptimizerError, match=r"^local_steps: the list of optimizers is empty"):
         local_steps(model, [], every=2)
     loss = model(torch.arange(6, device=current_device())).sum()
-    with pytest.raises(PhaseError, match=r"^local_steps: unit '\(root\)' is in the middle of a step"):
+    with pytest.raises(
+        PhaseError, match=r"^local_steps: unit '\(root\)' is in the middle of a step"
+    ):
         local_steps(model, optimizer, every=2)
     loss.backward()
     local_steps(model, optimizer, every=2)
-    with pytest.raises(AlreadyAnnotatedError, match=r"^local_steps: the replicas of unit '\(root\)' train apart already"):
+    with pytest.raises(
+        AlreadyAnnotatedError,
+        match=r"^local_steps: the replicas of unit '\(root\)' train apart already",
+    ):
         local_steps(model, optimizer, every=2)

@@ -70,7 +70,11 @@ class Parts(Model):
         x = self.embedding(x)
         for number, part in enumerate(self.layers):
             rotated = keeps[number:] + keeps[:number]
-            x = torch_checkpoint(part, x, rotated, use_reentrant=False) if self._calls_torch else part(x, rotated)
+            x = (
+                torch_checkpoint(part, x, rotated, use_reentrant=False)
+                if self._calls_torch
+                else part(x, rotated)
+            )
         y: Tensor = self.head(x)
         return y
 
@@ -94,9 +98,13 @@ def _assert_trains_as_one_process(
     accumulates: bool = False,
     make: Callable[[], Model] | None = None,
 ) -> None:
-    alone, model = (make().double().to(current_device()) if make else _make(first) for _ in range(2))
+    alone, model = (
+        make().double().to(current_device()) if make else _make(first) for _ in range(2)
+    )
     annotate(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (alone, model)]
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (alone, model)
+    ]
     ranks = dist.get_world_size()
     for step in range(6):
         for optimizer in optimizers:
@@ -108,8 +116,12 @@ def _assert_trains_as_one_process(
                 _loss(model, dist.get_rank(), 10 * step + micro_batch).backward()
         for optimizer in optimizers:
             optimizer.step()
-    for (name, parameter), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(full(parameter.detach()), expected.detach(), rtol=1e-9, atol=1e-11, msg=name)
+    for (name, parameter), expected in zip(
+        model.named_parameters(), alone.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            full(parameter.detach()), expected.detach(), rtol=1e-9, atol=1e-11, msg=name
+        )
 
 
 def _shard(model: Model) -> None:
@@ -125,7 +137,11 @@ def _shard_and_keep(model: Model) -> None:
 
 
 def _hybrid(model: Model) -> None:
-    fully_shard(model, policy={Block}, mesh=init_device_mesh(current_device().type, (2, dist.get_world_size() // 2)))
+    fully_shard(
+        model,
+        policy={Block},
+        mesh=init_device_mesh(current_device().type, (2, dist.get_world_size() // 2)),
+    )
 
 
 def _replicate_layers(model: Model) -> None:
@@ -149,12 +165,22 @@ def _checkpoint_around(model: Model) -> None:
     checkpoint(model)
 
 
-_PLANS = [_shard, _shard_inside, _shard_and_keep, _replicate_layers, _replicate, _checkpoint_inside, _checkpoint_around]
+_PLANS = [
+    _shard,
+    _shard_inside,
+    _shard_and_keep,
+    _replicate_layers,
+    _replicate,
+    _checkpoint_inside,
+    _checkpoint_around,
+]
 
 
 @spmd(ranks=[1, 2, 3])
 @pytest.mark.parametrize("annotate", _PLANS)
-def test_34_layers_that_some_ranks_skip_train_as_in_one_process(annotate: Callable[[Model], None]) -> None:
+def test_34_layers_that_some_ranks_skip_train_as_in_one_process(
+    annotate: Callable[[Model], None],
+) -> None:
     _assert_trains_as_one_process(annotate)
 
 
@@ -165,13 +191,17 @@ def test_34_skipped_on_a_hybrid_mesh() -> None:
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("annotate", [_shard, _shard_inside, _replicate_layers])
-def test_34_backward_comes_to_a_skipped_layer_whose_input_needs_no_gradient(annotate: Callable[[Model], None]) -> None:
+def test_34_backward_comes_to_a_skipped_layer_whose_input_needs_no_gradient(
+    annotate: Callable[[Model], None],
+) -> None:
     _assert_trains_as_one_process(annotate, first=True)
 
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("annotate", [_shard, _replicate])
-def test_34_skipped_layers_accumulate_nothing_under_no_sync(annotate: Callable[[Model], None]) -> None:
+def test_34_skipped_layers_accumulate_nothing_under_no_sync(
+    annotate: Callable[[Model], None],
+) -> None:
     _assert_trains_as_one_process(annotate, accumulates=True)
 
 
@@ -200,7 +230,9 @@ def _recompute(model: Model) -> None:
 
 
 @spmd(ranks=[2, 3])
-@pytest.mark.parametrize("annotate", [_shard_layers, _shard_parts_and_layers, _hybrid_layers, _replicate_all_layers])
+@pytest.mark.parametrize(
+    "annotate", [_shard_layers, _shard_parts_and_layers, _hybrid_layers, _replicate_all_layers]
+)
 def test_34_layers_skipped_inside_of_checkpointed_parts(annotate: Callable[[Model], None]) -> None:
     def both(model: Model) -> None:
         _recompute(model)
@@ -238,7 +270,9 @@ def test_34_checkpointed_parts_with_skipped_layers_inside_of_join() -> None:
 
 
 class Tower(Model):
-    """A frozen tower, whose inputs require no gradients; ranks without an image pass through what does."""
+    """A frozen tower, whose inputs require no gradients; ranks without an image pass through what
+    does.
+    """
 
     def __init__(self, without_graph: bool, all_have_the_first: bool) -> None:
         super().__init__(first=False)
@@ -264,7 +298,9 @@ class Tower(Model):
 @spmd(ranks=2)
 @pytest.mark.parametrize("all_have_the_first", [True, False])
 @pytest.mark.parametrize("without_graph", [True, False])
-def test_34_backward_does_not_come_to_a_frozen_tower_of_images(without_graph: bool, all_have_the_first: bool) -> None:
+def test_34_backward_does_not_come_to_a_frozen_tower_of_images(
+    without_graph: bool, all_have_the_first: bool
+) -> None:
     torch.manual_seed(0)
     alone, model = (Tower(without_graph, False).double().to(current_device()) for _ in range(2))
     model._all_have_the_first = all_have_the_first
@@ -272,7 +308,10 @@ def test_34_backward_does_not_come_to_a_frozen_tower_of_images(without_graph: bo
     if all_have_the_first:
         _loss(model, dist.get_rank(), 0).backward()
         model.zero_grad()
-    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (alone, model)]
+    optimizers = [
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1)
+        for each in (alone, model)
+    ]
     for step in range(6):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -355,4 +394,6 @@ def test_34_skipped_layers_inside_of_join() -> None:
             (_loss(alone, rank, step) / 2).backward()
         optimizers[0].step()
     for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(full(parameter.detach()), expected.detach(), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(
+            full(parameter.detach()), expected.detach(), rtol=1e-9, atol=1e-11
+        )

@@ -1,4 +1,6 @@
-"""Behaviour 39: under compiled autograd `replicate` reduces in the compiler's graph, one functional all-reduce per gradient."""
+"""Behaviour 39: under compiled autograd `replicate` reduces in the compiler's graph, one functional
+all-reduce per gradient.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ class _Lookup(nn.Module):
 
 
 class Compiler:
-    """What compiles backwards. Keeps their graphs as AOTAutograd has made them, and the numbers of all-reduces in each.
+    """What compiles backwards. Keeps their graphs as AOTAutograd has made them, and the numbers of
+    all-reduces in each.
 
     Args:
         merges: run torch's pass that merges all-reduces.
@@ -77,7 +80,10 @@ class Compiler:
     @property
     def reduced(self) -> list[list[int]]:
         """For each graph, the number of elements of each all-reduce."""
-        return [[n.args[0].meta["val"].numel() for n in g.graph.nodes if n.target is ALL_REDUCE] for g in self.graphs]
+        return [
+            [n.args[0].meta["val"].numel() for n in g.graph.nodes if n.target is ALL_REDUCE]
+            for g in self.graphs
+        ]
 
 
 def as_captured(graph: Graph) -> Graph:
@@ -108,7 +114,9 @@ def _backward(model: nn.Module, step: int = 0) -> None:
 
 
 def _tracing_hooks(model: nn.Module) -> int:
-    hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()]
+    hooks = [
+        getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()
+    ]
     return sum(isinstance(getattr(each, "of_engine", None), TracedReduction) for each in hooks)
 
 
@@ -120,7 +128,7 @@ def _expected(**options: Any) -> dict[str, Tensor]:
     return full_gradients(model)
 
 
-# --- parity -----------------------------------------------------------------------------------------------------------
+# --- parity -------------------------------------------------------------------------------------
 
 
 @spmd(ranks=[1, 2])
@@ -134,7 +142,9 @@ def test_39_under_compiled_autograd_replicated_models_train_as_one_process() -> 
 
 @spmd(ranks=2)
 def test_39_the_configuration_of_dynamo_is_enough() -> None:
-    """A compiled function runs forward and backward; compiled autograd compiles the backward with the same backend."""
+    """A compiled function runs forward and backward; compiled autograd compiles the backward with
+    the same backend.
+    """
     with fresh_compiler(), torch._dynamo.config.patch(compiled_autograd=True):
         model = _model()
         replicate(model)
@@ -148,7 +158,7 @@ def test_39_the_configuration_of_dynamo_is_enough() -> None:
     torch.testing.assert_close(full_gradients(model), _expected(), rtol=1e-9, atol=1e-11)
 
 
-# --- the graph --------------------------------------------------------------------------------------------------------
+# --- the graph ----------------------------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -159,11 +169,15 @@ def test_39_the_graph_has_one_all_reduce_per_gradient() -> None:
         replicate(model, policy={nn.Linear})
         model.get_parameter("2.weight").requires_grad_(False)
         _backward(model)
-    expected = sorted(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    expected = sorted(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
     assert [sorted(each) for each in compiler.reduced] == [expected]
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11's pass reads a gradient before it is computed")
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.11's pass reads a gradient before it is computed"
+)
 @spmd(ranks=2)
 def test_39_the_compiler_merges_the_all_reduces() -> None:
     compiler = Compiler(merges=True)
@@ -175,7 +189,7 @@ def test_39_the_compiler_merges_the_all_reduces() -> None:
     torch.testing.assert_close(full_gradients(model), _expected(), rtol=1e-9, atol=1e-11)
 
 
-# --- what is asked of replicate ---------------------------------------------------------------------------------------
+# --- what is asked of replicate -----------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -186,7 +200,9 @@ def test_39_gradients_are_summed_on_request() -> None:
         replicate(model, grad_reduce="sum")
         _backward(model)
     assert len(compiler.graphs) == 1
-    torch.testing.assert_close(full_gradients(model), _expected(grad_reduce="sum"), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        full_gradients(model), _expected(grad_reduce="sum"), rtol=1e-9, atol=1e-11
+    )
 
 
 @spmd(ranks=2)
@@ -195,7 +211,9 @@ def test_39_hooks_of_users_see_the_mean() -> None:
     with backwards_compiled_by(as_captured):
         model = _model()
         replicate(model)
-        model.get_parameter("3.weight").register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        model.get_parameter("3.weight").register_post_accumulate_grad_hook(
+            lambda p: seen.append(p.grad.clone())
+        )
         _backward(model)
     torch.testing.assert_close(seen, [_expected()["3.weight"]], rtol=1e-9, atol=1e-11)
 
@@ -209,7 +227,9 @@ def test_39_optimizers_in_backward_step_on_the_mean() -> None:
             apply_optimizer_in_backward(torch.optim.SGD, each.parameters(), {"lr": 0.1})
         _backward(model)
     _backward(eager)
-    torch.testing.assert_close(dict(model.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        dict(model.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-11
+    )
 
 
 @spmd(ranks=2)
@@ -224,7 +244,9 @@ def test_39_a_compiler_leaves_optimizers_in_backward_outside_of_graphs() -> None
             step(_batch(number))
     for number in range(2):
         eager(_batch(number)).square().mean().backward()
-    torch.testing.assert_close(dict(model.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        dict(model.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-11
+    )
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -257,7 +279,7 @@ def test_39_a_second_backward_adds_its_mean() -> None:
     torch.testing.assert_close(full_gradients(model), full_gradients(eager), rtol=1e-9, atol=1e-11)
 
 
-# --- models that are not compiled -------------------------------------------------------------------------------------
+# --- models that are not compiled ---------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -307,7 +329,7 @@ def test_39_compiled_and_eager_backwards_may_alternate() -> None:
     assert lines == []
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 def _refuses(model: nn.Module, said: str) -> None:
@@ -341,7 +363,11 @@ def _hybrid(model: nn.Module) -> None:
 
 def _counted(model: nn.Module) -> None:
     replicate(model)
-    local_steps(model, apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}), every=2)
+    local_steps(
+        model,
+        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}),
+        every=2,
+    )
 
 
 REFUSED: Final[dict[str, tuple[Callable[[nn.Module], object], str]]] = {
@@ -349,7 +375,10 @@ REFUSED: Final[dict[str, tuple[Callable[[nn.Module], object], str]]] = {
     "shards": (_beside_shards, "has shards"),
     "shards that are freed": (lambda model: fully_shard(model, policy={nn.Linear}), "has shards"),
     "shards on two dimensions": (_hybrid, "has shards"),
-    "a cast": (lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16)), "mixed precision policy"),
+    "a cast": (
+        lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16)),
+        "mixed precision policy",
+    ),
     "steps in backward that are counted": (_counted, "local_steps counts the backwards"),
     "sparse gradients": (_looked_up, "has sparse gradients"),
     "mixed precision": (
@@ -387,7 +416,10 @@ def test_39_compiled_autograd_must_be_on_when_the_forward_begins() -> None:
     model = _model()
     replicate(model)
     loss = mean_square(model, _batch())
-    with backwards_compiled_by(as_captured), pytest.raises(DifferentiationError, match="not on when the forward began"):
+    with (
+        backwards_compiled_by(as_captured),
+        pytest.raises(DifferentiationError, match="not on when the forward began"),
+    ):
         loss.backward()
     model.zero_grad()
     with backwards_compiled_by(as_captured):
@@ -418,7 +450,10 @@ def test_39_gradients_that_wait_to_be_reduced_are_not_mixed_with_others() -> Non
     replicate(model)
     with no_sync(model):
         _backward(model)
-    with backwards_compiled_by(as_captured), pytest.raises(DifferentiationError, match="accumulates gradients under no_sync"):
+    with (
+        backwards_compiled_by(as_captured),
+        pytest.raises(DifferentiationError, match="accumulates gradients under no_sync"),
+    ):
         _backward(model)
 
 
@@ -431,7 +466,10 @@ def test_39_skipped_units_are_refused_by_name() -> None:
         skipped(module.get_submodule("3"), args[0])
 
     handle = model.register_forward_pre_hook(skip_the_last)
-    with backwards_compiled_by(as_captured), pytest.raises(PhaseError, match="skipped: compiled autograd is on"):
+    with (
+        backwards_compiled_by(as_captured),
+        pytest.raises(PhaseError, match="skipped: compiled autograd is on"),
+    ):
         _backward(model)
     handle.remove()
     model.zero_grad()

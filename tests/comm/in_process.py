@@ -15,7 +15,9 @@ _CPU: Final = torch.device("cpu")
 
 
 class Seat(LocalComm):
-    """The comm of one rank of several. Its collectives run when all seats launched the same number of them: see `seats`."""
+    """The comm of one rank of several. Its collectives run when all seats launched the same number
+    of them: see `seats`.
+    """
 
     def __init__(self, rank: int, every: list[Seat], traits: Traits | None) -> None:
         super().__init__(_CPU)
@@ -32,7 +34,9 @@ class Seat(LocalComm):
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> Work:
         return self._launch("all_gather", list(pairs), 1.0)
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, scale: float = 1.0
+    ) -> Work:
         return self._launch("reduce_scatter", list(pairs), scale)
 
     def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
@@ -46,14 +50,18 @@ class Seat(LocalComm):
 
 
 def seats(size: int, traits: Traits | None = None) -> list[Seat]:
-    """The comms of `size` ranks. Launch a collective on each of them; the last launch moves the numbers of all."""
+    """The comms of `size` ranks. Launch a collective on each of them; the last launch moves the
+    numbers of all.
+    """
     every: list[Seat] = []
     every += [Seat(rank, every, traits) for rank in range(size)]
     return every
 
 
 def _run(by_rank: list[Any]) -> None:
-    assert len({(kind, scale) for kind, _, scale in by_rank}) == 1, "ranks launched different collectives"
+    assert len({(kind, scale) for kind, _, scale in by_rank}) == 1, (
+        "ranks launched different collectives"
+    )
     kind, _, scale = by_rank[0]
     for pairs in zip(*[pairs for _, pairs, _ in by_rank], strict=True):
         if kind == "all_gather":

@@ -1,4 +1,6 @@
-"""Each group gets the comm that serves it best, always the same one; groups made of a group are like it."""
+"""Each group gets the comm that serves it best, always the same one; groups made of a group are
+like it.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ def test_wrappers_apply_in_their_scope_only_the_first_one_innermost() -> None:
     assert isinstance(comm_of(world_group(), CPU), PointToPointComm)
 
 
-# --- groups made of groups --------------------------------------------------------------------------------------------
+# --- groups made of groups ----------------------------------------------------------------------
 
 
 @spmd(ranks=4)
@@ -111,7 +113,10 @@ def _made_of_groups() -> list[float]:
         assert world.bound_device_id == torch.device("cuda", 0)
     finally:
         world.bound_device_id = None
-    assert split in ([], [world]), "asked for, and answered with None, as the default group is bound to no device then"
+    assert split in (
+        [],
+        [world],
+    ), "asked for, and answered with None, as the default group is bound to no device then"
     assert made.bound_device_id is None
     assert made.group_desc == "composable: all-gathers of post-forward shards"
     found = [timeout_of(group, CPU) for group in (world, made)]
@@ -130,14 +135,17 @@ def test_a_group_has_the_backend_of_the_one_that_it_is_made_of() -> None:
     assert backend_of(subgroup_of(like, 1, CPU), CPU) == "fake"
 
 
-# --- meshes -----------------------------------------------------------------------------------------------------------
+# --- meshes -------------------------------------------------------------------------------------
 
 
 @spmd(ranks=4)
 def test_a_mesh_info_has_a_comm_for_each_role() -> None:
     world = comm_of(world_group(), CPU)
     flat = init_device_mesh("cpu", (4,))
-    sharded, replicated = mesh_info_of_shards(flat, CPU, post_forward_ranks=2), mesh_info_of_replicas(flat, CPU)
+    sharded, replicated = (
+        mesh_info_of_shards(flat, CPU, post_forward_ranks=2),
+        mesh_info_of_replicas(flat, CPU),
+    )
     assert (sharded.shard, sharded.all, sharded.replicate) == (world, world, None)
     assert sharded.post_forward is not None
     assert sharded.post_forward.size == 2
@@ -159,7 +167,9 @@ def test_a_mesh_info_has_a_comm_for_each_role() -> None:
 @spmd(ranks=3)
 def test_all_ranks_of_a_mesh_that_are_not_all_of_the_job_get_a_group() -> None:
     if dist.get_rank() < 2:
-        one, other = (dist.new_group([dist.get_rank()], use_local_synchronization=True) for _ in range(2))
+        one, other = (
+            dist.new_group([dist.get_rank()], use_local_synchronization=True) for _ in range(2)
+        )
         both = group_of_both(one, other, [1, 0], CPU)
         assert dist.get_process_group_ranks(both) == [0, 1]
         assert comm_of(both, CPU).min_max([dist.get_rank()], "") == ([0], [1])
@@ -167,20 +177,27 @@ def test_all_ranks_of_a_mesh_that_are_not_all_of_the_job_get_a_group() -> None:
 
 @spmd(ranks=2)
 def test_a_mesh_info_over_ranks_can_be_neither_copied_nor_pickled() -> None:
-    alone, among_all = mesh_info_of_shards(None, CPU), mesh_info_of_shards(init_device_mesh("cpu", (2,)), CPU)
+    alone, among_all = (
+        mesh_info_of_shards(None, CPU),
+        mesh_info_of_shards(init_device_mesh("cpu", (2,)), CPU),
+    )
     assert pickle.loads(pickle.dumps(alone)).all.size == 1
     assert deepcopy(among_all) is among_all
-    with pytest.raises(AnnotationError, match="holds process groups and cannot be pickled; save its state_dict"):
+    with pytest.raises(
+        AnnotationError, match="holds process groups and cannot be pickled; save its state_dict"
+    ):
         pickle.dumps(among_all)
 
 
-# --- groups written in Python -------------------------------------------------------------------------------------------
+# --- groups written in Python -------------------------------------------------------------------
 
 _CALLS: list[str] = []
 
 
 class _Wrapped(dist.ProcessGroup):
-    """What torch lets backends return in place of one of its own: all calls go on to another group."""
+    """What torch lets backends return in place of one of its own: all calls go on to another
+    group.
+    """
 
     group_name = group_desc = "wrapped"
 

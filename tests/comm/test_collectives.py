@@ -1,4 +1,6 @@
-"""Every comm moves and adds what torch's own collectives do, also with many collectives in flight."""
+"""Every comm moves and adds what torch's own collectives do, also with many collectives in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def _scales(kind: str, dtype: torch.dtype, size: int) -> list[float]:
     return [1.0, 0.5, 0.25 if kind == "streams" and dtype.itemsize == 2 else 1.0 / size]
 
 
-# --- gathering and reducing -------------------------------------------------------------------------------------------
+# --- gathering and reducing ---------------------------------------------------------------------
 
 
 def _gather(kind: str) -> None:
@@ -65,8 +67,15 @@ def _gather(kind: str) -> None:
     for dtype in DTYPES:
         pairs, expected = [], []
         for index, chunk in enumerate((4, 0, 3, 1)):
-            pairs.append((torch.full((chunk * comm.size,), 99.0).to(dtype), _numbers(chunk, 10 * index + comm.rank, dtype)))
-            expected.append(torch.cat([_numbers(chunk, 10 * index + rank, dtype) for rank in range(comm.size)]))
+            pairs.append(
+                (
+                    torch.full((chunk * comm.size,), 99.0).to(dtype),
+                    _numbers(chunk, 10 * index + comm.rank, dtype),
+                )
+            )
+            expected.append(
+                torch.cat([_numbers(chunk, 10 * index + rank, dtype) for rank in range(comm.size)])
+            )
         comm.all_gather(pairs, "all-gather").wait()
         for (whole, _), values in zip(pairs, expected, strict=True):
             assert torch.equal(whole, values)
@@ -78,7 +87,10 @@ def _reduce(kind: str) -> None:
         for scale in _scales(kind, dtype, comm.size):
             pairs, expected = [], []
             for index, chunk in enumerate((4, 0, 3)):
-                terms = [_numbers(chunk * comm.size, 10 * index + rank, dtype) for rank in range(comm.size)]
+                terms = [
+                    _numbers(chunk * comm.size, 10 * index + rank, dtype)
+                    for rank in range(comm.size)
+                ]
                 pairs.append((torch.full((chunk,), 99.0).to(dtype), terms[comm.rank].clone()))
                 expected.append(torch.stack(terms).sum(0)[comm.rank * chunk :][:chunk] * scale)
             comm.reduce_scatter(pairs, "reduction", scale).wait()
@@ -89,7 +101,10 @@ def _reduce(kind: str) -> None:
 def _all_reduce(kind: str) -> None:
     comm = _comm(kind)
     for scale in (1.0, 0.5, 0.25):
-        terms = [[_numbers(5, 10 * n + rank, dtype) for rank in range(comm.size)] for n, dtype in enumerate(DTYPES)]
+        terms = [
+            [_numbers(5, 10 * n + rank, dtype) for rank in range(comm.size)]
+            for n, dtype in enumerate(DTYPES)
+        ]
         tensors = [of_ranks[comm.rank].clone() for of_ranks in terms]
         comm.all_reduce(tensors, "sum", scale).wait()
         for tensor, of_ranks in zip(tensors, terms, strict=True):
@@ -99,10 +114,15 @@ def _all_reduce(kind: str) -> None:
 def _exchange(kind: str) -> None:
     comm = _comm(kind)
     size, rank = comm.size, comm.rank
-    assert comm.min_max([rank, -rank, 2**60 + rank], "") == ([0, 1 - size, 2**60], [size - 1, 0, 2**60 + size - 1])
+    assert comm.min_max([rank, -rank, 2**60 + rank], "") == (
+        [0, 1 - size, 2**60],
+        [size - 1, 0, 2**60 + size - 1],
+    )
     assert comm.all_gather_ints([rank, 2**40 + rank], "") == [[r, 2**40 + r] for r in range(size)]
     assert comm.all_gather_objects("x" * rank, "") == ["x" * r for r in range(size)]
-    assert reduce_numbers(torch.tensor([rank, 1.0]), world_group(), largest=False, label="").tolist() == [
+    assert reduce_numbers(
+        torch.tensor([rank, 1.0]), world_group(), largest=False, label=""
+    ).tolist() == [
         sum(range(size)),
         size,
     ]
@@ -114,7 +134,11 @@ def _exchange(kind: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("body", [_gather, _reduce, _all_reduce, _exchange], ids=["gather", "reduce", "all-reduce", "others"])
+@pytest.mark.parametrize(
+    "body",
+    [_gather, _reduce, _all_reduce, _exchange],
+    ids=["gather", "reduce", "all-reduce", "others"],
+)
 def test_a_comm_gives_what_the_definition_of_its_collectives_says(
     pool: Pool, body: Callable[[str], None], kind: str, ranks: int
 ) -> None:
@@ -143,7 +167,9 @@ def _broadcast(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_broadcast_takes_tensors_of_all_dtypes_and_strides_in_messages_of_any_size(pool: Pool, kind: str) -> None:
+def test_a_broadcast_takes_tensors_of_all_dtypes_and_strides_in_messages_of_any_size(
+    pool: Pool, kind: str
+) -> None:
     pool.run(3, _broadcast, kind)
 
 
@@ -158,7 +184,11 @@ def _mean(kind: str) -> int:
     ):
         for factor in (1.0, 0.5):
             terms = [_numbers(2 * 5, rank) for rank in range(2)]
-            total, out, whole = terms[0] + terms[1], torch.full((5,), float("nan")), terms[comm.rank].clone()
+            total, out, whole = (
+                terms[0] + terms[1],
+                torch.full((5,), float("nan")),
+                terms[comm.rank].clone(),
+            )
             comm.reduce_scatter([(out, whole)], "", factor / comm.size).wait()
             assert torch.equal(out, total[5 * comm.rank :][:5] * factor / comm.size)
             comm.all_reduce([whole], "", factor / comm.size).wait()
@@ -167,7 +197,9 @@ def _mean(kind: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["tensors", "streams"])
-def test_a_backend_that_averages_is_asked_for_means_and_for_nothing_else(pool: Pool, kind: str) -> None:
+def test_a_backend_that_averages_is_asked_for_means_and_for_nothing_else(
+    pool: Pool, kind: str
+) -> None:
     assert pool.run(2, _mean, kind) == [2, 2]
 
 
@@ -187,7 +219,7 @@ def test_one_rank_alone_copies_and_scales() -> None:
     assert comm.min_max([4, 5], "") == ([4, 5], [4, 5])
 
 
-# --- many at once -----------------------------------------------------------------------------------------------------
+# --- many at once -------------------------------------------------------------------------------
 
 
 def _in_flight(kind: str) -> None:
@@ -197,18 +229,28 @@ def _in_flight(kind: str) -> None:
     for unit in range(3):
         wholes.append(torch.zeros(4 * size))
         outs.append(torch.zeros(4))
-        works.append(comm.all_gather([(wholes[-1], _numbers(4, 10 * unit + rank))], f"gather {unit}"))
-        works.append(comm.reduce_scatter([(outs[-1], _numbers(4 * size, 50 + 10 * unit + rank))], f"reduce {unit}"))
+        works.append(
+            comm.all_gather([(wholes[-1], _numbers(4, 10 * unit + rank))], f"gather {unit}")
+        )
+        works.append(
+            comm.reduce_scatter(
+                [(outs[-1], _numbers(4 * size, 50 + 10 * unit + rank))], f"reduce {unit}"
+            )
+        )
     for work in reversed(works):
         work.wait()
     for unit in range(3):
-        assert torch.equal(wholes[unit], torch.cat([_numbers(4, 10 * unit + r) for r in range(size)]))
+        assert torch.equal(
+            wholes[unit], torch.cat([_numbers(4, 10 * unit + r) for r in range(size)])
+        )
         total = torch.stack([_numbers(4 * size, 50 + 10 * unit + r) for r in range(size)]).sum(0)
         assert torch.equal(outs[unit], total[4 * rank : 4 * rank + 4])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_many_collectives_can_be_in_flight_and_waited_for_in_any_order(pool: Pool, kind: str) -> None:
+def test_many_collectives_can_be_in_flight_and_waited_for_in_any_order(
+    pool: Pool, kind: str
+) -> None:
     pool.run(3, _in_flight, kind)
 
 
@@ -234,7 +276,9 @@ def test_a_reduction_gives_back_the_memory_that_it_borrowed_and_leaves_its_sourc
         assert idle_bytes() == 0
         work.wait()
         assert torch.equal(source, before)
-        assert idle_bytes() == 2 * 2 * 4, "two peers' rows of two elements, borrowed again and again"
+        assert idle_bytes() == 2 * 2 * 4, (
+            "two peers' rows of two elements, borrowed again and again"
+        )
 
 
 @spmd(ranks=2)
@@ -252,7 +296,11 @@ def test_nothing_to_move_launches_nothing() -> None:
     for kind in KINDS:
         comm = _comm(kind)
         with mock.patch.object(type(comm), "_launch", side_effect=AssertionError):
-            for work in (comm.all_gather([], ""), comm.reduce_scatter([], ""), comm.all_reduce([], "")):
+            for work in (
+                comm.all_gather([], ""),
+                comm.reduce_scatter([], ""),
+                comm.all_reduce([], ""),
+            ):
                 work.wait()
 
 

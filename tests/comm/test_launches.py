@@ -27,19 +27,31 @@ def _comm() -> AcceleratorComm:
     return AcceleratorComm(world_group(), CPU, Streams())
 
 
-def _gather(comm: AcceleratorComm, count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    pairs = [(torch.zeros(2 * comm.size, dtype=dtype), torch.full((2,), i + 1, dtype=dtype)) for i in range(count)]
+def _gather(
+    comm: AcceleratorComm, count: int = 3, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    pairs = [
+        (torch.zeros(2 * comm.size, dtype=dtype), torch.full((2,), i + 1, dtype=dtype))
+        for i in range(count)
+    ]
     comm.all_gather(pairs, "all-gather of unit 'x'").wait()
     return [whole for whole, _ in pairs]
 
 
-def _reduce(comm: AcceleratorComm, count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    pairs = [(torch.zeros(2, dtype=dtype), torch.full((2 * comm.size,), i + 1, dtype=dtype)) for i in range(count)]
+def _reduce(
+    comm: AcceleratorComm, count: int = 3, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    pairs = [
+        (torch.zeros(2, dtype=dtype), torch.full((2 * comm.size,), i + 1, dtype=dtype))
+        for i in range(count)
+    ]
     comm.reduce_scatter(pairs, "reduction of unit 'x'").wait()
     return [out for out, _ in pairs]
 
 
-def _all_reduce(comm: AcceleratorComm, count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def _all_reduce(
+    comm: AcceleratorComm, count: int = 3, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     tensors = [torch.full((2,), i + 1, dtype=dtype) for i in range(count)]
     comm.all_reduce(tensors, "sum of unit 'x'").wait()
     return tensors
@@ -56,13 +68,19 @@ def test_a_backend_without_a_launch_of_several_is_asked_for_one_after_the_other(
         refused.append(None)
         raise RuntimeError("Backend plain does not support all_gather_single_coalesced")
 
-    names = dict.fromkeys(each.coalesced for each in launchers(world_group(), asynchronous=False).values())
+    names = dict.fromkeys(
+        each.coalesced for each in launchers(world_group(), asynchronous=False).values()
+    )
     comm = _comm()
     with mock.patch.multiple(dist.ProcessGroup, **dict.fromkeys(names, refuse)):
         for _ in range(2):
             assert [part.tolist() for part in _gather(comm)] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
             assert [part.tolist() for part in _reduce(comm)] == [[2.0] * 2, [4.0] * 2, [6.0] * 2]
-            assert [part.tolist() for part in _all_reduce(comm)] == [[2.0] * 2, [4.0] * 2, [6.0] * 2]
+            assert [part.tolist() for part in _all_reduce(comm)] == [
+                [2.0] * 2,
+                [4.0] * 2,
+                [6.0] * 2,
+            ]
     assert len(refused) == 1, "it is asked once"
 
 
@@ -88,13 +106,23 @@ def test_complex_numbers_travel_as_pairs_of_real_ones() -> None:
             found = [launch(comm, count, torch.complex64) for launch in _LAUNCHES]
         assert kinds.seen
         assert all(dtype == torch.float32 for dtype in kinds.seen), kinds.seen
-        assert [tensors[0].tolist() for tensors in found] == [[1 + 0j] * 4, [2 + 0j] * 2, [2 + 0j] * 2]
+        assert [tensors[0].tolist() for tensors in found] == [
+            [1 + 0j] * 4,
+            [2 + 0j] * 2,
+            [2 + 0j] * 2,
+        ]
 
 
 @contextmanager
 def _every_launch_raises(error: Exception) -> Iterator[None]:
-    names = [name for each in launchers(world_group(), asynchronous=False).values() for name in (each.single, each.coalesced)]
-    with mock.patch.multiple(dist.ProcessGroup, **{name: mock.Mock(side_effect=error) for name in dict.fromkeys(names)}):
+    names = [
+        name
+        for each in launchers(world_group(), asynchronous=False).values()
+        for name in (each.single, each.coalesced)
+    ]
+    with mock.patch.multiple(
+        dist.ProcessGroup, **{name: mock.Mock(side_effect=error) for name in dict.fromkeys(names)}
+    ):
         yield
 
 
@@ -102,7 +130,10 @@ def _every_launch_raises(error: Exception) -> Iterator[None]:
 def test_memory_that_runs_out_in_a_launch_is_no_other_ranks_fault() -> None:
     for launch in _LAUNCHES:
         for count in (1, 3):
-            with _every_launch_raises(torch.OutOfMemoryError("on purpose")), pytest.raises(torch.OutOfMemoryError) as caught:
+            with (
+                _every_launch_raises(torch.OutOfMemoryError("on purpose")),
+                pytest.raises(torch.OutOfMemoryError) as caught,
+            ):
                 launch(_comm(), count)
             assert str(caught.value) == "on purpose"
 
@@ -118,20 +149,29 @@ def _told(launch: Callable[..., Any], error: Exception) -> list[str]:
 def test_what_failed_is_said_with_what_to_do_about_it() -> None:
     assert _told(_gather, RuntimeError("connection reset\nand more")) == [
         "rank 0: the all-gather of unit 'x' failed: connection reset",
-        "Another rank raised, ended or took another path through the model; look for the first error among all ranks.",
+        (
+            "Another rank raised, ended or took another path through the model; look for the first"
+            " error among all ranks."
+        ),
     ]
     assert _told(_reduce, dist.DistBackendError("NCCL error in: x.cpp:7, invalid usage\nmore")) == [
         "rank 0: the reduction of unit 'x' failed: NCCL error in: x.cpp:7, invalid usage",
-        "This is an error of the process group's backend. Look for the first error among all ranks; if all have this one "
-        "only, NCCL_DEBUG=WARN in the environment lets NCCL say more.",
+        (
+            "This is an error of the process group's backend. Look for the first error among all"
+            " ranks; if all have this one only, NCCL_DEBUG=WARN in the environment lets NCCL say"
+            " more."
+        ),
     ]
     assert _told(_all_reduce, RuntimeError("this rank has destroyed its process group")) == [
         "rank 0: the sum of unit 'x' failed: this rank has destroyed its process group",
-        "destroy_process_group() ends the training of all models over the group; call it after the last step.",
+        (
+            "destroy_process_group() ends the training of all models over the group; call it after"
+            " the last step."
+        ),
     ]
 
 
-# --- a group for reductions -------------------------------------------------------------------------------------------
+# --- a group for reductions ---------------------------------------------------------------------
 
 
 def _reductions_apart(setting: str) -> list[str]:

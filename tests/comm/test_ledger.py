@@ -1,4 +1,6 @@
-"""Errors name the rank, the collective and what every rank launched last; ranks that launch different things are told."""
+"""Errors name the rank, the collective and what every rank launched last; ranks that launch
+different things are told.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.comm import Comm, GenericComm, Ledger, PointToPointComm, comm_of, debug_enabled, ledger, ledger_of, world_group
+from composable.comm import (
+    Comm,
+    GenericComm,
+    Ledger,
+    PointToPointComm,
+    comm_of,
+    debug_enabled,
+    ledger,
+    ledger_of,
+    world_group,
+)
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers.world import Pool, spmd
 
 CPU: Final = torch.device("cpu")
 KINDS: Final[dict[str, Callable[..., Comm]]] = {"pairs": PointToPointComm, "tensors": GenericComm}
-_CURE: Final = "Another rank raised, ended or took another path through the model; look for the first error among all ranks."
+_CURE: Final = (
+    "Another rank raised, ended or took another path through the model; look for the first error"
+    " among all ranks."
+)
 
 
 def _gather(comm: Comm, label: str) -> None:
@@ -45,12 +60,14 @@ def _broadcast(comm: Comm, label: str) -> None:
     comm.broadcast([torch.ones(2)], label, src=1)
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------
 
 ALONE: Final = (_gather, _reduce, _all_reduce, _exchange, _broadcast)
 
 
-def _told(act: Callable[[Comm, str], None], comm: Comm, label: str = "all-gather of unit 'layers.3'") -> str:
+def _told(
+    act: Callable[[Comm, str], None], comm: Comm, label: str = "all-gather of unit 'layers.3'"
+) -> str:
     with pytest.raises(CommunicationError) as failed:
         act(comm, label)
     assert isinstance(failed.value.__cause__, (RuntimeError, OSError))
@@ -58,7 +75,9 @@ def _told(act: Callable[[Comm, str], None], comm: Comm, label: str = "all-gather
 
 
 def _failures() -> dict[str, str]:
-    """What rank 0 is told in groups of which rank 1 does not take part in a collective, or that it has left."""
+    """What rank 0 is told in groups of which rank 1 does not take part in a collective, or that it
+    has left.
+    """
     cases = [(kind, act, leaves) for kind in KINDS for act in ALONE for leaves in (False, True)]
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=3.0)) for _ in cases]
     comms = [KINDS[kind](group, CPU) for (kind, _, _), group in zip(cases, groups, strict=True)]
@@ -69,14 +88,23 @@ def _failures() -> dict[str, str]:
                 dist.destroy_process_group(group)
     dist.barrier()
     if dist.get_rank() == 0:
-        with ThreadPoolExecutor(len(cases)) as threads, mock.patch.object(ledger, "REPORT_SECONDS", 0.2):
-            texts = threads.map(lambda case, comm: _told(case[1], comm), cases, comms)  # all of them wait at the same time
-            told = {f"{kind} {act.__name__} {leaves}": text for (kind, act, leaves), text in zip(cases, texts, strict=True)}
+        with (
+            ThreadPoolExecutor(len(cases)) as threads,
+            mock.patch.object(ledger, "REPORT_SECONDS", 0.2),
+        ):
+            # all of them wait at the same time
+            texts = threads.map(lambda case, comm: _told(case[1], comm), cases, comms)
+            told = {
+                f"{kind} {act.__name__} {leaves}": text
+                for (kind, act, leaves), text in zip(cases, texts, strict=True)
+            }
     dist.barrier()
     return told
 
 
-def test_a_collective_that_another_rank_does_not_join_ends_with_its_name_and_the_ranks(pool: Pool) -> None:
+def test_a_collective_that_another_rank_does_not_join_ends_with_its_name_and_the_ranks(
+    pool: Pool,
+) -> None:
     told, _ = pool.run(2, _failures, spoils=True)
     assert len(told) == len(KINDS) * len(ALONE) * 2
     for case, text in told.items():
@@ -121,7 +149,10 @@ def _one_is_killed() -> str:
     assert re.fullmatch(rf"rank {me}: the all-gather of unit 'layers\.1' failed: \S.*", lines[0])
     assert lines[1:] == [
         _CURE,
-        f"Last launches of rank {me} (2 in all): all-gather of unit 'layers.0', all-gather of unit 'layers.1'",
+        (
+            f"Last launches of rank {me} (2 in all): all-gather of unit 'layers.0', all-gather of"
+            " unit 'layers.1'"
+        ),
         f"rank {other} launched last: all-gather of unit 'layers.1' (its launch 2)",
         "rank 1: no report within 1.5 s: ended, or did not fail so far",
     ], text
@@ -139,7 +170,9 @@ def test_when_a_rank_is_killed_the_others_are_told_what_each_launched_last(pool:
 
 def test_the_first_difference_is_named_where_all_failed() -> None:
     labels = {0: ["a", "b", "c"], 1: ["a", "x"], 2: ["a", "b"]}
-    found = ledger._first_difference({rank: (len(each), each) for rank, each in labels.items()}, until=2)
+    found = ledger._first_difference(
+        {rank: (len(each), each) for rank, each in labels.items()}, until=2
+    )
     assert found == "The first difference is in launch 2: rank 0, 2: b; rank 1: x."
     assert ledger._first_difference({0: (7, ["f", "g"]), 1: (6, ["e", "f"])}, until=6) is None
 
@@ -148,7 +181,10 @@ def _reports(differs: bool) -> str:
     comm = comm_of(dist.new_group([0, 1, 2]), CPU)
     assert isinstance(comm, PointToPointComm)
     notes = ledger_of(comm.group)
-    for label in ("all-gather of unit 'a'", "all-gather of unit 'b'" if dist.get_rank() != 1 or not differs else "reduction"):
+    for label in (
+        "all-gather of unit 'a'",
+        "all-gather of unit 'b'" if dist.get_rank() != 1 or not differs else "reduction",
+    ):
         notes.note(label)
     first = notes.report()
     dist.barrier()
@@ -156,7 +192,9 @@ def _reports(differs: bool) -> str:
         assert notes.report() == first, "of another collective that was in flight"
         notes.note("all-gather of unit 'c'")
         with mock.patch.object(ledger, "REPORT_SECONDS", 0.3):
-            assert "rank 1, 2: no report" in notes.report(), "reports of an earlier error are not taken for new ones"
+            assert "rank 1, 2: no report" in notes.report(), (
+                "reports of an earlier error are not taken for new ones"
+            )
     dist.barrier()
     return first
 
@@ -166,7 +204,10 @@ def test_reports_say_what_others_launched_and_where_the_ranks_differ(pool: Pool)
         "Last launches of rank 0 (2 in all): all-gather of unit 'a', all-gather of unit 'b'",
         "rank 1 launched last: reduction (its launch 2)",
         "rank 2 launched last: all-gather of unit 'b' (its launch 2)",
-        "The first difference is in launch 2: rank 0, 2: all-gather of unit 'b'; rank 1: reduction.",
+        (
+            "The first difference is in launch 2: rank 0, 2: all-gather of unit 'b'; rank 1:"
+            " reduction."
+        ),
     ]
     assert pool.run(3, _reports, False)[2].splitlines()[1:] == [
         "rank 0, 1 launched last: all-gather of unit 'b' (its launch 2)",
@@ -199,7 +240,7 @@ def test_a_store_that_is_gone_or_hangs_delays_no_error_for_long() -> None:
         assert time.monotonic() - start < 5.0
 
 
-# --- comparison -------------------------------------------------------------------------------------------------------
+# --- comparison ---------------------------------------------------------------------------------
 
 
 def _debugged(setting: str) -> bool:
@@ -227,7 +268,8 @@ def _compared(labels_of_ranks: list[list[str]], _: object = None) -> str:
     alike = len({len(labels) for labels in labels_of_ranks}) == 1
     for label in labels_of_ranks[dist.get_rank()]:
         if alike:
-            comm.all_reduce([torch.ones(4)], label).wait()  # sums that differ in their name alone meet
+            # sums that differ in their name alone meet
+            comm.all_reduce([torch.ones(4)], label).wait()
         else:
             notes.note(label)
     try:
@@ -241,15 +283,23 @@ def _compared(labels_of_ranks: list[list[str]], _: object = None) -> str:
     ("labels", "said"),
     [
         ([["x", "y"], ["x", "y"]], ""),
-        ([["x", "y", "z"], ["x", "b", "z"]], "The first difference is in launch 43: rank 0: y; rank 1: b."),
+        (
+            [["x", "y", "z"], ["x", "b", "z"]],
+            "The first difference is in launch 43: rank 0: y; rank 1: b.",
+        ),
         ([["x", "y"], ["x"]], "The first difference is in launch 43: rank 0: y; rank 1: nothing."),
-        ([["a", *["x"] * 32], ["b", *["x"] * 32]], "The difference lies further back than they remember."),
+        (
+            [["a", *["x"] * 32], ["b", *["x"] * 32]],
+            "The difference lies further back than they remember.",
+        ),
     ],
     ids=["nothing", "a launch", "a launch more", "what lies far back"],
 )
-def test_a_comparison_names_the_first_launch_that_differs(pool: Pool, labels: list[list[str]], said: str) -> None:
+def test_a_comparison_names_the_first_launch_that_differs(
+    pool: Pool, labels: list[list[str]], said: str
+) -> None:
     whole = said and (
-        f"the ranks launched different collectives. {said} All ranks must run the same modules in the same order, forward "
-        "and backward."
+        f"the ranks launched different collectives. {said} All ranks must run the same modules in"
+        " the same order, forward and backward."
     )
     assert pool.run(2, _compared, labels) == [whole] * 2

@@ -50,7 +50,10 @@ def test_a_target_that_is_not_a_module_is_refused_with_its_type(target: Any, tex
 def test_a_missing_target_and_a_module_given_twice_are_refused():
     block = Block()
     text = message(AnnotationError, lambda: mark())
-    assert_text(text, """mark(): missing a required argument: 'module'; call it as mark(module, level=, note=)""")
+    assert_text(
+        text,
+        """mark(): missing a required argument: 'module'; call it as mark(module, level=, note=)""",
+    )
     text = message(AnnotationError, lambda: mark([block.up, block.norm, block.up]))
     assert_text(text, """mark() got 'up' twice in its list of modules""")
 
@@ -101,7 +104,10 @@ def test_an_argument_given_twice_and_a_missing_argument_are_refused():
 
     block = Block()
     text = message(UnknownArgumentError, lambda: scale(block, 2, factor=3))
-    assert_text(text, """scale(): multiple values for argument 'factor'; call it as scale(module, factor=)""")
+    assert_text(
+        text,
+        """scale(): multiple values for argument 'factor'; call it as scale(module, factor=)""",
+    )
     with pytest.raises(TypeError, match="factor"):
         scale(block)
     assert dict(registry(block)) == {}
@@ -187,7 +193,9 @@ def test_a_long_difference_of_names_is_shortened():
         for child in module:
             child._parameters.clear()
 
-    text = message(NamesChangedError, lambda: strip(nn.Sequential(*[nn.Linear(1, 1) for _ in range(50)])))
+    text = message(
+        NamesChangedError, lambda: strip(nn.Sequential(*[nn.Linear(1, 1) for _ in range(50)]))
+    )
     assert_text(
         text,
         """strip changed the names of parameters in Sequential, or their order; before: 0.weight, 0.bias, 1.weight, 1.bias, 2.weight, 2.bias, 3.weight, 3.bias and 92 more; after: nothing. It was taken back""",

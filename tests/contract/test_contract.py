@@ -246,7 +246,10 @@ def test_remove_of_one_module_of_a_list_removes_from_all():
 
 def test_remove_of_a_missing_annotation_names_those_that_exist():
     model = Model()
-    assert_text(message(NotAnnotatedError, lambda: remove(model.emb, mark)), """mark was not applied to 'emb'; nothing was""")
+    assert_text(
+        message(NotAnnotatedError, lambda: remove(model.emb, mark)),
+        """mark was not applied to 'emb'; nothing was""",
+    )
     place = f"{Path(__file__).name}:{this_line() + 1}"
     replicate(model.emb)
     assert_text(
@@ -309,7 +312,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return Asked.log
 
 
-def test_before_removal_gets_all_states_of_its_class_once_and_before_anything_is_undone(asked: list[Any]):
+def test_before_removal_gets_all_states_of_its_class_once_and_before_anything_is_undone(
+    asked: list[Any],
+):
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     ask(model, inside=list(model))
     states = [ask.state(module) for module in (model, *model)]
@@ -317,7 +322,9 @@ def test_before_removal_gets_all_states_of_its_class_once_and_before_anything_is
     assert asked == [states, "undone", "undone", "undone"]
 
 
-def test_before_removal_gets_no_state_of_an_annotation_that_was_removed_separately(asked: list[Any]):
+def test_before_removal_gets_no_state_of_an_annotation_that_was_removed_separately(
+    asked: list[Any],
+):
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     ask(model, inside=list(model))
     remove(model[0], ask)
@@ -327,7 +334,9 @@ def test_before_removal_gets_no_state_of_an_annotation_that_was_removed_separate
     assert asked == [states, "undone", "undone"]
 
 
-def test_nothing_is_undone_if_before_removal_raises(asked: list[Any], monkeypatch: pytest.MonkeyPatch):
+def test_nothing_is_undone_if_before_removal_raises(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+):
     block = ask(Block())
     monkeypatch.setattr(Asked, "refused", True)
     with pytest.raises(ArithmeticError):
@@ -350,7 +359,11 @@ def mark_below(module, *, policy=None):
 def test_a_verb_that_annotates_submodules_only_leaves_no_record_on_its_argument():
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     assert mark_below(model, policy=list(model)) is model
-    assert [list(registry(module)) for module in (model, *model)] == [[], ["mark_below"], ["mark_below"]]
+    assert [list(registry(module)) for module in (model, *model)] == [
+        [],
+        ["mark_below"],
+        ["mark_below"],
+    ]
     remove(model[0], mark_below)
     mark_below(model[0])
     with pytest.raises(NotAnnotatedError):
@@ -365,6 +378,10 @@ def test_an_outer_verb_owns_what_a_verb_inside_it_annotated_on_submodules_only()
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     before = everything_about(model)
     outer(model)
-    assert [list(registry(module)) for module in (model, *model)] == [["outer"], ["mark_below"], ["mark_below"]]
+    assert [list(registry(module)) for module in (model, *model)] == [
+        ["outer"],
+        ["mark_below"],
+        ["mark_below"],
+    ]
     remove(model, outer)
     assert everything_about(model) == before

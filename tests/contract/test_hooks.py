@@ -69,12 +69,22 @@ def _annotated(order: tuple[str, ...] = OUTERMOST_FIRST, **fails: str) -> tuple[
 
 
 X: Final = torch.ones(2)
-ENTERED: Final = ["enter fully_shard", "enter replicate", "enter offload_activations", "enter checkpoint"]
-LEFT: Final = ["leave checkpoint", "leave offload_activations", "leave replicate", "leave fully_shard"]
+ENTERED: Final = [
+    "enter fully_shard",
+    "enter replicate",
+    "enter offload_activations",
+    "enter checkpoint",
+]
+LEFT: Final = [
+    "leave checkpoint",
+    "leave offload_activations",
+    "leave replicate",
+    "leave fully_shard",
+]
 INSIDE_OUT: Final = [name.removeprefix("leave ") for name in LEFT]
 
 
-# --- the order --------------------------------------------------------------------------------------------------------
+# --- the order ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(OUTERMOST_FIRST)))
@@ -97,7 +107,12 @@ def test_all_annotations_share_one_pair_of_hooks_that_is_removed_with_the_last()
     assert (len(module._forward_pre_hooks), len(module._forward_hooks)) == (1, 1)
     detach(module, OUTERMOST_FIRST[1])
     module(X)
-    inner = ["enter offload_activations", "enter checkpoint", "leave checkpoint", "leave offload_activations"]
+    inner = [
+        "enter offload_activations",
+        "enter checkpoint",
+        "leave checkpoint",
+        "leave offload_activations",
+    ]
     assert log == ["enter fully_shard", *inner, "leave fully_shard"]
     detach(module, OUTERMOST_FIRST[0])
     detach(module, OUTERMOST_FIRST[2])
@@ -117,7 +132,9 @@ def test_the_hooks_run_before_earlier_hooks_of_the_user() -> None:
 
 class Changing(Noting):
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return tuple(arg + self.name for arg in args), {key: value + self.name for key, value in kwargs.items()}
+        return tuple(arg + self.name for arg in args), {
+            key: value + self.name for key, value in kwargs.items()
+        }
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         return output + self.name.upper()
@@ -135,7 +152,7 @@ def test_every_bracket_can_change_inputs_and_outputs() -> None:
     assert module("x", other="y") == "xabcd yabcd DCBA"
 
 
-# --- exceptions -------------------------------------------------------------------------------------------------------
+# --- exceptions ---------------------------------------------------------------------------------
 
 
 def test_a_forward_that_raises_calls_on_error_innermost_first() -> None:
@@ -154,14 +171,25 @@ def test_a_bracket_that_raises_in_enter_gets_on_error_with_those_around_it() -> 
     module, log = _annotated(replicate="enter")
     with pytest.raises(MemoryError, match="replicate fails to enter"):
         module(X)
-    assert log == ["enter fully_shard", "enter replicate", "on_error replicate", "on_error fully_shard"]
+    assert log == [
+        "enter fully_shard",
+        "enter replicate",
+        "on_error replicate",
+        "on_error fully_shard",
+    ]
 
 
 def test_a_bracket_that_raises_in_leave_calls_on_error_of_those_around_it() -> None:
     module, log = _annotated(checkpoint="leave")
     with pytest.raises(MemoryError, match="checkpoint fails to leave"):
         module(X)
-    assert log == [*ENTERED, "leave checkpoint", "on_error offload_activations", "on_error replicate", "on_error fully_shard"]
+    assert log == [
+        *ENTERED,
+        "leave checkpoint",
+        "on_error offload_activations",
+        "on_error replicate",
+        "on_error fully_shard",
+    ]
 
 
 def test_a_forward_that_returns_none_has_not_failed_even_in_an_except_block() -> None:
@@ -208,7 +236,15 @@ def test_a_module_that_calls_itself_enters_the_brackets_once_per_call() -> None:
     module = Nested()
     attach(module, "fully_shard", Noting("it", log))
     module(1)
-    assert log == ["enter it", "depth 1", "enter it", "depth 0", "on_error it", "caught", "leave it"]
+    assert log == [
+        "enter it",
+        "depth 1",
+        "enter it",
+        "depth 0",
+        "on_error it",
+        "caught",
+        "leave it",
+    ]
 
 
 def test_a_users_hook_that_raises_before_ours_calls_nothing() -> None:
@@ -232,7 +268,9 @@ def test_a_users_hook_that_raises_before_ours_calls_nothing() -> None:
     assert log[-1] == "leave fully_shard"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), GeneratorExit()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), SystemExit(), GeneratorExit()], ids=lambda e: type(e).__name__
+)
 def test_drop_calls_closes_an_interrupted_call_from_the_inside_out(error: BaseException) -> None:
     """torch calls no forward hook for exceptions that are not an Exception."""
     module, log = _annotated()
@@ -275,11 +313,13 @@ def test_a_bracket_can_be_left_out_of_a_call() -> None:
     assert log == [*ENTERED[:-1], *LEFT[1:]]
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
+# --- copies -------------------------------------------------------------------------------------
 
 
 @COPIERS
-def test_a_copy_has_hooks_and_brackets_of_its_own_and_no_open_calls(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copy_has_hooks_and_brackets_of_its_own_and_no_open_calls(
+    duplicate: Callable[[nn.Module], nn.Module],
+) -> None:
     module, log = _annotated()
     module.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -306,7 +346,7 @@ def test_cleared_hooks_are_noticed(hooks: str) -> None:
     assert not hooks_attached(nn.Linear(1, 1))
 
 
-# --- backward ---------------------------------------------------------------------------------------------------------
+# --- backward -----------------------------------------------------------------------------------
 
 
 def test_the_callback_runs_before_backward_goes_through_an_output() -> None:
@@ -390,6 +430,8 @@ def test_nodes_can_be_chosen() -> None:
     log: list[str] = []
     output = nn.Parameter(torch.ones(2)) * 2
     assert not before_gradient(output, lambda *_: log.append("called"), where=lambda node: False)
-    assert before_gradient(output[0], lambda *_: log.append("called"), where=lambda node: node is not output.grad_fn)
+    assert before_gradient(
+        output[0], lambda *_: log.append("called"), where=lambda node: node is not output.grad_fn
+    )
     output[0].backward()
     assert not log

@@ -55,7 +55,10 @@ def test_require_callable_refuses_containers_without_a_forward_only():
         """ModuleList 'layers' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=""",
     )
     assert_text(
-        message(AnnotationError, lambda: require_callable(nn.ModuleDict(), so="there is nothing to run again")),
+        message(
+            AnnotationError,
+            lambda: require_callable(nn.ModuleDict(), so="there is nothing to run again"),
+        ),
         """ModuleDict has no forward, so there is nothing to run again; annotate its children, or pass policy=""",
     )
     require_callable(Stack([Block()]))
@@ -71,7 +74,9 @@ def test_require_callable_names_the_module_inside_a_verb_too():
         require_callable(module)
 
     model = Model()
-    assert message(AnnotationError, lambda: wrap(model.layers)).startswith("ModuleList 'layers' has no forward")
+    assert message(AnnotationError, lambda: wrap(model.layers)).startswith(
+        "ModuleList 'layers' has no forward"
+    )
 
 
 def test_an_error_uses_the_name_in_the_outermost_of_several_models():

@@ -51,7 +51,9 @@ def test_a_copy_has_records_and_states_of_its_own(duplicate: Callable[[nn.Module
 
 
 @COPIERS
-def test_removing_from_the_original_does_not_change_its_copy(duplicate: Callable[[nn.Module], nn.Module]):
+def test_removing_from_the_original_does_not_change_its_copy(
+    duplicate: Callable[[nn.Module], nn.Module],
+):
     model = mark(Block())
     twin = duplicate(model)
     remove(model, mark)
@@ -92,7 +94,8 @@ def test_a_copy_is_not_removed_by_functions_that_know_the_original(inside: bool)
     model = (around if inside else tag)(nn.Linear(2, 2))
     twin = copy.deepcopy(model)
     with pytest.raises(
-        AnnotationError, match=r"^(tag|around) cannot be removed from a copy of a module\. Remove it before copying"
+        AnnotationError,
+        match=r"^(tag|around) cannot be removed from a copy of a module\. Remove it before copying",
     ):
         remove(twin, around if inside else tag)
     assert not hasattr(model, "untagged")
@@ -110,7 +113,9 @@ def test_removing_from_a_pickled_copy_is_refused():
 
 
 @COPIERS
-def test_arguments_that_cannot_be_copied_are_named_by_their_type(duplicate: Callable[[nn.Module], nn.Module]):
+def test_arguments_that_cannot_be_copied_are_named_by_their_type(
+    duplicate: Callable[[nn.Module], nn.Module],
+):
     block = mark(Block(), note=threading.Lock())
     assert registry(duplicate(block))["mark"].kwargs["note"] == "<lock>"
 
@@ -136,5 +141,7 @@ print(registry(model)["mark"].kwargs["level"], registry(model)["mark"].state.val
 
 def test_a_record_survives_pickling_into_another_process():
     pickled = pickle.dumps(mark(nn.Linear(2, 2), level=5))
-    done = subprocess.run([sys.executable, "-c", LOADS], input=pickled, capture_output=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS], input=pickled, capture_output=True, check=True, timeout=120
+    )
     assert done.stdout.decode().split() == ["5", "5", "1"]

@@ -53,8 +53,12 @@ def _replace_everything(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("damage", [_register_all_hooks, _replace_everything])
-@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_verb_that_raises_leaves_no_trace_even_without_on_undo(damage: Callable[..., None], error: BaseException):
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
+def test_a_verb_that_raises_leaves_no_trace_even_without_on_undo(
+    damage: Callable[..., None], error: BaseException
+):
     failing = True
 
     @contract()
@@ -81,13 +85,19 @@ def test_a_verb_that_raises_leaves_no_trace_even_without_on_undo(damage: Callabl
 
 
 def test_the_snapshot_covers_every_table_that_a_module_has():
-    """What `everything_about` sees of hooks comes from torch itself, so a new kind of hook would be noticed."""
+    """What `everything_about` sees of hooks comes from torch itself, so a new kind of hook would be
+    noticed.
+    """
     module = Model()
     empty = {key for key, value in vars(module).items() if isinstance(value, dict) and not value}
     _register_all_hooks(module)
     filled = {key for key in empty if vars(module)[key]}
     assert len([key for key in filled if key.endswith("hooks")]) == 8
-    assert {"_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"} <= filled
+    assert {
+        "_forward_hooks_always_called",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks_with_kwargs",
+    } <= filled
 
 
 def test_undo_callbacks_run_in_reverse_before_the_snapshot_is_restored():
@@ -120,14 +130,19 @@ def test_an_undo_callback_that_raises_adds_a_note_and_the_others_run():
     block = Block()
     with pytest.raises(KeyError, match="the cause") as caught:
         fail(block)
-    assert caught.value.__notes__ == ["while fail was taken back: ZeroDivisionError: division by zero"]
+    assert caught.value.__notes__ == [
+        "while fail was taken back: ZeroDivisionError: division by zero"
+    ]
     assert calls == ["first"]
     assert not hasattr(block, "note")
 
 
 def test_on_undo_outside_a_verb_is_refused():
     text = message(AnnotationError, lambda: on_undo(print))
-    assert_text(text, """on_undo() was called while no verb is running; call it inside a contract() function""")
+    assert_text(
+        text,
+        """on_undo() was called while no verb is running; call it inside a contract() function""",
+    )
 
 
 def test_a_verb_that_runs_in_another_thread_is_not_running_here():

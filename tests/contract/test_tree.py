@@ -1,4 +1,6 @@
-"""Annotated modules of a tree in order, the same by hand, by policy and on every rank; their parameters; changes of the tree."""
+"""Annotated modules of a tree in order, the same by hand, by policy and on every rank; their
+parameters; changes of the tree.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def _mixed() -> Leaf:
     return root
 
 
-# --- order ------------------------------------------------------------------------------------------------------------
+# --- order --------------------------------------------------------------------------------------
 
 
 def _by_hand(root: nn.Module) -> None:
@@ -112,7 +114,9 @@ def test_units_are_made_from_the_innermost_outwards() -> None:
     names = {id(module): name for name, module in root.named_modules()}
 
     def choose(parameter: nn.Parameter) -> None:
-        made.append(next(names[id(m)] for m in root.modules() if m._parameters.get("weight") is parameter))
+        made.append(
+            next(names[id(m)] for m in root.modules() if m._parameters.get("weight") is parameter)
+        )
 
     fully_shard(root, policy={Leaf}, shard_placement_fn=choose)
     assert made == ["submod2.subsubmod", "submod2", "submod1", ""]
@@ -122,7 +126,10 @@ def _forward_order(root: Leaf) -> list[str]:
     """The units in the order in which forward gathers them, seen from their parameters."""
     order: list[str] = []
     names = {id(module): name for name, module in root.named_modules()}
-    handles = [module.register_forward_pre_hook(lambda module, _: order.append(names[id(module)])) for module in root.modules()]
+    handles = [
+        module.register_forward_pre_hook(lambda module, _: order.append(names[id(module)]))
+        for module in root.modules()
+    ]
     root(torch.ones(4)).sum().backward()
     for handle in handles:
         handle.remove()
@@ -151,7 +158,10 @@ def test_modules_annotated_together_are_one_unit_at_its_first_module() -> None:
     fully_shard(together)
     fully_shard(root.get_submodule("b"))
     assert names_of(root, get_fully_sharded_modules(root)) == ["a", "b"]
-    assert [list(state.modules) for state in get_states(root)] == [together, [root.get_submodule("b")]]
+    assert [list(state.modules) for state in get_states(root)] == [
+        together,
+        [root.get_submodule("b")],
+    ]
     assert len(get_handles(root)) == len(get_root_states(root)) == 2
 
 
@@ -173,7 +183,7 @@ def test_the_public_module_has_the_same_functions() -> None:
     assert all(getattr(public, name) is getattr(traversal, name) for name in public.__all__)
 
 
-# --- annotations inside each other ------------------------------------------------------------------------------------
+# --- annotations inside each other --------------------------------------------------------------
 
 
 def test_units_in_replicated_subtrees_are_left_out() -> None:
@@ -214,7 +224,9 @@ def test_a_replicated_root_is_entered() -> None:
     subtree = root.get_submodule("replicated")
     assert names_of(root, get_fully_sharded_modules(subtree)) == ["replicated.inside"]
     assert get_root_states(root) == []
-    assert names_of(root, [state.modules[0] for state in get_root_states(subtree)]) == ["replicated.inside"]
+    assert names_of(root, [state.modules[0] for state in get_root_states(subtree)]) == [
+        "replicated.inside"
+    ]
 
 
 def test_the_root_of_an_annotated_tree_is_its_top() -> None:
@@ -224,7 +236,9 @@ def test_the_root_of_an_annotated_tree_is_its_top() -> None:
 
 
 def test_a_tree_without_an_annotation_at_the_top_has_the_roots_of_its_parts() -> None:
-    top = nn.ModuleDict({"one": tree(), "plain": nn.Sequential(nn.Linear(1, 1), tree()), "none": nn.Linear(1, 1)})
+    top = nn.ModuleDict(
+        {"one": tree(), "plain": nn.Sequential(nn.Linear(1, 1), tree()), "none": nn.Linear(1, 1)}
+    )
     parts = [top["one"], top.get_submodule("plain.1")]
     for part in parts:
         _by_policy(part)
@@ -232,7 +246,7 @@ def test_a_tree_without_an_annotation_at_the_top_has_the_roots_of_its_parts() ->
     assert len(get_states(top)) == 8
 
 
-# --- steps -------------------------------------------------------------------------------------------------------------
+# --- steps --------------------------------------------------------------------------------------
 
 
 def test_the_tree_is_not_traversed_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +283,7 @@ def test_all_units_of_a_tree_have_one_root_after_the_first_forward() -> None:
     assert len({id(state.root) for state in states}) == 1
 
 
-# --- walking ----------------------------------------------------------------------------------------------------------
+# --- walking ------------------------------------------------------------------------------------
 
 
 def test_a_walk_names_every_module_once_as_named_modules_does() -> None:
@@ -321,7 +335,7 @@ def test_a_tree_deeper_than_the_stack_is_walked() -> None:
     assert get_root_states(root) == []
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
+# --- parameters ---------------------------------------------------------------------------------
 
 
 def test_a_parameter_belongs_to_the_innermost_annotation_around_it() -> None:
@@ -330,7 +344,9 @@ def test_a_parameter_belongs_to_the_innermost_annotation_around_it() -> None:
     assert [managed.fqn for managed in managed_parameters([root])] == every
     fully_shard(root.get_submodule("submod2"))
     assert [managed.fqn for managed in managed_parameters([root])] == every[:2]
-    assert [managed.fqn for managed in managed_parameters([root], ignored=[id(root.weight)])] == every[1:2]
+    assert [
+        managed.fqn for managed in managed_parameters([root], ignored=[id(root.weight)])
+    ] == every[1:2]
     assert [place.fqn for place, _ in registered_parameters(root)] == every
     replicate(root.get_submodule("submod1"))
     assert [place.fqn for place, _ in registered_parameters(root)] == ["weight", *every[2:]]
@@ -346,7 +362,7 @@ def test_a_tied_parameter_is_one_with_all_its_registrations() -> None:
     assert [place.module for place in tied.places] == [root.a, root.b]
 
 
-# --- changes ----------------------------------------------------------------------------------------------------------
+# --- changes ------------------------------------------------------------------------------------
 
 
 def test_a_tree_watch_notices_modules_and_parameters_that_come_and_go() -> None:

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from composable.contract.values import map_tensors, tensors_in
 
-# --- outputs ----------------------------------------------------------------------------------------------------------
+# --- outputs -------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", ["one", "other"])
 
@@ -206,13 +206,28 @@ MAPPED: Final[dict[str, tuple[Any, Callable[[Any], list[float]]]]] = {
     "a list": ([A], lambda v: v[0].tolist()),
     "a dict": ({"x": (A,)}, lambda v: v["x"][0].tolist()),
     "an ordered dict": (OrderedDict(x=A), lambda v: v["x"].tolist()),
-    "a tuple with a constructor of its own": (Strict(A, 1, note="n"), lambda v: [v.note == "n" and v[0].item()]),
+    "a tuple with a constructor of its own": (
+        Strict(A, 1, note="n"),
+        lambda v: [v.note == "n" and v[0].item()],
+    ),
     "a tuple with a tensor as an attribute": (Strict(1, 2, note=A), lambda v: v.note.tolist()),
-    "a list with a constructor of its own": (StrictList(A, note="n"), lambda v: [v.note == "n" and v[0].item()]),
-    "a dict with a constructor of its own": (StrictDict(A, note="n"), lambda v: [v.note == "n" and v["one"].item()]),
-    "an ordered dict with a constructor of its own": (StrictOrderedDict(A), lambda v: v["one"].tolist()),
+    "a list with a constructor of its own": (
+        StrictList(A, note="n"),
+        lambda v: [v.note == "n" and v[0].item()],
+    ),
+    "a dict with a constructor of its own": (
+        StrictDict(A, note="n"),
+        lambda v: [v.note == "n" and v["one"].item()],
+    ),
+    "an ordered dict with a constructor of its own": (
+        StrictOrderedDict(A),
+        lambda v: v["one"].tolist(),
+    ),
     "a default dict": (defaultdict(list, x=A), lambda v: [v["new"] == [] and v["x"].item()]),
-    "a default dict with a constructor of its own": (StrictDefaultDict(A), lambda v: [v["new"] == [] and v["one"].item()]),
+    "a default dict with a constructor of its own": (
+        StrictDefaultDict(A),
+        lambda v: [v["new"] == [] and v["one"].item()],
+    ),
     "a counter": (Counter(x=A), lambda v: v["x"].tolist()),
     "a deque": (deque([A, 1], maxlen=2), lambda v: [v.maxlen == 2 and v[0].item()]),
     "a set": ({A}, lambda v: next(iter(v)).tolist()),
@@ -220,7 +235,10 @@ MAPPED: Final[dict[str, tuple[Any, Callable[[Any], list[float]]]]] = {
     "a user's mapping": (UserDict(x=A), lambda v: v["x"].tolist()),
     "a user's list": (UserList([A]), lambda v: v[0].tolist()),
     "a struct sequence": (torch.ones(1, 1).max(dim=0), lambda v: v.values.tolist()),
-    "a model output": (CausalLMOutput(logits=A), lambda v: [v.logits is v["logits"] is v[0] and v.logits.item()]),
+    "a model output": (
+        CausalLMOutput(logits=A),
+        lambda v: [v.logits is v["logits"] is v[0] and v.logits.item()],
+    ),
     "a checked dataclass": (Checked(A), lambda v: [v.times == 1 and v.one.item()]),
     "a dataclass": (Record(A, 3), lambda v: v.one.tolist()),
     "a frozen dataclass": (Slotted(A), lambda v: v.one.tolist()),
@@ -282,7 +300,11 @@ def test_every_tensor_that_is_found_in_a_container_is_changed() -> None:
             assert len(found) == len(expected), kind
             assert not {id(tensor) for tensor in found} & {id(tensor) for tensor in expected}, kind
         else:
-            assert not expected or isinstance(value, (Plain, Slots, PrivateSlots)) or isinstance(value[0], Lazy), kind
+            assert (
+                not expected
+                or isinstance(value, (Plain, Slots, PrivateSlots))
+                or isinstance(value[0], Lazy)
+            ), kind
 
 
 def test_a_plain_object_is_returned_as_it_is() -> None:

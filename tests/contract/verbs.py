@@ -39,7 +39,9 @@ def mark(module, *, level=1, note=None):
 
 @contract(
     clashes={
-        "replicate": "a module can be sharded or replicated, not both. Call remove(module, replicate) first",
+        "replicate": (
+            "a module can be sharded or replicated, not both. Call remove(module, replicate) first"
+        ),
         "mark": "see the guide",
     },
     equivalents={

@@ -21,7 +21,9 @@ FLOAT = 4
 
 
 class Squared(nn.Module):
-    """One layer whose square saves its input for backward; no Python object holds that input meanwhile."""
+    """One layer whose square saves its input for backward; no Python object holds that input
+    meanwhile.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +79,9 @@ def test_ignored_tensors_do_not_show_and_others_that_were_there_before_do() -> N
     model, optimizer, x = trained()
     without = measure_step(model, optimizer, lambda: model(x), ignore=[x])
     with_data = measure_step(model, optimizer, lambda: model(x))
-    assert with_data.totals[0][Kind.COMMUNICATION] - without.totals[0][Kind.COMMUNICATION] == x.nbytes
+    assert (
+        with_data.totals[0][Kind.COMMUNICATION] - without.totals[0][Kind.COMMUNICATION] == x.nbytes
+    )
 
 
 def test_memory_that_comes_and_goes_inside_one_storage_is_followed() -> None:
@@ -110,7 +114,11 @@ def test_the_footprint_without_shards_is_the_whole() -> None:
     model, optimizer, x = trained()
     footprint = measure_step(model, optimizer, lambda: model(x), ignore=[x]).footprint
     weights = WIDTH * WIDTH * FLOAT
-    expected = {"parameters, buffers": weights, "optimizer state": 2 * weights + FLOAT, "gradients": weights}
+    expected = {
+        "parameters, buffers": weights,
+        "optimizer state": 2 * weights + FLOAT,
+        "gradients": weights,
+    }
     assert footprint == {name: (numel, numel) for name, numel in expected.items()}
 
 
@@ -119,7 +127,9 @@ def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     trace = measure_step(model, optimizer, lambda: model(x), ignore=[x])
     draw_memory(tmp_path / "one.png", [("alone", trace)])
     draw_memory(tmp_path / "two.png", [("left", trace), ("right", trace)])
-    draw_losses(tmp_path / "checked.png", [5.0, 4.0, 3.0], [(2, 4.1), (3, 3.2)], [5.0, 4.000001], ranks=2)
+    draw_losses(
+        tmp_path / "checked.png", [5.0, 4.0, 3.0], [(2, 4.1), (3, 3.2)], [5.0, 4.000001], ranks=2
+    )
     draw_losses(tmp_path / "plain.png", [5.0, 4.0, 3.0], [], [], ranks=1)
     for name in ("one", "two", "checked", "plain"):
         pixels = matplotlib.image.imread(tmp_path / f"{name}.png")
@@ -131,7 +141,9 @@ def test_blocks_that_are_kept_without_a_tensor_are_reported() -> None:
     model, optimizer, x = trained()
     before = measure_step(model, optimizer, lambda: model(x), ignore=[x]).idle
     kept = torch.UntypedStorage(1 << 20)
-    assert measure_step(model, optimizer, lambda: model(x), ignore=[x]).idle - before == kept.nbytes()
+    assert (
+        measure_step(model, optimizer, lambda: model(x), ignore=[x]).idle - before == kept.nbytes()
+    )
 
 
 def test_memory_that_two_storages_share_counts_once() -> None:
@@ -151,8 +163,14 @@ OPTIONS = Options(
 
 
 def _between_steps(*, annotated: bool) -> int:
-    """Bytes that a trained model holds after `zero_grad`, with its optimizer and whatever else is kept."""
-    before = [thing for thing in gc.get_objects() if isinstance(thing, Tensor) and thing.layout is torch.strided]
+    """Bytes that a trained model holds after `zero_grad`, with its optimizer and whatever else is
+    kept.
+    """
+    before = [
+        thing
+        for thing in gc.get_objects()
+        if isinstance(thing, Tensor) and thing.layout is torch.strided
+    ]
     model = annotate(build(OPTIONS)) if annotated else build(OPTIONS)
     optimizer = optimizer_of(model)
     idx = torch.zeros(2, OPTIONS.context, dtype=torch.int64)
@@ -165,6 +183,8 @@ def _on_a_rank() -> tuple[int, int]:
     return _between_steps(annotated=False), _between_steps(annotated=True)
 
 
-def test_between_steps_a_rank_of_two_holds_at_most_60_percent_of_the_unannotated_model(pool: Pool) -> None:
+def test_between_steps_a_rank_of_two_holds_at_most_60_percent_of_the_unannotated_model(
+    pool: Pool,
+) -> None:
     for alone, shared in pool.run(2, _on_a_rank):
         assert shared <= 0.6 * alone

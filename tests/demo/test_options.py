@@ -90,8 +90,13 @@ for command_line in sys.argv[1:]:
 
 
 def test_the_missing_extra_is_named_with_what_brings_it() -> None:
-    code = "import sys; sys.modules.update(rich=None); from composable.__main__ import main; main(['demo'])"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    code = (
+        "import sys; sys.modules.update(rich=None); from composable.__main__ import main;"
+        " main(['demo'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert_expected_inline(
         done.stderr.strip(),

@@ -1,4 +1,6 @@
-"""A run that was saved and resumed goes on to the same losses, on as many ranks or on another number of them."""
+"""A run that was saved and resumed goes on to the same losses, on as many ranks or on another
+number of them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,19 @@ from safetensors.torch import load_file
 from tests.helpers.launched import launched
 from tests.helpers.world import Pool
 
-TINY = ["--layers", "2", "--width", "32", "--context", "16", "--batch-size", "4", "--sample-bytes", "4", "--quiet"]
+TINY = [
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--context",
+    "16",
+    "--batch-size",
+    "4",
+    "--sample-bytes",
+    "4",
+    "--quiet",
+]
 
 
 def demo(out: Path, *options: str) -> str:
@@ -39,7 +53,9 @@ def record(out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps in one go, all checked against the un-annotated model, though more were asked for than there are."""
+    """Eight steps in one go, all checked against the un-annotated model, though more were asked for
+    than there are.
+    """
     out = tmp_path_factory.mktemp("straight")
     printed = demo(out, "--steps", "8", "--baseline-steps", "9")
     assert "first 8 steps agree with the un-annotated model" in printed
@@ -47,11 +63,19 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_leaves_a_checkpoint_the_exported_model_and_both_pictures(straight: Path) -> None:
-    assert sorted(path.name for path in straight.iterdir()) == ["checkpoint", "losses.png", "memory.png", "model-000008"]
+    assert sorted(path.name for path in straight.iterdir()) == [
+        "checkpoint",
+        "losses.png",
+        "memory.png",
+        "model-000008",
+    ]
     exported = load_file(straight / "model-000008" / "model.safetensors")
     assert exported["blocks.1.mlp.2.weight"].shape == (32, 128)
-    shards = sorted(path.name for path in (straight / "checkpoint" / "step-000008").glob("*.distcp"))
-    assert [name[:4] for name in shards] == ["__0_", "__1_"]  # one file per rank: nobody gathers the model to save it
+    shards = sorted(
+        path.name for path in (straight / "checkpoint" / "step-000008").glob("*.distcp")
+    )
+    # one file per rank: nobody gathers the model to save it
+    assert [name[:4] for name in shards] == ["__0_", "__1_"]
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +97,37 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_interrupted(
     assert record(out)["validation"][-1] == record(straight)["validation"][-1]
 
 
-def test_a_run_says_that_it_replaces_a_checkpoint(pool: Pool, interrupted: Path, tmp_path: Path) -> None:
+def test_a_run_says_that_it_replaces_a_checkpoint(
+    pool: Pool, interrupted: Path, tmp_path: Path
+) -> None:
     out = shutil.copytree(interrupted, tmp_path / "run")
     printed = demo_on(pool, 2, out, "--steps", "1", "--no-baseline")
-    assert f"the checkpoint in {out} (step 5) will be replaced; --resume would continue from it" in printed
+    assert (
+        f"the checkpoint in {out} (step 5) will be replaced; --resume would continue from it"
+        in printed
+    )
     assert record(out)["step"] == 1
 
 
 def test_an_interrupted_run_says_in_a_line_how_to_go_on(interrupted: Path, tmp_path: Path) -> None:
     out = shutil.copytree(interrupted, tmp_path / "run")
-    command = [sys.executable, "-m", "composable", "demo", *TINY[:-1], "--out", str(out), "--steps", "1000000", "--resume"]
-    # In a session of its own, so that the interrupt reaches what a terminal's would: the launcher and all ranks.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
+    command = [
+        sys.executable,
+        "-m",
+        "composable",
+        "demo",
+        *TINY[:-1],
+        "--out",
+        str(out),
+        "--steps",
+        "1000000",
+        "--resume",
+    ]
+    # In a session of its own, so that the interrupt reaches what a terminal's would: the launcher
+    # and all ranks.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
         assert run.stdout is not None
         assert run.stderr is not None
         next(line for line in run.stdout if line.startswith("step "))
@@ -93,10 +136,16 @@ def test_an_interrupted_run_says_in_a_line_how_to_go_on(interrupted: Path, tmp_p
         run.stdout.read()
     assert run.returncode == 130
     step = record(out)["step"]
-    assert said == f"composable demo: interrupted; the checkpoint of step {step} is in {out}, and --resume continues from it\n"
+    assert (
+        said
+        == f"composable demo: interrupted; the checkpoint of step {step} is in {out}, and --resume"
+        " continues from it\n"
+    )
 
 
-def test_a_checkpoint_of_two_ranks_is_resumed_by_one(pool: Pool, straight: Path, interrupted: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
+    pool: Pool, straight: Path, interrupted: Path, tmp_path: Path
+) -> None:
     out = shutil.copytree(interrupted, tmp_path / "run")
     demo_on(pool, 1, out, "--steps", "8", "--resume")
     assert record(out)["losses"] == pytest.approx(record(straight)["losses"], rel=1e-5)

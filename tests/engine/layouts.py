@@ -17,8 +17,14 @@ SETTINGS = settings(max_examples=60, deadline=None)
 
 @st.composite
 def shapes(draw: Callable[..., Any], max_numel: int = 400) -> list[ParamShape]:
-    """One to six parameters with odd, empty and one-element shapes, each cut along any of its dimensions, or not at all."""
-    sizes = st.lists(st.integers(0, 9), max_size=4).map(tuple).filter(lambda shape: math.prod(shape) <= max_numel)
+    """One to six parameters with odd, empty and one-element shapes, each cut along any of its
+    dimensions, or not at all.
+    """
+    sizes = (
+        st.lists(st.integers(0, 9), max_size=4)
+        .map(tuple)
+        .filter(lambda shape: math.prod(shape) <= max_numel)
+    )
     found = []
     for index in range(draw(st.integers(1, 6))):
         shape = draw(sizes)
@@ -47,7 +53,9 @@ def planned(draw: Callable[..., Any]) -> Planned:
     options = {
         "num_shards": draw(st.integers(1, 7)),
         "align": align,
-        "packed_align": draw(st.sampled_from([divisor for divisor in (1, 2, 3, 4, 16) if align % divisor == 0])),
+        "packed_align": draw(
+            st.sampled_from([divisor for divisor in (1, 2, 3, 4, 16) if align % divisor == 0])
+        ),
         "direct_numel": draw(st.sampled_from([0, 1, 8, 40, 10**9])),
         "max_direct": draw(st.sampled_from([0, 1, 10**9])),
         "late": draw(st.booleans()),

@@ -1,4 +1,6 @@
-"""The parameter groups and gradient buckets of all ranks of a mesh, in one process. No process group, no unit."""
+"""The parameter groups and gradient buckets of all ranks of a mesh, in one process. No process
+group, no unit.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ from tests.comm.in_process import seats
 CPU: Final = torch.device("cpu")
 NAN: Final = float("nan")
 FLOAT32: Final = Precision(*[torch.float32] * 4)
-# By their bytes parameters are packed, all of them; or those that can travel in messages of their own.
+# By their bytes parameters are packed, all of them; or those that can travel in messages of their
+# own.
 PACKED: Final = Traits(direct_bytes=1 << 60, max_direct=0, align=1, on_stream=False)
 DIRECT: Final = Traits(direct_bytes=0, max_direct=1 << 30, align=1, on_stream=False)
 
 
-def infos_of_shards(shards: int, replicas: int = 1, traits: Traits | None = None, near: int | None = None) -> list[MeshInfo]:
+def infos_of_shards(
+    shards: int, replicas: int = 1, traits: Traits | None = None, near: int | None = None
+) -> list[MeshInfo]:
     """What every rank of a mesh knows, by rank.
 
     Args:
@@ -36,7 +41,11 @@ def infos_of_shards(shards: int, replicas: int = 1, traits: Traits | None = None
     every = seats(shards * replicas, traits)
     rows = [seats(shards, traits) for _ in range(replicas)]
     columns = [seats(replicas, traits) for _ in range(shards)]
-    neighbours = [] if near is None else [seat for _ in range(shards // near) for seat in seats(near, traits)]
+    neighbours = (
+        []
+        if near is None
+        else [seat for _ in range(shards // near) for seat in seats(near, traits)]
+    )
     numbers = torch.arange(shards * replicas)
     infos = []
     for rank in range(shards * replicas):
@@ -44,17 +53,30 @@ def infos_of_shards(shards: int, replicas: int = 1, traits: Traits | None = None
         if replicas == 1:
             mesh = DeviceMesh("cpu", numbers, _init_backend=False, _rank=rank)
             seat = rows[0][shard]
-            infos.append(MeshInfo(mesh, seat, seat, post_forward=neighbours[shard] if neighbours else None))
+            infos.append(
+                MeshInfo(mesh, seat, seat, post_forward=neighbours[shard] if neighbours else None)
+            )
         else:
-            mesh = DeviceMesh("cpu", numbers.view(replicas, shards), _init_backend=False, _rank=rank)
-            infos.append(MeshInfo(mesh, rows[replica][shard], every[rank], columns[shard][replica], shard_dim=1))
+            mesh = DeviceMesh(
+                "cpu", numbers.view(replicas, shards), _init_backend=False, _rank=rank
+            )
+            infos.append(
+                MeshInfo(
+                    mesh, rows[replica][shard], every[rank], columns[shard][replica], shard_dim=1
+                )
+            )
     return infos
 
 
 def infos_of_replicas(ranks: int) -> list[MeshInfo]:
     every = seats(ranks)
-    meshes = [DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=rank) for rank in range(ranks)]
-    return [MeshInfo(mesh, LocalComm(CPU), seat, seat) for mesh, seat in zip(meshes, every, strict=True)]
+    meshes = [
+        DeviceMesh("cpu", torch.arange(ranks), _init_backend=False, _rank=rank)
+        for rank in range(ranks)
+    ]
+    return [
+        MeshInfo(mesh, LocalComm(CPU), seat, seat) for mesh, seat in zip(meshes, every, strict=True)
+    ]
 
 
 class Rank:
@@ -75,7 +97,8 @@ class Rank:
         for index, value in enumerate(values):
             self.module.register_parameter(f"p{index}", nn.Parameter(value.clone()))
         self.params = [
-            ManagedParam(ParamInfo(f"p{index}", (Place(self.module, f"p{index}"),), dim)) for index, dim in enumerate(dims)
+            ManagedParam(ParamInfo(f"p{index}", (Place(self.module, f"p{index}"),), dim))
+            for index, dim in enumerate(dims)
         ]
         self.info, self.precision, self.shards, self.factor = info, precision, shards, factor
         self.rest_mesh = info.mesh if rests else None
@@ -101,17 +124,26 @@ class Rank:
     @property
     def grads(self) -> list[Tensor | None]:
         """Local parts of what users see."""
-        return [None if param.at_rest.grad is None else local(param.at_rest.grad) for param in self.params]
+        return [
+            None if param.at_rest.grad is None else local(param.at_rest.grad)
+            for param in self.params
+        ]
 
     def backward(self, gradients: Sequence[Tensor | None]) -> None:
         """Leave gradients on the compute parameters as autograd does: added to what is there."""
         for parameter, gradient in zip(self.compute, gradients, strict=True):
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = (
+                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                )
 
 
 def ranks_of(
-    values: Sequence[Tensor], dims: Sequence[int | None], infos: Iterable[MeshInfo], *args: Any, **options: Any
+    values: Sequence[Tensor],
+    dims: Sequence[int | None],
+    infos: Iterable[MeshInfo],
+    *args: Any,
+    **options: Any,
 ) -> list[Rank]:
     return [Rank(values, dims, info, *args, **options) for info in infos]
 
@@ -123,11 +155,16 @@ def local(tensor: Tensor) -> Tensor:
 def values_of(shapes: Iterable[ParamShape], seed: int = 0) -> list[Tensor]:
     """Small whole numbers, so that sums of them are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, 100, shape.shape, generator=generator).to(torch.float32) for shape in shapes]
+    return [
+        torch.randint(1, 100, shape.shape, generator=generator).to(torch.float32)
+        for shape in shapes
+    ]
 
 
 def each(ranks: Sequence[Rank], *steps: Callable[[Rank], object]) -> None:
-    """Take each step on all ranks before the next one: collectives run when all have launched them."""
+    """Take each step on all ranks before the next one: collectives run when all have launched
+    them.
+    """
     for step in steps:
         for rank in ranks:
             step(rank)

@@ -28,7 +28,9 @@ from tests.helpers.world import current_device, spmd
 _DTYPES = {"f": torch.float32, "h": torch.bfloat16}
 
 
-def _unit(sizes: Sequence[int], kinds: str, bucket_bytes: int, info: MeshInfo) -> tuple[Unit, Buckets]:
+def _unit(
+    sizes: Sequence[int], kinds: str, bucket_bytes: int, info: MeshInfo
+) -> tuple[Unit, Buckets]:
     """A replicated unit with parameters p0, p1, ... of these numbers of elements, and its buckets."""
     module = nn.Module()
     for index, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
@@ -44,13 +46,19 @@ def _filled(buckets: Buckets) -> list[list[int]]:
 
 
 @SETTINGS
-@given(st.lists(st.tuples(st.integers(0, 20), st.sampled_from("fh")), max_size=12), st.integers(1, 120))
-def test_buckets_are_filled_in_order_until_they_reach_their_size(items: list[tuple[int, str]], cap: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.sampled_from("fh")), max_size=12), st.integers(1, 120)
+)
+def test_buckets_are_filled_in_order_until_they_reach_their_size(
+    items: list[tuple[int, str]], cap: int
+) -> None:
     sizes, kinds = [size for size, _ in items], "".join(kind for _, kind in items)
     alone = LocalComm(CPU)
     filled = _filled(_unit(sizes, kinds, cap, MeshInfo(None, alone, alone))[1])
     assert sorted(index for bucket in filled for index in bucket) == list(range(len(items)))
-    assert all(bucket == sorted(bucket, reverse=True) for bucket in filled), "backward brings the last ones first"
+    assert all(bucket == sorted(bucket, reverse=True) for bucket in filled), (
+        "backward brings the last ones first"
+    )
     for position, bucket in enumerate(filled):
         (kind,) = {kinds[index] for index in bucket}
         nbytes = [sizes[index] * _DTYPES[kind].itemsize for index in bucket]
@@ -84,13 +92,17 @@ def test_a_second_gradient_after_the_first_was_sent_is_refused_by_name() -> None
     model = replicate(Twice().to(current_device()), bucket_cap_mb=1e-5)
     x = torch.ones(2, 3, device=current_device(), requires_grad=True)
     found = []
-    for checkpoints in (True, False):  # the first backward sends everything at its end, when both gradients are there
+    # the first backward sends everything at its end, when both gradients are there
+    for checkpoints in (True, False):
         model(x, checkpoints=checkpoints).sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
         model.zero_grad()
     torch.testing.assert_close(found[0], found[1])
     for _ in range(2):
-        with pytest.raises(PhaseError, match=r"^parameter 'layer\.(weight|bias)' of .* got a second gradient in one backward"):
+        with pytest.raises(
+            PhaseError,
+            match=r"^parameter 'layer\.(weight|bias)' of .* got a second gradient in one backward",
+        ):
             model(x, checkpoints=True).sum().backward()
     model(x, checkpoints=False).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -114,7 +126,9 @@ def test_each_backward_of_several_forwards_launches_in_one_order_beside_another_
     sharded = fully_shard(nn.Linear(3, 3).to(current_device()), reshard_after_forward=True)
     replicated = replicate(Branches().to(current_device()), bucket_cap_mb=1e-5)
     for _ in range(2):  # in the first step all buckets wait for the end
-        losses = [replicated(sharded(torch.ones(2, 3, device=current_device()))).sum() for _ in range(3)]
+        losses = [
+            replicated(sharded(torch.ones(2, 3, device=current_device()))).sum() for _ in range(3)
+        ]
         for loss in losses:
             loss.backward()
     launches: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,6 @@
-"""At the end of a backward all roots launch before any waits; a backward that raised is known before the caller sees it."""
+"""At the end of a backward all roots launch before any waits; a backward that raised is known
+before the caller sees it.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_a_backward_that_raised_restores_before_the_caller_sees_the_error() -> N
     assert log[2:] == ["launch c", "finish c"]
 
 
-@pytest.mark.parametrize(("fails", "done"), [("launch", ["launch a"]), ("finish", ["launch a", "launch b", "finish a"])])
+@pytest.mark.parametrize(
+    ("fails", "done"), [("launch", ["launch a"]), ("finish", ["launch a", "launch b", "finish a"])]
+)
 def test_an_end_that_raises_restores_all_roots_once(fails: str, done: list[str]) -> None:
     log: list[str] = []
     with pytest.raises(ValueError, match="as planned") as raised:

@@ -1,4 +1,6 @@
-"""Calls of Python functions are what the library costs the host, and they can be counted: no step makes more than its budget."""
+"""Calls of Python functions are what the library costs the host, and they can be counted: no step
+makes more than its budget.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def _per_unit_and_parameter(verb: str) -> dict[str, dict[str, float]]:
     few, more_units, more_parameters = _step(verb, 4, 4), _step(verb, 8, 4), _step(verb, 4, 8)
     return {
         phase: {
-            "unit": (more_units[phase] - few[phase]) / 4 - (more_parameters[phase] - few[phase]) / 4,
+            "unit": (
+                (more_units[phase] - few[phase]) / 4 - (more_parameters[phase] - few[phase]) / 4
+            ),
             "parameter": (more_parameters[phase] - few[phase]) / 16,
         }
         for phase in few
@@ -85,5 +89,8 @@ def _per_unit_and_parameter(verb: str) -> dict[str, dict[str, float]]:
 def test_a_step_stays_within_its_budget_of_calls(pool: Pool, verb: str) -> None:
     for found in pool.run(2, _per_unit_and_parameter, verb):
         assert {
-            phase: {what: found[phase][what] <= most for what, most in each.items()} for phase, each in _BUDGET[verb].items()
-        } == {phase: dict.fromkeys(each, True) for phase, each in found.items()}, f"{found} is above {_BUDGET[verb]}"
+            phase: {what: found[phase][what] <= most for what, most in each.items()}
+            for phase, each in _BUDGET[verb].items()
+        } == {phase: dict.fromkeys(each, True) for phase, each in found.items()}, (
+            f"{found} is above {_BUDGET[verb]}"
+        )

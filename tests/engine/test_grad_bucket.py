@@ -1,4 +1,6 @@
-"""Reduced gradients are the shards of the mean, whatever is missing, frozen or accumulated; what users keep does not change."""
+"""Reduced gradients are the shards of the mean, whatever is missing, frozen or accumulated; what
+users keep does not change.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _filled(value: float) -> list[Tensor]:
 
 
 def _backward(ranks: Sequence[Rank], *values: float) -> None:
-    """Each rank has gradients of one value, those of rank 0 first; the mean of two ranks is theirs."""
+    """Each rank has gradients of one value, those of rank 0 first; the mean of two ranks is
+    theirs.
+    """
     for rank, value in zip(ranks, values, strict=True):
         rank.backward(_filled(value))
 
@@ -82,24 +86,37 @@ def _assert_filled(ranks: Sequence[Rank], value: float) -> None:
             assert torch.equal(gradient, torch.full_like(gradient, value))
 
 
-# --- sums ---------------------------------------------------------------------------------------------------------------
+# --- sums ---------------------------------------------------------------------------------------
 
 
 @SETTINGS
 @given(
     shapes(),
     st.tuples(st.integers(1, 4), st.integers(1, 3)),
-    st.builds(Traits, st.sampled_from([0, 32, 1 << 60]), st.just(1 << 30), st.sampled_from([1, 8, 16]), st.booleans()),
+    st.builds(
+        Traits,
+        st.sampled_from([0, 32, 1 << 60]),
+        st.just(1 << 30),
+        st.sampled_from([1, 8, 16]),
+        st.booleans(),
+    ),
     st.sampled_from([FLOAT32, LOW, replace(FLOAT32, reduce=torch.float64)]),
     st.data(),
 )
 @example([ParamShape("w", (3, 0), 1)], (2, 1), PACKED, FLOAT32, None)  # nothing along the cut
 @example([ParamShape("w", (0, 4)), ParamShape("b", (0,))], (3, 2), PACKED, FLOAT32, None)
-@example([ParamShape("w", (2, 3)), ParamShape("v", (3, 2), 1)], (5, 1), DIRECT, FLOAT32, None)  # fewer rows than ranks
+# fewer rows than ranks
+@example([ParamShape("w", (2, 3)), ParamShape("v", (3, 2), 1)], (5, 1), DIRECT, FLOAT32, None)
 def test_reduced_gradients_are_the_shards_of_the_mean(
-    specs: list[ParamShape], mesh: tuple[int, int], traits: Traits, precision: Precision, data: st.DataObject | None
+    specs: list[ParamShape],
+    mesh: tuple[int, int],
+    traits: Traits,
+    precision: Precision,
+    data: st.DataObject | None,
 ) -> None:
-    """With gradients frozen everywhere, missing on some ranks or on all of them, and with any strides."""
+    """With gradients frozen everywhere, missing on some ranks or on all of them, and with any
+    strides.
+    """
     number, count = mesh[0] * mesh[1], len(specs)
     flags = st.lists(st.booleans(), min_size=count, max_size=count)
     trainable = data.draw(flags) if data is not None else [True] * count
@@ -113,16 +130,25 @@ def test_reduced_gradients_are_the_shards_of_the_mean(
         present = [data.draw(flags) if data is not None else [True] * count for _ in range(number)]
         given_: list[list[Tensor | None]] = []
         for rank in range(number):
-            values = [value.to(precision.compute) for value in values_of(specs, seed=10 * step + rank)]
+            values = [
+                value.to(precision.compute) for value in values_of(specs, seed=10 * step + rank)
+            ]
             if step:  # autograd hands out transposed gradients, too
-                values = [v.transpose(0, -1).contiguous().transpose(0, -1) if v.ndim > 1 else v for v in values]
+                values = [
+                    v.transpose(0, -1).contiguous().transpose(0, -1) if v.ndim > 1 else v
+                    for v in values
+                ]
             have = [present[rank][index] and trainable[index] for index in range(count)]
-            given_.append([value if here else None for value, here in zip(values, have, strict=True)])
+            given_.append(
+                [value if here else None for value, here in zip(values, have, strict=True)]
+            )
         for rank, gradients in zip(ranks, given_, strict=True):
             rank.backward(gradients)
         reduce(ranks)
         for index in range(count):
-            there = [gradients[index].float() for gradients in given_ if gradients[index] is not None]
+            there = [
+                gradients[index].float() for gradients in given_ if gradients[index] is not None
+            ]
             for rank in ranks:
                 found = rank.grads[index]
                 if not there:
@@ -131,7 +157,9 @@ def test_reduced_gradients_are_the_shards_of_the_mean(
                 assert found is not None
                 assert found.dtype is precision.gradient
                 mean = torch.stack(there).sum(0) / number
-                torch.testing.assert_close(found, cut(mean, rank.group.slots[index], rank.info.shard.rank))
+                torch.testing.assert_close(
+                    found, cut(mean, rank.group.slots[index], rank.info.shard.rank)
+                )
         _zero_grad(ranks)
 
 
@@ -141,10 +169,14 @@ def test_sums_are_computed_in_the_reduce_dtype_and_kept_in_the_gradients() -> No
             ranks = _ranks(mesh, precision)
             values = [256.0, 1.0] * (len(ranks) // 2)
             for rank, value in zip(ranks, values, strict=True):
-                rank.backward([torch.full(spec.shape, value, dtype=torch.bfloat16) for spec in SHAPES])
+                rank.backward(
+                    [torch.full(spec.shape, value, dtype=torch.bfloat16) for spec in SHAPES]
+                )
             reduce(ranks)
             _assert_filled(ranks, expected)
-            assert {gradient.dtype for gradient in ranks[0].grads if gradient is not None} == {precision.gradient}
+            assert {gradient.dtype for gradient in ranks[0].grads if gradient is not None} == {
+                precision.gradient
+            }
 
 
 @pytest.mark.parametrize("mesh", ["shards", "packed"])
@@ -177,7 +209,7 @@ def test_gradients_are_laid_out_over_the_mesh_as_their_parameters_are() -> None:
                 assert gradient.device_mesh == parameter.device_mesh
 
 
-# --- what users keep ------------------------------------------------------------------------------------------------
+# --- what users keep ----------------------------------------------------------------------------
 
 KEPT: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "the object": lambda gradient: gradient,
@@ -214,12 +246,14 @@ def test_a_gradient_that_is_there_is_added_to_in_place(mesh: str, zeros: bool) -
     assert all(p.grad is g for p, g in zip(_parameters(ranks), held, strict=True))
 
 
-# --- gradients that are missing -------------------------------------------------------------------------------------
+# --- gradients that are missing -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_stream", [False, True])
 @pytest.mark.parametrize("mesh", ["shards", "hybrid"])
-def test_an_old_gradient_stays_to_the_bit_while_no_rank_has_a_new_one(mesh: str, on_stream: bool) -> None:
+def test_an_old_gradient_stays_to_the_bit_while_no_rank_has_a_new_one(
+    mesh: str, on_stream: bool
+) -> None:
     infos = infos_of_shards(2, 1 if mesh == "shards" else 2, replace(DIRECT, on_stream=on_stream))
     ranks = ranks_of(values_of(SHAPES), DIMS, infos)
     _step(ranks, 2.0)
@@ -231,13 +265,22 @@ def test_an_old_gradient_stays_to_the_bit_while_no_rank_has_a_new_one(mesh: str,
     for rank in ranks:
         rank.backward([None, None, torch.ones(2)])
     reduce(ranks)
-    assert all(p.grad is g for p, g in zip([p for rank in ranks for p in rank.at_rest[:2]], before, strict=True))
-    assert all(torch.equal(local(gradient), value) for gradient, value in zip(before, kept, strict=True))
+    assert all(
+        p.grad is g
+        for p, g in zip([p for rank in ranks for p in rank.at_rest[:2]], before, strict=True)
+    )
+    assert all(
+        torch.equal(local(gradient), value) for gradient, value in zip(before, kept, strict=True)
+    )
     assert all(rank.grads[2].tolist() == [3.0, 3.0] for rank in ranks)
 
 
-def test_on_a_stream_what_some_rank_lacks_lands_at_the_end_of_backward_as_the_host_must_not_wait() -> None:
-    ranks = ranks_of(values_of(SHAPES), DIMS, infos_of_shards(2, traits=replace(DIRECT, on_stream=True)))
+def test_on_a_stream_what_some_rank_lacks_lands_at_the_end_of_backward_as_the_host_must_not_wait() -> (
+    None
+):
+    ranks = ranks_of(
+        values_of(SHAPES), DIMS, infos_of_shards(2, traits=replace(DIRECT, on_stream=True))
+    )
     one, other = ranks
     one.backward(_filled(2.0))
     other.backward([*_filled(2.0)[:2], None])
@@ -247,7 +290,7 @@ def test_on_a_stream_what_some_rank_lacks_lands_at_the_end_of_backward_as_the_ho
     assert other.grads[2].tolist() == one.grads[2].tolist() == [1.0, 1.0]
 
 
-# --- accumulation ---------------------------------------------------------------------------------------------------
+# --- accumulation -------------------------------------------------------------------------------
 
 
 def _hold(ranks: Sequence[Rank], *values: float) -> None:
@@ -286,7 +329,8 @@ def test_a_reduced_gradient_goes_into_what_is_accumulated(mesh: str) -> None:
     ranks = _ranks(mesh)
     _step(ranks, 5.0)
     for rank in ranks:
-        rank.backward([_filled(1.0)[0], None, None])  # which gradients come may differ; the mean is not lost
+        # which gradients come may differ; the mean is not lost
+        rank.backward([_filled(1.0)[0], None, None])
     each(ranks, lambda rank: rank.bucket.hold())
     reduce(ranks)
     for rank in ranks:
@@ -315,7 +359,10 @@ def test_tensor_hooks_would_be_called_twice_for_a_reduced_gradient_and_that_is_r
     ranks[0].at_rest[0].register_hook(lambda gradient: gradient)
     _step(ranks, 1.0)
     ranks[0].backward(_filled(1.0))
-    with pytest.raises(PhaseError, match=r"parameter 'p0' has a reduced gradient, for which its tensor hooks were called"):
+    with pytest.raises(
+        PhaseError,
+        match=r"parameter 'p0' has a reduced gradient, for which its tensor hooks were called",
+    ):
         ranks[0].bucket.hold()
 
 
@@ -331,13 +378,13 @@ def test_what_froze_while_others_accumulated_is_reduced_with_them() -> None:
         assert [float(gradient.flatten()[0]) for gradient in rank.grads] == [2.0, 3.0, 3.0]
 
 
-# --- hooks of users -------------------------------------------------------------------------------------------------
+# --- hooks of users -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", ["shards", "hybrid"])
 def test_hooks_are_called_when_the_gradient_lands_and_with_the_mean(mesh: str) -> None:
     ranks, seen = _ranks(mesh), []
-    (w, *_) = ranks[0].at_rest
+    w, *_ = ranks[0].at_rest
     w.register_hook(lambda gradient: gradient * 10.0)
 
     def after(parameter: nn.Parameter) -> None:
@@ -353,7 +400,7 @@ def test_hooks_are_called_when_the_gradient_lands_and_with_the_mean(mesh: str) -
     assert w.grad is None
 
 
-# --- states, and steps that are lost --------------------------------------------------------------------------------
+# --- states, and steps that are lost ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -370,16 +417,22 @@ def test_buckets_go_from_state_to_state(mesh: str) -> None:
         _backward(ranks, *[1.0] * len(ranks))
         assert all(rank.bucket.has_gradients for rank in ranks)
         each(ranks, lambda rank: rank.bucket.reduce())
-        assert not any(rank.bucket.has_gradients for rank in ranks), "gradients that come now are another reduction's"
+        assert not any(rank.bucket.has_gradients for rank in ranks), (
+            "gradients that come now are another reduction's"
+        )
         assert states() == {ReductionState.REDUCING}
         each(ranks, lambda rank: rank.bucket.advance())
-        assert states() == {ReductionState.ALL_REDUCING if mesh == "hybrid" else ReductionState.REDUCING}
+        assert states() == {
+            ReductionState.ALL_REDUCING if mesh == "hybrid" else ReductionState.REDUCING
+        }
         each(ranks, lambda rank: rank.bucket.land())
     assert states() == {None}
     _assert_filled(ranks, 2.0)
 
 
-@pytest.mark.parametrize("when", ["backward", "accumulated", "in flight", "over replicas", "failed"])
+@pytest.mark.parametrize(
+    "when", ["backward", "accumulated", "in flight", "over replicas", "failed"]
+)
 @pytest.mark.parametrize("mesh", ["shards", "packed", "hybrid"])
 def test_a_lost_step_leaves_nothing_but_what_was_reduced_before(mesh: str, when: str) -> None:
     ranks = _ranks(mesh)

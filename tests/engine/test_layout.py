@@ -1,4 +1,6 @@
-"""Every element of every parameter has one owner and one place, whatever the shapes, the ranks and the routes."""
+"""Every element of every parameter has one owner and one place, whatever the shapes, the ranks and
+the routes.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ def _assert_apart(places: Iterable[tuple[int, int]], room: int) -> None:
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(filled))
 
 
-# --- shards and the full buffer -----------------------------------------------------------------------------------------
+# --- shards and the full buffer -----------------------------------------------------------------
 
 
 @SETTINGS
 @given(planned())
 def test_shards_are_those_of_torch_chunk(plan: Planned) -> None:
-    assert [(slot.name, slot.shape) for slot in plan.layout.slots] == [(each.name, each.shape) for each in plan.shapes]
+    assert [(slot.name, slot.shape) for slot in plan.layout.slots] == [
+        (each.name, each.shape) for each in plan.shapes
+    ]
     for slot in plan.layout.slots:
         if slot.route is Route.WHOLE:
             assert {slot.local_shape(rank) for rank in range(plan.num_shards)} == {slot.shape}
@@ -38,7 +42,9 @@ def test_shards_are_those_of_torch_chunk(plan: Planned) -> None:
         whole = torch.arange(slot.numel).view(slot.shape)
         chunks = whole.chunk(plan.num_shards, slot.dim)
         pieces = [whole.narrow(slot.dim, *slot.extent(rank)) for rank in range(plan.num_shards)]
-        assert [tuple(piece.shape) for piece in pieces] == [slot.local_shape(rank) for rank in range(plan.num_shards)]
+        assert [tuple(piece.shape) for piece in pieces] == [
+            slot.local_shape(rank) for rank in range(plan.num_shards)
+        ]
         assert all(torch.equal(chunk, piece) for chunk, piece in zip(chunks, pieces, strict=False))
         assert torch.equal(torch.cat(pieces, slot.dim), whole), "every index has exactly one owner"
         assert all(piece.numel() <= slot.chunk_numel for piece in pieces)
@@ -48,9 +54,14 @@ def test_shards_are_those_of_torch_chunk(plan: Planned) -> None:
 @given(planned())
 def test_places_in_both_buffers_are_aligned_and_apart(plan: Planned) -> None:
     layout = plan.layout
-    _assert_apart([(slot.shard_start, slot.chunk_numel) for slot in layout.slots], layout.shard_numel)
+    _assert_apart(
+        [(slot.shard_start, slot.chunk_numel) for slot in layout.slots], layout.shard_numel
+    )
     for slot in layout.slots:
-        assert slot.shard_start % (plan.align if slot.route is Route.DIRECT else plan.packed_align) == 0
+        assert (
+            slot.shard_start % (plan.align if slot.route is Route.DIRECT else plan.packed_align)
+            == 0
+        )
         assert slot.full_start % plan.align == 0
         assert slot.full_numel >= slot.numel
         assert not slot.even or slot.full_numel == slot.numel, "padded where nothing needs padding"
@@ -58,7 +69,11 @@ def test_places_in_both_buffers_are_aligned_and_apart(plan: Planned) -> None:
     _assert_apart([(slot.full_start, slot.full_numel) for slot in late], layout.late_numel)
     early = [slot for slot in layout.slots if slot not in late]
     _assert_apart([(slot.full_start, slot.full_numel) for slot in early], layout.full_numel)
-    assert all(layout.full_numel % near == 0 for near in range(1, plan.num_shards + 1) if plan.num_shards % near == 0)
+    assert all(
+        layout.full_numel % near == 0
+        for near in range(1, plan.num_shards + 1)
+        if plan.num_shards % near == 0
+    )
 
 
 @SETTINGS
@@ -74,24 +89,38 @@ def test_packed_shards_lie_side_by_side_so_that_one_message_carries_them(plan: P
             assert end <= layout.packed_start or slot.shard_start >= end_of_all
     assert layout.packed_numel == 0 or layout.of(Route.PACKED)
     assert layout.packed_numel % plan.packed_align == 0
-    assert not any(slot.chunk_numel % plan.packed_align for slot in layout.of(Route.DIRECT)), "no message is padded"
+    assert not any(slot.chunk_numel % plan.packed_align for slot in layout.of(Route.DIRECT)), (
+        "no message is padded"
+    )
 
 
 @SETTINGS
 @given(planned())
 def test_direct_rows_land_where_the_whole_parameter_has_them(plan: Planned) -> None:
-    """Rank r's chunk, laid at r times the chunk, is r's rows of the parameter: so nothing needs to be copied out."""
+    """Rank r's chunk, laid at r times the chunk, is r's rows of the parameter: so nothing needs to
+    be copied out.
+    """
     assert len(plan.layout.of(Route.DIRECT)) <= plan.max_direct
     for slot in plan.layout.of(Route.DIRECT):
         whole = torch.arange(slot.numel).view(slot.shape)
-        landed = [whole.narrow(0, *slot.extent(rank)).reshape(-1) for rank in range(plan.num_shards)]
+        landed = [
+            whole.narrow(0, *slot.extent(rank)).reshape(-1) for rank in range(plan.num_shards)
+        ]
         assert {len(chunk) for chunk in landed} == {slot.chunk_numel}
         assert torch.equal(torch.cat(landed), whole.view(-1))
 
 
-def _slot(shape: tuple[int, ...], num_shards: int, dim: int | None = 0, direct: int = 0, packed_align: int = 1) -> Slot:
+def _slot(
+    shape: tuple[int, ...],
+    num_shards: int,
+    dim: int | None = 0,
+    direct: int = 0,
+    packed_align: int = 1,
+) -> Slot:
     shapes = [ParamShape("p", shape, dim)]
-    return plan_layout(shapes, num_shards=num_shards, direct_numel=direct, packed_align=packed_align).slots[0]
+    return plan_layout(
+        shapes, num_shards=num_shards, direct_numel=direct, packed_align=packed_align
+    ).slots[0]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +155,12 @@ def test_a_layout_without_cut_parameters_needs_no_message() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [(10, list(range(10))), (7, [0, 1, 2, 3, 5, 7, 9]), (5, [1, 3, 5, 7, 9]), (0, [])]
+    ("limit", "expected"),
+    [(10, list(range(10))), (7, [0, 1, 2, 3, 5, 7, 9]), (5, [1, 3, 5, 7, 9]), (0, [])],
 )
-def test_the_largest_parameters_get_the_messages_of_their_own(limit: int, expected: list[int]) -> None:
+def test_the_largest_parameters_get_the_messages_of_their_own(
+    limit: int, expected: list[int]
+) -> None:
     shapes = [ParamShape(f"w{k}", (8, 64 + k % 2)) for k in range(10)]
     slots = plan_layout(shapes, num_shards=2, direct_numel=100, max_direct=limit).slots
     assert [index for index, slot in enumerate(slots) if slot.route is Route.DIRECT] == expected
@@ -136,7 +168,8 @@ def test_the_largest_parameters_get_the_messages_of_their_own(limit: int, expect
 
 def _drawn(layout: Layout) -> str:
     lines = [
-        f"{slot.name} {slot.route.name}: shard {slot.shard_start}+{slot.chunk_numel}, full {slot.full_start}+{slot.full_numel}"
+        f"{slot.name} {slot.route.name}: shard {slot.shard_start}+{slot.chunk_numel}, full"
+        f" {slot.full_start}+{slot.full_numel}"
         for slot in layout.slots
     ]
     return "\n".join([*lines, f"packed {layout.packed_start}+{layout.packed_numel}, buffers of {layout.shard_numel}, "
@@ -155,19 +188,25 @@ packed 24+3, buffers of 28, 56 and 8""",
     )
 
 
-# --- messages of gradients ----------------------------------------------------------------------------------------------
+# --- messages of gradients ----------------------------------------------------------------------
 
 
 @SETTINGS
 @given(planned(), st.data())
-def test_every_wanted_gradient_travels_once_and_its_sum_has_a_place(plan: Planned, data: st.DataObject) -> None:
+def test_every_wanted_gradient_travels_once_and_its_sum_has_a_place(
+    plan: Planned, data: st.DataObject
+) -> None:
     slots = plan.layout.slots
     trainable = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
     reduction = plan_reduction(slots, trainable, align=plan.align, packed_align=plan.packed_align)
     wanted = [index for index in range(len(slots)) if trainable[index]]
     assert list(reduction.trainable) == wanted
-    carried = Counter([*(index for index, _ in reduction.direct), *(index for index, _, _ in reduction.columns)])
-    assert carried == Counter(index for index in wanted if slots[index].numel), "empty ones need no room"
+    carried = Counter(
+        [*(index for index, _ in reduction.direct), *(index for index, _, _ in reduction.columns)]
+    )
+    assert carried == Counter(index for index in wanted if slots[index].numel), (
+        "empty ones need no room"
+    )
     assert all(slots[index].route is Route.DIRECT for index, _ in reduction.direct)
     assert all(numel == slots[index].chunk_numel for index, _, numel in reduction.columns)
     columns = [(start, numel) for _, start, numel in reduction.columns]
@@ -181,7 +220,12 @@ def test_every_wanted_gradient_travels_once_and_its_sum_has_a_place(plan: Planne
 
 
 def test_what_is_frozen_takes_no_room() -> None:
-    shapes = [ParamShape("bias", (8,)), ParamShape("weight", (8, 64)), ParamShape("norm", (8,)), ParamShape("scale", (), None)]
+    shapes = [
+        ParamShape("bias", (8,)),
+        ParamShape("weight", (8, 64)),
+        ParamShape("norm", (8,)),
+        ParamShape("scale", (), None),
+    ]
     slots = plan_layout(shapes, num_shards=2, direct_numel=100, align=16, packed_align=4).slots
     everything = plan_reduction(slots, [True] * 4, align=16, packed_align=4)
     assert (everything.row_start, everything.flags_start) == (256, 4 + 4 + 4)

@@ -1,4 +1,6 @@
-"""What is gathered and reduced when: the order of the last forward predicts the next, and a wrong guess does no harm."""
+"""What is gathered and reduced when: the order of the last forward predicts the next, and a wrong
+guess does no harm.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def _forwards(orders: Sequence[Sequence[int]]) -> list[str]:
     return found
 
 
-_WITHOUT_1: Final = "gather 0, gather 1, wait 0, run 0, gather 2, gather 3, wait 2, run 2, wait 3, run 3, wait 1"
+_WITHOUT_1: Final = (
+    "gather 0, gather 1, wait 0, run 0, gather 2, gather 3, wait 2, run 2, wait 3, run 3, wait 1"
+)
 _FORWARDS: Final[dict[str, tuple[list[list[int]], str]]] = {
     "without a record, units are gathered as they are entered": (
         [[0, 1, 2]],
@@ -96,16 +100,31 @@ _FORWARDS: Final[dict[str, tuple[list[list[int]], str]]] = {
     ),
     "a unit that runs twice is gathered twice": (
         [[0, 1, 0, 2]] * 2,
-        "gather 0, gather 1, wait 0, run 0, gather 0, wait 1, run 1, gather 2, wait 0, run 0, wait 2, run 2",
+        (
+            "gather 0, gather 1, wait 0, run 0, gather 0, wait 1, run 1, gather 2, wait 0, run 0,"
+            " wait 2, run 2"
+        ),
     ),
     # What was gathered for nothing is freed at the end.
-    "a skipped unit does not disturb the guess for those after it": ([[0, 1, 2, 3], [0, 2, 3]], _WITHOUT_1),
-    "a forward that raised leaves the record as it was": ([[0, 1, 2, 3], [0, 2, 9], [0, 2, 3]], _WITHOUT_1),
+    "a skipped unit does not disturb the guess for those after it": (
+        [[0, 1, 2, 3], [0, 2, 3]],
+        _WITHOUT_1,
+    ),
+    "a forward that raised leaves the record as it was": (
+        [[0, 1, 2, 3], [0, 2, 9], [0, 2, 3]],
+        _WITHOUT_1,
+    ),
     "a unit out of turn leaves the guess where it was": (
         [[0, 1, 2], [0, 3, 1, 2]],
-        "gather 0, gather 1, wait 0, run 0, gather 3, wait 3, run 3, gather 2, wait 1, run 1, wait 2, run 2",
+        (
+            "gather 0, gather 1, wait 0, run 0, gather 3, wait 3, run 3, gather 2, wait 1, run 1,"
+            " wait 2, run 2"
+        ),
     ),
-    "the last forward is the record": ([[0, 1, 2], [2, 0], [2, 0]], "gather 2, gather 0, wait 2, run 2, wait 0, run 0"),
+    "the last forward is the record": (
+        [[0, 1, 2], [2, 0], [2, 0]],
+        "gather 2, gather 0, wait 2, run 2, wait 0, run 0",
+    ),
 }
 
 
@@ -116,7 +135,7 @@ def test_the_last_forward(pool: Pool, device: str, what: str) -> None:
     assert [found[-1] for found in pool.run(2, _forwards, orders, device=device)] == [expected] * 2
 
 
-# --- whole steps --------------------------------------------------------------------------------------------------------
+# --- whole steps --------------------------------------------------------------------------------
 
 
 def _steps(orders: Sequence[Sequence[int]], reshard: bool | None, prefetch: int) -> str:
@@ -130,14 +149,16 @@ def _steps(orders: Sequence[Sequence[int]], reshard: bool | None, prefetch: int)
             if model is ours:
                 forward = _short(log)
             output.sum().backward()
-        found = f"{forward}\n\n{_short(log)}".replace(", wait", ",\nwait")  # what was launched before each wait
+        # what was launched before each wait
+        found = f"{forward}\n\n{_short(log)}".replace(", wait", ",\nwait")
         for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
             mine = None if other.grad is None else other.grad.full_tensor()
             torch.testing.assert_close(mine, one.grad)
     return found
 
 
-# Backward goes from the newest forward to the oldest; one reduction stays in flight while the next is launched.
+# Backward goes from the newest forward to the oldest; one reduction stays in flight while the next
+# is launched.
 _A_STEP = """\
 gather 0, gather 1,
 wait 0, run 0, gather 2,
@@ -205,7 +226,9 @@ wait 0, reduce 0, land 1, land 0"""
     ],
     ids=["each unit freed", "the last one stays", "one runs twice", "prefetch=0", "prefetch=2"],
 )
-def test_a_step(pool: Pool, device: str, order: list[int], reshard: bool | None, prefetch: int, expected: str) -> None:
+def test_a_step(
+    pool: Pool, device: str, order: list[int], reshard: bool | None, prefetch: int, expected: str
+) -> None:
     need_devices(device, 2)
     assert pool.run(2, _steps, [order, order], reshard, prefetch, device=device) == [expected] * 2
 

@@ -1,4 +1,6 @@
-"""Backward comes to a unit at the nodes that its call made, wherever they are in what it returned."""
+"""Backward comes to a unit at the nodes that its call made, wherever they are in what it
+returned.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,18 @@ class Wrapper(Tensor):
 def _watch(
     call: Callable[[Tensor], Any], given: Tensor, aliases: Tensor | None = None, **options: Any
 ) -> tuple[Watched, list[str]]:
-    """What watching the output of `call` finds, and a list to which entries of backward are written."""
+    """What watching the output of `call` finds, and a list to which entries of backward are
+    written.
+    """
     entries: list[str] = []
     since = next_node()
     output = call(given)
 
     def is_alias(tensor: Tensor) -> bool:
-        return aliases is not None and tensor.untyped_storage().data_ptr() == aliases.untyped_storage().data_ptr()
+        return (
+            aliases is not None
+            and tensor.untyped_storage().data_ptr() == aliases.untyped_storage().data_ptr()
+        )
 
     return watch(output, since, lambda *_: entries.append("entered"), is_alias, **options), entries
 
@@ -139,7 +146,9 @@ def test_outputs_that_need_no_gradient_are_left_alone() -> None:
 def test_an_output_that_aliases_a_parameter_is_told(how: str) -> None:
     weight = nn.Parameter(torch.ones(3))
     _, given = _given()
-    watched, entries = _watch(lambda y: (y + weight, weight if how == "itself" else weight[1:]), given, aliases=weight)
+    watched, entries = _watch(
+        lambda y: (y + weight, weight if how == "itself" else weight[1:]), given, aliases=weight
+    )
     assert watched.found
     assert watched.aliases
     watched.output[1].sum().backward()

@@ -1,4 +1,6 @@
-"""Modules hold one form of their parameters or the other; hooks of users are called for the gradient that they see."""
+"""Modules hold one form of their parameters or the other; hooks of users are called for the
+gradient that they see.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from composable.engine.param import (
     run_post_accumulate_hooks,
 )
 
-# --- what modules hold --------------------------------------------------------------------------------------------------
+# --- what modules hold ---------------------------------------------------------------------------
 
 
 def _managed(*places: tuple[nn.Module, str]) -> ManagedParam:
@@ -37,9 +39,15 @@ def test_modules_hold_compute_parameters_while_they_are_swapped_in() -> None:
     for _ in range(2):
         swap.swap_in()
         assert [module.bias, module.weight] == [param.compute for param in params]
-        assert [name for name, _ in module.named_parameters()] == ["weight", "bias"], "names keep their order"
+        assert [name for name, _ in module.named_parameters()] == [
+            "weight",
+            "bias",
+        ], "names keep their order"
         swap.swap_out()
-        assert all(one is param.at_rest for one, param in zip((module.bias, module.weight), params, strict=True))
+        assert all(
+            one is param.at_rest
+            for one, param in zip((module.bias, module.weight), params, strict=True)
+        )
 
 
 def test_a_tied_parameter_changes_in_all_its_places() -> None:
@@ -85,14 +93,16 @@ def test_the_order_of_memory_is_that_of_the_strides() -> None:
     assert memory_order(torch.zeros(4, 3).t()) == (1, 0)
 
 
-# --- hooks --------------------------------------------------------------------------------------------------------------
+# --- hooks --------------------------------------------------------------------------------------
 
 
 def test_hooks_move_with_what_removes_them() -> None:
     source, target = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     calls: list[str] = []
     tensor_hook = source.register_hook(lambda gradient: calls.append("tensor hook"))
-    after = source.register_post_accumulate_grad_hook(lambda parameter: calls.append("post-accumulate hook"))
+    after = source.register_post_accumulate_grad_hook(
+        lambda parameter: calls.append("post-accumulate hook")
+    )
     move_hooks(source, target)
     source.sum().backward()
     assert calls == []

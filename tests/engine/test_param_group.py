@@ -1,4 +1,6 @@
-"""Parameters go through flat buffers and come out as they went in; memory comes and goes as the states say."""
+"""Parameters go through flat buffers and come out as they went in; memory comes and goes as the
+states say.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,14 @@ TRAITS = st.builds(
 )
 
 
-def _some(number: int = 2, traits: Traits = PACKED, precision: Precision = FLOAT32, **options: Any) -> list[Rank]:
+def _some(
+    number: int = 2, traits: Traits = PACKED, precision: Precision = FLOAT32, **options: Any
+) -> list[Rank]:
     """A matrix cut along its rows, one along its columns, and a parameter that is not cut."""
     given_ = values_of([ParamShape("", (4, 3)), ParamShape("", (3, 5)), ParamShape("", (2,))])
-    return ranks_of(given_, [0, 1, None], infos_of_shards(number, traits=traits, **options), precision)
+    return ranks_of(
+        given_, [0, 1, None], infos_of_shards(number, traits=traits, **options), precision
+    )
 
 
 def _nbytes(rank: Rank) -> int:
@@ -59,18 +65,27 @@ def _nbytes(rank: Rank) -> int:
     return sum(storages.values())
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------
 
 
 @SETTINGS
-@given(shapes(), st.integers(1, 7), TRAITS, st.sampled_from([FLOAT32, LOW]), st.sampled_from([None, "one", "all"]))
+@given(
+    shapes(),
+    st.integers(1, 7),
+    TRAITS,
+    st.sampled_from([FLOAT32, LOW]),
+    st.sampled_from([None, "one", "all"]),
+)
 @example([ParamShape("w", (3, 0), 1)], 2, PACKED, FLOAT32, None)  # nothing along the cut
 @example([ParamShape("w", (0, 4)), ParamShape("b", (0,))], 3, PACKED, FLOAT32, None)
-@example([ParamShape("w", (2, 3)), ParamShape("v", (3, 2), 1)], 5, DIRECT, FLOAT32, None)  # fewer rows than ranks
+# fewer rows than ranks
+@example([ParamShape("w", (2, 3)), ParamShape("v", (3, 2), 1)], 5, DIRECT, FLOAT32, None)
 def test_gathered_parameters_are_those_that_were_cut(
     specs: list[ParamShape], number: int, traits: Traits, precision: Precision, near: str | None
 ) -> None:
-    infos = infos_of_shards(number, traits=traits, near=None if near is None else 1 if near == "one" else number)
+    infos = infos_of_shards(
+        number, traits=traits, near=None if near is None else 1 if near == "one" else number
+    )
     ranks = ranks_of(values_of(specs), [spec.dim for spec in specs], infos, precision)
     for step in range(2):
         whole = values_of(specs, seed=step) if step else values_of(specs)
@@ -85,7 +100,11 @@ def test_gathered_parameters_are_those_that_were_cut(
         each(ranks, lambda rank: rank.group.reshard_after_forward())
         if near is not None:  # from what neighbours have kept
             unshard(ranks)
-            assert all(torch.equal(p, t.to(precision.compute)) for r in ranks for p, t in zip(r.compute, whole, strict=True))
+            assert all(
+                torch.equal(p, t.to(precision.compute))
+                for r in ranks
+                for p, t in zip(r.compute, whole, strict=True)
+            )
         each(ranks, lambda rank: rank.group.reshard())
 
 
@@ -104,12 +123,18 @@ def test_a_shard_at_rest_is_a_dtensor_with_a_storage_of_its_own_over_the_shard_b
     for rank in _some():
         w, v, s = rank.at_rest
         assert isinstance(w, DTensor)
-        assert (w.placements, v.placements, s.placements) == ((Shard(0),), (Shard(1),), (Replicate(),))
+        assert (w.placements, v.placements, s.placements) == (
+            (Shard(0),),
+            (Shard(1),),
+            (Replicate(),),
+        )
         assert [tuple(p.shape) for p in rank.at_rest] == [(4, 3), (3, 5), (2,)]
         with torch.no_grad():
             w.fill_(7.0)
         assert rank.group.shard[:6].tolist() == [7.0] * 6
-        assert local(w).untyped_storage().nbytes() == local(w).nbytes, "torch.save writes whole storages"
+        assert local(w).untyped_storage().nbytes() == local(w).nbytes, (
+            "torch.save writes whole storages"
+        )
         before = rank.group.shard._version
         with torch.no_grad():
             local(w).add_(1.0)
@@ -122,7 +147,7 @@ def test_a_shard_at_rest_is_a_dtensor_with_a_storage_of_its_own_over_the_shard_b
 
 
 def test_a_parameter_that_is_not_cut_has_one_memory_for_both_forms() -> None:
-    (rank, _) = _some()
+    rank, _ = _some()
     local(rank.at_rest[2].data).fill_(3.0)
     assert rank.compute[2].tolist() == [3.0, 3.0]
     assert rank.compute[2].data_ptr() == local(rank.at_rest[2]).data_ptr()
@@ -132,13 +157,15 @@ def test_a_parameter_that_is_not_cut_has_one_memory_for_both_forms() -> None:
 def test_groups_made_in_inference_mode_can_be_trained_with(traits: Traits) -> None:
     with torch.inference_mode():
         ranks = _some(traits=traits)
-    assert not any(p.is_inference() for rank in ranks for p in (*rank.compute, *rank.at_rest, rank.group.shard))
+    assert not any(
+        p.is_inference() for rank in ranks for p in (*rank.compute, *rank.at_rest, rank.group.shard)
+    )
     unshard(ranks)
     ranks[0].compute[0].sum().backward()
     assert ranks[0].compute[0].grad is not None
 
 
-# --- states and memory --------------------------------------------------------------------------------------------------
+# --- states and memory --------------------------------------------------------------------------
 
 # What follows from each state, "-" for no change; written down a second time, on purpose.
 TABLE = """\
@@ -162,7 +189,9 @@ CELLS = [
 
 @pytest.mark.parametrize("traits", [PACKED, DIRECT])
 @pytest.mark.parametrize(("state", "event", "after"), CELLS)
-def test_groups_go_from_state_to_state(state: ShardedState, event: str, after: str, traits: Traits) -> None:
+def test_groups_go_from_state_to_state(
+    state: ShardedState, event: str, after: str, traits: Traits
+) -> None:
     ranks = _some(4, traits, near=2)
     for step in (*REACHED_BY[state], event):
         each(ranks, lambda rank, step=step: getattr(rank.group, step)())
@@ -172,8 +201,15 @@ def test_groups_go_from_state_to_state(state: ShardedState, event: str, after: s
 
 
 def test_a_group_with_nothing_to_gather_is_unsharded_at_all_times() -> None:
-    for rank in (_some(1)[0], *ranks_of([torch.ones(2)], [None], infos_of_replicas(2), shards=False)):
-        each([rank], lambda rank: rank.group.reshard(), lambda rank: rank.group.reshard_after_forward())
+    for rank in (
+        _some(1)[0],
+        *ranks_of([torch.ones(2)], [None], infos_of_replicas(2), shards=False),
+    ):
+        each(
+            [rank],
+            lambda rank: rank.group.reshard(),
+            lambda rank: rank.group.reshard_after_forward(),
+        )
         assert rank.group.state is UNSHARDED
         assert not rank.group.takes_message
 
@@ -188,7 +224,9 @@ def test_packed_parameters_get_their_memory_when_their_message_has_landed() -> N
     group = ranks[0].group
     assert not any(buffer is not None and buffer.held for buffer in (group._staging, group._sent))
     each(ranks, lambda rank: rank.group.reshard())
-    assert all(storage.nbytes() == 0 for storage in before), "aliases of the parameters hold no memory"
+    assert all(storage.nbytes() == 0 for storage in before), (
+        "aliases of the parameters hold no memory"
+    )
 
 
 def test_a_gather_that_fails_leaves_the_group_sharded_without_memory() -> None:
@@ -211,7 +249,7 @@ def test_a_gather_that_fails_leaves_the_group_sharded_without_memory() -> None:
 
 def test_aliases_of_compute_parameters_are_known_while_their_memory_is_there() -> None:
     ranks = _some()
-    (rank, _) = ranks
+    rank, _ = ranks
     unshard(ranks)
     view = rank.compute[0].detach().t()
     assert rank.group.aliases(view)
@@ -220,7 +258,7 @@ def test_aliases_of_compute_parameters_are_known_while_their_memory_is_there() -
     assert not rank.group.aliases(view)
 
 
-# --- version counters -----------------------------------------------------------------------------------------------------
+# --- version counters ---------------------------------------------------------------------------
 
 
 def _squares(rank: Rank) -> Tensor:
@@ -272,7 +310,7 @@ def test_after_a_write_at_rest_parameters_are_gathered_anew_and_graphs_of_before
         loss.backward()
 
 
-# --- identity ---------------------------------------------------------------------------------------------------------
+# --- identity -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["as it is", "moved", "assigned"])
@@ -291,7 +329,9 @@ def test_at_rest_parameters_stay_the_same_objects_when_a_group_is_built_again(wa
     for whole, *forms in zip(_whole(), *[rank.compute for rank in ranks], strict=True):
         assert all(torch.equal(form, factor * whole) for form in forms)
     same = all(
-        one is other for rank, old in zip(ranks, before, strict=True) for one, other in zip(rank.at_rest, old, strict=True)
+        one is other
+        for rank, old in zip(ranks, before, strict=True)
+        for one, other in zip(rank.at_rest, old, strict=True)
     )
     assert same is (way != "assigned")
 
@@ -301,7 +341,7 @@ def _whole() -> list[Tensor]:
 
 
 def test_attributes_and_hooks_go_with_a_parameter() -> None:
-    (rank, _) = ranks_of([torch.ones(2, 2)], [None], infos_of_replicas(2), shards=False)
+    rank, _ = ranks_of([torch.ones(2, 2)], [None], infos_of_replicas(2), shards=False)
     (own,) = rank.at_rest
     own.tag = "mine"
     calls: list[str] = []
@@ -316,11 +356,11 @@ def test_attributes_and_hooks_go_with_a_parameter() -> None:
     assert not at_rest._backward_hooks
 
 
-# --- replicated parameters in a tree with shards ----------------------------------------------------------------------------
+# --- replicated parameters in a tree with shards ------------------------------------------------
 
 
 def test_replicated_parameters_rest_as_dtensors_over_the_users_memory_and_back() -> None:
-    (rank, _) = ranks_of([torch.arange(4.0)], [None], infos_of_replicas(2), shards=False)
+    rank, _ = ranks_of([torch.arange(4.0)], [None], infos_of_replicas(2), shards=False)
     (own,) = rank.at_rest
     own.grad = torch.ones(4)
     own.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -346,7 +386,7 @@ def test_replicated_parameters_rest_as_dtensors_over_the_users_memory_and_back()
 
 
 def test_a_cast_of_a_replicated_parameter_takes_memory_only_while_it_is_unsharded() -> None:
-    (rank, _) = ranks_of([torch.ones(4)], [None], infos_of_replicas(2), LOW, shards=False)
+    rank, _ = ranks_of([torch.ones(4)], [None], infos_of_replicas(2), LOW, shards=False)
     assert not rank.group.takes_message
     for value in (2.0, 3.0):
         rank.at_rest[0].data.fill_(value)

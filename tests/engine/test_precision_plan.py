@@ -1,5 +1,6 @@
-"""Which dtypes a mixed precision policy means for one parameter, and by how much gradients are divided: once and after the sum,
-or in two steps where the sum could overflow."""
+"""Which dtypes a mixed precision policy means for one parameter, and by how much gradients are
+divided: once and after the sum, or in two steps where the sum could overflow.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +23,15 @@ from tests.engine.layouts import SETTINGS
     [
         ({}, Precision(float32, float32, float32, float32)),
         ({"param_dtype": bfloat16}, Precision(float32, bfloat16, bfloat16, float32)),
-        ({"param_dtype": bfloat16, "reduce_dtype": float32}, Precision(float32, bfloat16, float32, float32)),
+        (
+            {"param_dtype": bfloat16, "reduce_dtype": float32},
+            Precision(float32, bfloat16, float32, float32),
+        ),
         ({"reduce_dtype": bfloat16}, Precision(float32, float32, bfloat16, float32)),
-        ({"param_dtype": bfloat16, "keep_grads_in_reduce_dtype": True}, Precision(float32, bfloat16, bfloat16, bfloat16)),
+        (
+            {"param_dtype": bfloat16, "keep_grads_in_reduce_dtype": True},
+            Precision(float32, bfloat16, bfloat16, bfloat16),
+        ),
     ],
 )
 def test_gradients_are_summed_in_the_dtype_of_the_computation_unless_told_otherwise(
@@ -42,18 +49,24 @@ def test_whether_anything_is_cast_depends_on_the_parameter() -> None:
     assert resolve(MixedPrecisionPolicy("bf16", reduce_dtype=float32), bfloat16).changes
 
 
-@pytest.mark.parametrize("original", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "original", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+)
 def test_what_is_no_real_number_of_two_bytes_or_more_keeps_its_dtype(original: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(bfloat16, reduce_dtype=float16, keep_grads_in_reduce_dtype=True)
     assert not resolve(policy, original).changes
 
 
-_RANKS = st.one_of(st.integers(1, 64), st.integers(0, 14).map(lambda power: 2**power), st.integers(1, 5000))
+_RANKS = st.one_of(
+    st.integers(1, 64), st.integers(0, 14).map(lambda power: 2**power), st.integers(1, 5000)
+)
 
 
 @SETTINGS
 @given(_RANKS, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_a_dtype_that_cannot_overflow_is_divided_once_and_after_the_sum(ranks: int, dtype: torch.dtype) -> None:
+def test_a_dtype_that_cannot_overflow_is_divided_once_and_after_the_sum(
+    ranks: int, dtype: torch.dtype
+) -> None:
     assert division_factors(dtype, ranks) == (1.0, float(ranks))
 
 

@@ -27,7 +27,9 @@ def _by_an_optimizer_for_all_at_once(model: nn.Module, parameters: Parameters) -
 
 
 def _by_a_fused_optimizer(model: nn.Module, parameters: Parameters) -> None:
-    """Which leaves the version counters of the parameters as they were, those of plain tensors too."""
+    """Which leaves the version counters of the parameters as they were, those of plain tensors
+    too.
+    """
     torch.optim.AdamW(parameters, lr=0.5, fused=True).step()
 
 
@@ -163,7 +165,9 @@ def test_parameters_that_outlive_a_forward_without_backward_are_gathered_again(
 
 
 class TwoPaths(nn.Module):
-    """The loss reaches `kept` by an attribute, or by a view of its weight that a later forward multiplies with."""
+    """The loss reaches `kept` by an attribute, or by a view of its weight that a later forward
+    multiplies with.
+    """
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -206,7 +210,9 @@ def test_what_a_backward_still_needs_outlives_another_forward(way: str) -> None:
             if way == "unit":
                 each.plain(x)
             z = each(2 * x, first=False)
-            (y.sum() + z.square().sum() + (each.kept.result.sum() if way != "view" else 0.0)).backward()
+            (
+                y.sum() + z.square().sum() + (each.kept.result.sum() if way != "view" else 0.0)
+            ).backward()
         for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
 
@@ -263,7 +269,9 @@ UNSEEN: Final = {"data": _by_data, "data of the local part": _by_data_of_their_l
 
 @pytest.mark.parametrize("how", UNSEEN)
 @spmd(ranks=2)
-def test_after_writes_that_no_version_counter_records_resharding_lets_them_be_seen(how: str) -> None:
+def test_after_writes_that_no_version_counter_records_resharding_lets_them_be_seen(
+    how: str,
+) -> None:
     model, x = _model()
     with keep_unsharded(model):
         model(x)

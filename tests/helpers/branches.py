@@ -1,10 +1,11 @@
 """Random programs whose ranks and steps take different branches inside of units, all from one seed.
 
-A plan is a value: models, annotations and operations are written out in it, with what each rank does in each forward. So it can
-be printed, repeated and made smaller. The reference runs the same operations in one process, on the batches of all ranks.
+A plan is a value: models, annotations and operations are written out in it, with what each rank
+does in each forward. So it can be printed, repeated and made smaller. The reference runs the same
+operations in one process, on the batches of all ranks.
 
-Plans never do what is documented not to work: all ranks run the same units in the same order, and backward enters the same units
-on all ranks. What differs by rank is inside of a unit.
+Plans never do what is documented not to work: all ranks run the same units in the same order, and
+backward enters the same units on all ranks. What differs by rank is inside of a unit.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ WAYS: Final[dict[str, tuple[str, ...]]] = {
     "scale": ("apply", "identity", "detached"),
     "heads": ("both", "first", "second", "neither"),  # which are called
     "outputs": ("both", "first", "second"),  # which of two outputs the caller uses
-    "experts": ("012", "000", "112", "all 000", "none"),  # where the tokens go; "all": experts without tokens are called, too
+    # where the tokens go; "all": experts without tokens are called, too
+    "experts": ("012", "000", "112", "all 000", "none"),
     "table": ("lookup", "logits", "lookup logits", "identity"),
-    "pair": ("both", "call", "read"),  # of a norm and a head: whether the head's weight is read between the two
+    # of a norm and a head: whether the head's weight is read between the two
+    "pair": ("both", "call", "read"),
 }
 PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "layer": ("layer.weight", "layer.bias"),
@@ -78,7 +81,9 @@ class Unit:
 
     def factor(self, ranks: int) -> float:
         """Of the sum over the ranks."""
-        return {"mean": 1 / ranks, "sum": 1.0}.get(str(self.grad_reduce)) or 1 / float(self.grad_reduce)
+        return {"mean": 1 / ranks, "sum": 1.0}.get(str(self.grad_reduce)) or 1 / float(
+            self.grad_reduce
+        )
 
 
 @dataclass(frozen=True)
@@ -107,14 +112,20 @@ class Part:
         return WAYS[self.kind][:1] if self.checkpoint and self.inside else WAYS[self.kind]
 
     def __str__(self) -> str:
-        marks = [self.kind, *(["sparse"] if self.sparse else []), *(["checkpoint"] if self.checkpoint else [])]
+        marks = [
+            self.kind,
+            *(["sparse"] if self.sparse else []),
+            *(["checkpoint"] if self.checkpoint else []),
+        ]
         inside = f" [{', '.join(map(str, self.inside))}]" if self.inside else ""
         return f"{self.name}: {' '.join(marks)} {self.unit or ''}".rstrip() + inside
 
 
 @dataclass(frozen=True)
 class RootOf:
-    """A model: `first`, a layer that is always used, and a chain of parts, by name, behind it or (`beside`) on the same input."""
+    """A model: `first`, a layer that is always used, and a chain of parts, by name, behind it or
+    (`beside`) on the same input.
+    """
 
     name: str
     chain: tuple[str, ...]
@@ -122,7 +133,10 @@ class RootOf:
     beside: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} {self.unit or 'not annotated'}: first {'+ ' if self.beside else ''}{' '.join(self.chain)}"
+        return (
+            f"{self.name} {self.unit or 'not annotated'}: first"
+            f" {'+ ' if self.beside else ''}{' '.join(self.chain)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -148,9 +162,18 @@ class Op:
 
     def __str__(self) -> str:
         words = [self.kind, *([f"of copy {self.model}"] if self.model else []), self.root]
-        words += [*map(str, self.numbers), *self.names, f"({self.how})" if self.how else "", "(retain)" if self.retain else ""]
+        words += [
+            *map(str, self.numbers),
+            *self.names,
+            f"({self.how})" if self.how else "",
+            "(retain)" if self.retain else "",
+        ]
         said = [" ".join(f"{place} {way}" for place, way in ways.items()) for ways in self.ways]
-        said = said[:1] if len(set(said)) == 1 else [f"rank {rank}: {text or 'as usual'}" for rank, text in enumerate(said)]
+        said = (
+            said[:1]
+            if len(set(said)) == 1
+            else [f"rank {rank}: {text or 'as usual'}" for rank, text in enumerate(said)]
+        )
         return " ".join(filter(None, words)) + (f" {{{', '.join(said)}}}" if any(said) else "")
 
 
@@ -175,7 +198,11 @@ class Plan:
             return held | {op.model}
         # A backward reduces what its root holds, and others may have none that takes part.
         alone = len(self.roots) == 1 and self.roots[0].unit is not None
-        return held - {op.model} if op.kind in ("reduce", "zero") or (op.kind == "backward" and alone) else held
+        return (
+            held - {op.model}
+            if op.kind in ("reduce", "zero") or (op.kind == "backward" and alone)
+            else held
+        )
 
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)
@@ -196,7 +223,7 @@ class Plan:
         )
 
 
-# --- from a seed to a plan --------------------------------------------------------------------------------------------
+# --- from a seed to a plan ----------------------------------------------------------------------
 
 
 class _Draw(random.Random):
@@ -217,8 +244,16 @@ class _Draw(random.Random):
 def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
     draw = _Draw(seed, without)
     optimizer = draw.choice(["sgd", "momentum", "adamw"])
-    replicas = draw.choice([each for each in (1, 2, 3, 4) if not ranks % each]) if draw.may("hybrid", 0.3) else 0
-    verbs = draw.choice(["shard", "replicate", "mixed"]) if draw.may("mixed", 0.7) else draw.choice(["shard", "replicate"])
+    replicas = (
+        draw.choice([each for each in (1, 2, 3, 4) if not ranks % each])
+        if draw.may("hybrid", 0.3)
+        else 0
+    )
+    verbs = (
+        draw.choice(["shard", "replicate", "mixed"])
+        if draw.may("mixed", 0.7)
+        else draw.choice(["shard", "replicate"])
+    )
     often_hybrid = draw.choice([1.0, 0.5]) if replicas else 0.0
 
     def unit() -> Unit:
@@ -237,17 +272,22 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
         kinds = [
             *("layer", "layer", "scale", "heads", "outputs", "experts"),
             *(["table"] if "reads" not in without else []),
-            *(["pair"] if "lists" not in without and not holder else []),  # read in the forward of a root only
+            # read in the forward of a root only
+            *(["pair"] if "lists" not in without and not holder else []),
         ]
         kind = draw.choice(kinds)
         inside: tuple[Part, ...] = ()
-        if depth == 0 and kind != "pair" and draw.may("inner", 0.3):  # a pair's unit has the two modules only
+        # a pair's unit has the two modules only
+        if depth == 0 and kind != "pair" and draw.may("inner", 0.3):
             often = draw.choice([0.5, 1.0])
             inside = tuple(
-                part(f"{name}{letter}", annotated=draw.random() < often, depth=1) for letter in "xy"[: draw.randint(1, 2)]
+                part(f"{name}{letter}", annotated=draw.random() < often, depth=1)
+                for letter in "xy"[: draw.randint(1, 2)]
             )
         sparse = kind == "table" and optimizer == "sgd" and draw.may("sparse", 0.5)
-        return Part(name, kind, unit() if annotated else None, draw.may("checkpoint", 0.25), sparse, inside)
+        return Part(
+            name, kind, unit() if annotated else None, draw.may("checkpoint", 0.25), sparse, inside
+        )
 
     several = draw.choice([2, 2, 3]) if draw.may("roots", 0.4) else 1
     together = several > 1 and not holder and draw.may("together", 0.2)
@@ -260,10 +300,18 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
             chain.append(draw.choice(chain))
     used = [name for name in names if any(name in chain for chain in chains)]
     shared = [name for name in used if sum(name in chain for chain in chains) > 1]
-    parts = tuple(part(name, annotated=draw.random() < 0.6 or holder or (name in shared and not together)) for name in used)
+    parts = tuple(
+        part(name, annotated=draw.random() < 0.6 or holder or (name in shared and not together))
+        for name in used
+    )
     own = unit()
     roots = tuple(
-        RootOf(letter, tuple(chain), None if holder else own if together else unit(), draw.may("branches", 0.2))
+        RootOf(
+            letter,
+            tuple(chain),
+            None if holder else own if together else unit(),
+            draw.may("branches", 0.2),
+        )
         for letter, chain in zip("abc", chains, strict=False)
     )
     input_grad = draw.random() < 0.5
@@ -271,14 +319,26 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
     ops = _Ops(draw, plan)
     frozen = ops.names() if draw.may("frozen", 0.2) else ()
     ops.frozen[0] = [frozen] if frozen else []
-    return Plan(seed, ranks, parts, roots, tuple(ops.draw()), optimizer, replicas, together, input_grad, frozen)
+    return Plan(
+        seed,
+        ranks,
+        parts,
+        roots,
+        tuple(ops.draw()),
+        optimizer,
+        replicas,
+        together,
+        input_grad,
+        frozen,
+    )
 
 
 class _Ops:
     """Draws operations.
 
     Attributes:
-        frozen: by model, names that were frozen and not unfrozen: more may be frozen by them than is.
+        frozen: by model, names that were frozen and not unfrozen: more may be frozen by them than
+            is.
         blurred: models of which that may be so.
         pending: by number, the model and the root of forwards whose backward is to come.
         held: models that hold gradients which are not reduced.
@@ -292,15 +352,27 @@ class _Ops:
         self.frozen: dict[int, list[tuple[str, ...]]] = {0: []}
         self.blurred: dict[int, None] = {}
         parts = [part for each in plan.parts for part in each.everything()]
-        self._recomputed = {each.name for part in parts if part.checkpoint for each in part.everything()}
+        self._recomputed = {
+            each.name for part in parts if part.checkpoint for each in part.everything()
+        }
         self.pending: dict[int, int] = {}
         self.held: frozenset[int] = frozenset()
 
     def names(self) -> tuple[str, ...]:
-        """Parts and parameters to freeze. A loss must need gradients on all ranks: without those of inputs, of `first`."""
-        # A checkpointed part with units inside saves something at its end whatever is frozen: see `Part.ways`.
-        parts = [part for each in self._plan.parts for part in each.everything() if not (part.checkpoint and part.inside)]
-        first = [f"{root.name}.first{suffix}" for root in self._plan.roots for suffix in ("", ".bias")]
+        """Parts and parameters to freeze. A loss must need gradients on all ranks: without those of
+        inputs, of `first`.
+        """
+        # A checkpointed part with units inside saves something at its end whatever is frozen: see
+        # `Part.ways`.
+        parts = [
+            part
+            for each in self._plan.parts
+            for part in each.everything()
+            if not (part.checkpoint and part.inside)
+        ]
+        first = [
+            f"{root.name}.first{suffix}" for root in self._plan.roots for suffix in ("", ".bias")
+        ]
         single = [f"{part.name}.{name}" for part in parts for name in PARAMETERS[part.kind]]
         pools = [[part.name for part in parts], single, first if self._plan.input_grad else []]
         pools = [pool for pool in pools if pool]
@@ -315,11 +387,15 @@ class _Ops:
         yield from self._freeze(model, 0.2)
         yield self._forward(model)
         for _ in range(draw.randint(0, 4)):
-            kind = draw.choice(["forward", "forward", "backward", "backward", "freeze", "evaluate", "copy"])
+            kind = draw.choice(
+                ["forward", "forward", "backward", "backward", "freeze", "evaluate", "copy"]
+            )
             if kind == "forward" and len(self.pending) < 3:
                 yield self._forward(model)
             elif kind == "backward" and self.pending:
-                yield self._backward(model, draw.some(list(self.pending)), retain=draw.may("retain", 0.15))
+                yield self._backward(
+                    model, draw.some(list(self.pending)), retain=draw.may("retain", 0.15)
+                )
             elif kind == "freeze":
                 yield from self._freeze(model, 1.0)
             elif kind == "evaluate":
@@ -350,7 +426,8 @@ class _Ops:
             return
         there, back = ("freeze", "unfreeze") if which is None else ("unfreeze", "freeze")
         if self.pending and self._are_recomputed(names):
-            # Recomputation must save what the forward saved, in one process too: all is as it was before backward.
+            # Recomputation must save what the forward saved, in one process too: all is as it was
+            # before backward.
             if len(frozen) == (which is not None) and model not in self.blurred:
                 yield Op(there, model, names=names)
                 yield self._forward(model, "evaluate")
@@ -369,7 +446,8 @@ class _Ops:
         parts = {part.name: part for each in self._plan.parts for part in each.everything()}
         below = {name: parts[name].everything() if name in parts else () for name in names}
         return any(
-            name.split(".")[0] in self._recomputed or any(part.name in self._recomputed for part in below[name])
+            name.split(".")[0] in self._recomputed
+            or any(part.name in self._recomputed for part in below[name])
             for name in names
         )
 
@@ -383,15 +461,19 @@ class _Ops:
     def _backward(self, model: int, numbers: tuple[int, ...], *, retain: bool = False) -> Op:
         for number in numbers if not retain else ():
             del self.pending[number]
-        how = self._draw.choice(["all", "all", "replicate"]) if self._draw.random() < self._often_held else ""
+        how = (
+            self._draw.choice(["all", "all", "replicate"])
+            if self._draw.random() < self._often_held
+            else ""
+        )
         op = Op("backward", model, numbers=numbers, how=how, retain=retain)
         self.held = self._plan.held_after(op, self.held)
         return op
 
     def _ways(self, root: RootOf, model: int) -> tuple[Mapping[str, str], ...]:
         ways: list[dict[str, str]] = [{} for _ in range(self._plan.ranks)]
-        # Whether nothing before needs a gradient, on some ranks at least. Then only units inside of another that train are sure
-        # to be entered in backward, whatever they do.
+        # Whether nothing before needs a gradient, on some ranks at least. Then only units inside of
+        # another that train are sure to be entered in backward, whatever they do.
         cut = root.beside and not self._plan.input_grad
         apart = root.unit is not None and not self.frozen[model]
         entered = False  # whether backward may come to a unit before this place
@@ -413,7 +495,8 @@ class _Ops:
             choose(part, f"{index}.{name}")
             before, entered = entered, entered or part.has_unit
             if not part.checkpoint and self._draw.may("branches", 0.1 if self._often else 0.0):
-                # A rank that goes on with a constant goes to no unit before it in backward: then all ranks do so.
+                # A rank that goes on with a constant goes to no unit before it in backward: then
+                # all ranks do so.
                 inner = any(each.has_unit for each in part.inside) or part.kind == "pair"
                 some = apart and not before and not inner and self._draw.random() < 0.7
                 cut, entered = True, part.unit is not None

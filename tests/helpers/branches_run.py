@@ -1,4 +1,6 @@
-"""Runs the plans of `branches.py`: annotated on all ranks, and in one process on the batches of all ranks."""
+"""Runs the plans of `branches.py`: annotated on all ranks, and in one process on the batches of all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,13 @@ OPTIMIZERS: Final[dict[str, Any]] = {
 }
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------
+# --- modules ------------------------------------------------------------------------------------
 
 
 class Piece(nn.Module):
-    """The module of a part. `place` is where in the root's forward it is called; `ways` says what it does there."""
+    """The module of a part. `place` is where in the root's forward it is called; `ways` says what
+    it does there.
+    """
 
     def __init__(self, part: Part) -> None:
         super().__init__()
@@ -81,7 +85,11 @@ class Piece(nn.Module):
             case "scale":
                 return (x * self.scale,)
             case "heads":
-                called = {"both": (self.first, self.second), "first": (self.first,), "second": (self.second,)}.get(way, ())
+                called = {
+                    "both": (self.first, self.second),
+                    "first": (self.first,),
+                    "second": (self.second,),
+                }.get(way, ())
                 return (sum([head(x).tanh() for head in called], start=torch.zeros_like(x)),)
             case "outputs":
                 return self.first(x).tanh(), self.second(x).sin()
@@ -90,14 +98,23 @@ class Piece(nn.Module):
             case "table":
                 y = torch.zeros_like(x)
                 if "lookup" in way:
-                    y = y + (F.embedding(words, self.emb.weight, sparse=True) if self.part.sparse else self.emb(words))
+                    y = y + (
+                        F.embedding(words, self.emb.weight, sparse=True)
+                        if self.part.sparse
+                        else self.emb(words)
+                    )
                 if "logits" in way:
                     y = y + (x @ self.emb.weight.t()).softmax(-1) @ self.emb.weight
                 return (y,)
             case _:
                 h = self.norm(x)
-                y = F.linear(h, self.head.weight).sin() if way in ("both", "read") else torch.zeros_like(x)
-                called = self.head(h).tanh()  # backward enters the unit by it, also where it counts for nothing
+                y = (
+                    F.linear(h, self.head.weight).sin()
+                    if way in ("both", "read")
+                    else torch.zeros_like(x)
+                )
+                # backward enters the unit by it, also where it counts for nothing
+                called = self.head(h).tanh()
                 return (y + called * (0.0 if way == "read" else 1.0),)
 
     def _routed(self, x: Tensor, way: str) -> Tensor:
@@ -143,13 +160,17 @@ def model_of(plan: Plan) -> nn.ModuleDict:
     """All roots, before they are annotated."""
     torch.manual_seed(plan.seed)
     pieces = {part.name: Piece(part) for part in plan.parts}
-    model = nn.ModuleDict({root.name: Root(root, pieces) for root in plan.roots}).to(current_device())
+    model = nn.ModuleDict({root.name: Root(root, pieces) for root in plan.roots}).to(
+        current_device()
+    )
     freeze(model, plan.frozen, True)
     return model
 
 
 def freeze(model: nn.ModuleDict, names: Sequence[str], frozen: bool) -> None:
-    found: dict[str, nn.Module] = {module.part.name: module for module in model.modules() if isinstance(module, Piece)}
+    found: dict[str, nn.Module] = {
+        module.part.name: module for module in model.modules() if isinstance(module, Piece)
+    }
     found |= dict(model.items())
     for name in names:
         part, _, below = name.partition(".")
@@ -167,7 +188,10 @@ def units_of(model: nn.ModuleDict, plan: Plan) -> Iterator[tuple[list[nn.Module]
         for inner in piece.inside:
             yield from below(inner)  # type: ignore[arg-type]
         if piece.part.unit is not None:
-            yield [piece.norm, piece.head] if piece.part.kind == "pair" else [piece], piece.part.unit  # type: ignore[list-item]
+            yield (
+                [piece.norm, piece.head] if piece.part.kind == "pair" else [piece],
+                piece.part.unit,
+            )  # type: ignore[list-item]
 
     for root in model.values():
         for piece in root.parts.values():
@@ -190,7 +214,12 @@ def annotate(model: nn.ModuleDict, plan: Plan, mesh: DeviceMesh | None) -> None:
             replicate(target, grad_reduce=unit.grad_reduce, bucket_cap_mb=0.0002)
         else:
             hybrid = mesh if unit.hybrid else None
-            fully_shard(target, reshard_after_forward=unit.reshard, grad_reduce=unit.grad_reduce, mesh=hybrid)
+            fully_shard(
+                target,
+                reshard_after_forward=unit.reshard,
+                grad_reduce=unit.grad_reduce,
+                mesh=hybrid,
+            )
     for module in model.modules():
         if isinstance(module, Piece) and module.part.checkpoint:
             checkpoint(module)
@@ -205,12 +234,13 @@ def _scale_gradients(model: nn.ModuleDict, plan: Plan) -> None:
             if parameter not in scaled:
                 scaled.add(parameter)
                 trains = parameter.requires_grad
-                parameter.requires_grad_(True)  # torch registers hooks only where a gradient may come
+                # torch registers hooks only where a gradient may come
+                parameter.requires_grad_(True)
                 parameter.register_hook(lambda gradient, factor=factor: gradient * factor)
                 parameter.requires_grad_(trains)
 
 
-# --- running ----------------------------------------------------------------------------------------------------------
+# --- running ------------------------------------------------------------------------------------
 
 
 class Side:
@@ -221,7 +251,9 @@ class Side:
         annotated: on this rank; otherwise it is the reference.
     """
 
-    def __init__(self, plan: Plan, ranks: Sequence[int], *, annotated: bool, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, plan: Plan, ranks: Sequence[int], *, annotated: bool, mesh: DeviceMesh | None = None
+    ) -> None:
         self.plan, self.ranks, self.annotated = plan, ranks, annotated
         self.models = [model_of(plan)]
         self.losses: dict[int, list[Tensor]] = {}
@@ -268,8 +300,11 @@ class Side:
                 self.optimizers.append(self._optimizer(len(self.models) - 1))
 
 
-def differences(plan: Plan, mesh: DeviceMesh | None = None, *, annotated: bool = True) -> tuple[list[str], list[str]]:
-    """Run a plan: how it ends otherwise than in one process, and the sharded collectives that this rank launched.
+def differences(
+    plan: Plan, mesh: DeviceMesh | None = None, *, annotated: bool = True
+) -> tuple[list[str], list[str]]:
+    """Run a plan: how it ends otherwise than in one process, and the sharded collectives that this
+    rank launched.
 
     Args:
         annotated: False runs the plan in one process twice, which shows whether it is legal.
@@ -314,16 +349,26 @@ def _said(error: Exception) -> str:
 def _compare(plain: Side, ours: Side, op: Op, held: bool) -> Iterator[str]:
     if op.kind in ("forward", "evaluate"):
         losses = plain.losses[op.numbers[0]]
-        for mine, expected in zip(ours.losses[op.numbers[0]], [losses[rank] for rank in ours.ranks], strict=True):
+        for mine, expected in zip(
+            ours.losses[op.numbers[0]], [losses[rank] for rank in ours.ranks], strict=True
+        ):
             yield from _differ("the loss", mine.detach(), expected.detach())
     elif op.kind in ("backward", "reduce") and not held:
-        yield from _by_name("gradient of ", full_gradients(ours.models[op.model]), full_gradients(plain.models[op.model]))
+        yield from _by_name(
+            "gradient of ",
+            full_gradients(ours.models[op.model]),
+            full_gradients(plain.models[op.model]),
+        )
     elif op.kind in ("step", "copy"):
         which = -1 if op.kind == "copy" else op.model
-        yield from _by_name("", full_parameters(ours.models[which]), full_parameters(plain.models[which]))
+        yield from _by_name(
+            "", full_parameters(ours.models[which]), full_parameters(plain.models[which])
+        )
 
 
-def _by_name(what: str, actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> Iterator[str]:
+def _by_name(
+    what: str, actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+) -> Iterator[str]:
     if list(actual) != list(expected):
         yield f"the names {list(actual)} are not {list(expected)}"
         return
@@ -334,7 +379,10 @@ def _by_name(what: str, actual: Mapping[str, Tensor | None], expected: Mapping[s
 def _differ(what: str, actual: Tensor | None, expected: Tensor | None) -> Iterator[str]:
     if actual is None or expected is None:
         if actual is not expected:
-            yield f"{what} is {'None' if actual is None else 'there'}, and should {'be' if actual is None else 'not be'}"
+            yield (
+                f"{what} is {'None' if actual is None else 'there'}, and should"
+                f" {'be' if actual is None else 'not be'}"
+            )
         return
     actual, expected = (each.to_dense() if each.is_sparse else each for each in (actual, expected))
     if not torch.allclose(actual, expected, rtol=1e-8, atol=1e-10):
@@ -349,7 +397,9 @@ def run_plans(plans: Sequence[Plan], annotated: bool = True) -> list[tuple[list[
     for plan in plans:
         replicas = plan.replicas
         if replicas and replicas not in meshes:
-            meshes[replicas] = init_device_mesh(current_device().type, (replicas, ranks // replicas))
+            meshes[replicas] = init_device_mesh(
+                current_device().type, (replicas, ranks // replicas)
+            )
             for group in meshes[replicas].get_all_groups():
                 set_timeout(group, PATIENCE)
         try:
@@ -361,5 +411,7 @@ def run_plans(plans: Sequence[Plan], annotated: bool = True) -> list[tuple[list[
     return results
 
 
-def run_seeds(seeds: Sequence[int], without: Sequence[str] = (), annotated: bool = True) -> list[tuple[list[str], list[str]]]:
+def run_seeds(
+    seeds: Sequence[int], without: Sequence[str] = (), annotated: bool = True
+) -> list[tuple[list[str], list[str]]]:
     return run_plans([plan_of(seed, dist.get_world_size(), without) for seed in seeds], annotated)

@@ -24,7 +24,9 @@ CPU: Final = torch.device("cpu")
 
 @dataclass
 class Log:
-    """What happened on this rank, in order: ("launch" or "wait", label), and whatever the test adds."""
+    """What happened on this rank, in order: ("launch" or "wait", label), and whatever the test
+    adds.
+    """
 
     events: list[tuple[str, str]] = field(default_factory=list)
 
@@ -48,7 +50,9 @@ class Waited:
 
 
 class Around:
-    """A comm that passes everything on. Subclasses override `_around`, through which collectives with a work are launched."""
+    """A comm that passes everything on. Subclasses override `_around`, through which collectives
+    with a work are launched.
+    """
 
     def __init__(self, inner: Comm) -> None:
         self._inner = inner
@@ -108,8 +112,9 @@ class Impatient(Around):
 
 
 class LastMoment(Around):
-    """Moves no byte before the wait, and leaves NaN where the result will be. A read that is too early, or a write to what is
-    being sent, gives other numbers in every run."""
+    """Moves no byte before the wait, and leaves NaN where the result will be. A read that is too
+    early, or a write to what is being sent, gives other numbers in every run.
+    """
 
     def all_gather(self, pairs: Pairs, label: str) -> Work:
         return self._later(pairs, lambda: self._inner.all_gather(pairs, label))
@@ -130,7 +135,10 @@ class LastMoment(Around):
 
     def _later(self, pairs: Pairs, launch: Callable[[], Work]) -> Work:
         for output, source in pairs:
-            if output.untyped_storage().data_ptr() != source.untyped_storage().data_ptr() and output.is_floating_point():
+            if (
+                output.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+                and output.is_floating_point()
+            ):
                 output.detach().fill_(float("nan"))
         return Waited(lambda: launch().wait())
 
@@ -163,7 +171,8 @@ def all_ordered(comm: Comm) -> Comm:
 
 
 class ThreadedAccelerator(AcceleratorComm):
-    """An accelerator's comm with all of its choices, over CPU tensors: the host launches and goes on.
+    """An accelerator's comm with all of its choices, over CPU tensors: the host launches and goes
+    on.
 
     What is launched runs in a thread, one collective after the other, as with NCCL.
     """
@@ -212,7 +221,8 @@ def all_accelerators(comm: Comm) -> Comm:
         return local
     group = comm.group
     if group not in _THREADED:
-        # A group of its own, so that the thread's collectives and those of the test itself are never mixed up.
+        # A group of its own, so that the thread's collectives and those of the test itself are
+        # never mixed up.
         own = dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
         _THREADED[group] = ThreadedAccelerator(own, ThreadPoolExecutor(1))
     return _THREADED[group]

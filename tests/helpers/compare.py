@@ -1,8 +1,9 @@
 """The one comparator of trainings; knows models, optimizers and process groups, but no annotation.
 
-The reference is trained in this very process, by torch alone: one model on the concatenation of all ranks' batches or,
-where that is another computation (batch statistics, experts of one rank), one simulated replica per rank whose
-gradients are averaged. SGD with momentum, because Adam hides factors and magnifies noise.
+The reference is trained in this very process, by torch alone: one model on the concatenation of all
+ranks' batches or, where that is another computation (batch statistics, experts of one rank), one
+simulated replica per rank whose gradients are averaged. SGD with momentum, because Adam hides
+factors and magnifies noise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.helpers.world import current_device
 
 LEARNING_RATE = 0.1
 MOMENTUM = 0.9
-# About sixteen digits in float64, seven in float32; what is added in another order loses a few of them.
+# About sixteen digits in float64, seven in float32; what is added in another order loses a few of
+# them.
 TOLERANCES = {torch.float64: (1e-9, 1e-11), torch.float32: (2e-5, 1e-6)}
 
 
@@ -48,10 +50,12 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def all_full(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """All of each tensor, however it is spread; one collective for those that the same ranks have shards of.
+    """All of each tensor, however it is spread; one collective for those that the same ranks have
+    shards of.
 
-    What `full_tensor` does, by a collective that is waited for where it is called. The functional ones of torch 2.13 spoil the
-    heap over gloo about once in a million calls (`all_gather_tensor` in a loop, in one process, is enough); tests make many.
+    What `full_tensor` does, by a collective that is waited for where it is called. The functional
+    ones of torch 2.13 spoil the heap over gloo about once in a million calls (`all_gather_tensor`
+    in a loop, in one process, is enough); tests make many.
     """
     whole: dict[int, Tensor] = {}
     together: dict[tuple[dist.ProcessGroup, torch.device], list[_Spread]] = {}
@@ -59,12 +63,20 @@ def all_full(tensors: Sequence[Tensor]) -> list[Tensor]:
         if not isinstance(tensor, DTensor):
             whole[index] = tensor.detach().clone()
             continue
-        cuts = [(place, at.dim) for place, at in enumerate(tensor.placements) if isinstance(at, Shard)]
-        if len(cuts) != 1 or not tensor.numel() or not all(isinstance(at, Shard | Replicate) for at in tensor.placements):
+        cuts = [
+            (place, at.dim) for place, at in enumerate(tensor.placements) if isinstance(at, Shard)
+        ]
+        if (
+            len(cuts) != 1
+            or not tensor.numel()
+            or not all(isinstance(at, Shard | Replicate) for at in tensor.placements)
+        ):
             whole[index] = tensor.full_tensor().detach().clone()
             continue
         place, dim = cuts[0]
-        together.setdefault((tensor.device_mesh.get_group(place), tensor.device), []).append(_Spread(index, tensor, dim))
+        together.setdefault((tensor.device_mesh.get_group(place), tensor.device), []).append(
+            _Spread(index, tensor, dim)
+        )
     for (group, _), spread in together.items():
         whole |= _gathered(group, spread)
     return [whole[index] for index in range(len(tensors))]
@@ -88,7 +100,11 @@ class _Spread:
         return sent
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(parts), self.dim).narrow(self.dim, 0, self.tensor.shape[self.dim]).clone()
+        return (
+            torch.cat(list(parts), self.dim)
+            .narrow(self.dim, 0, self.tensor.shape[self.dim])
+            .clone()
+        )
 
 
 def _gathered(group: dist.ProcessGroup, spread: Sequence[_Spread]) -> dict[int, Tensor]:
@@ -99,7 +115,9 @@ def _gathered(group: dist.ProcessGroup, spread: Sequence[_Spread]) -> dict[int, 
     dist.all_gather(messages, message, group=group)
     of_ranks = [received.split([shard.nbytes for shard in sent]) for received in messages]
     return {
-        each.index: each.joined([pieces[number].clone().view(shard.dtype).view(shard.shape) for pieces in of_ranks])
+        each.index: each.joined(
+            [pieces[number].clone().view(shard.dtype).view(shard.shape) for pieces in of_ranks]
+        )
         for number, (each, shard) in enumerate(zip(spread, sent, strict=True))
     }
 
@@ -126,19 +144,28 @@ def anatomy(model: nn.Module) -> dict[str, Any]:
     """Everything of a model that an annotation must leave as it is."""
     return {
         "types": [(name, type(module)) for name, module in model.named_modules()],
-        "forwards": [(name, getattr(m.forward, "__func__", None), "forward" in vars(m)) for name, m in model.named_modules()],
-        "parameters": [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()],
-        "all names of parameters": [name for name, _ in model.named_parameters(remove_duplicate=False)],
+        "forwards": [
+            (name, getattr(m.forward, "__func__", None), "forward" in vars(m))
+            for name, m in model.named_modules()
+        ],
+        "parameters": [
+            (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in model.named_parameters()
+        ],
+        "all names of parameters": [
+            name for name, _ in model.named_parameters(remove_duplicate=False)
+        ],
         "buffers": [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()],
         "state dict": list(model.state_dict()),
     }
 
 
-# --- references -------------------------------------------------------------------------------------------------------
+# --- references ---------------------------------------------------------------------------------
 
 
 def joined_training(case: Case, ranks: int, steps: int, seed: int) -> Training:
-    """One model on the concatenation of the ranks' batches. Its losses are the means over the ranks."""
+    """One model on the concatenation of the ranks' batches. Its losses are the means over the
+    ranks.
+    """
     device = current_device()
     model = case.model(seed, 0, device)
     optimizer, seen = sgd(model), Training()
@@ -157,7 +184,8 @@ def joined_training(case: Case, ranks: int, steps: int, seed: int) -> Training:
 def replica_trainings(
     case: Case, ranks: int, steps: int, seed: int, replicated: Replicated = nothing_replicated
 ) -> list[Training]:
-    """One model per rank, trained in turn; gradients are averaged except of what a rank trains by itself.
+    """One model per rank, trained in turn; gradients are averaged except of what a rank trains by
+    itself.
 
     Args:
         replicated: the modules whose own buffers are the first replica's before every forward.
@@ -170,7 +198,9 @@ def replica_trainings(
         first = replicated(models[0], case)
         for model in models[1:]:
             for mine, theirs in zip(replicated(model, case), first, strict=True):
-                for own, leading in zip(mine.buffers(recurse=False), theirs.buffers(recurse=False), strict=True):
+                for own, leading in zip(
+                    mine.buffers(recurse=False), theirs.buffers(recurse=False), strict=True
+                ):
                     own.copy_(leading)
         for rank, model in enumerate(models):
             loss = case.loss(model, *case.inputs(seed, step, rank, device))
@@ -200,7 +230,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-# --- the annotated model ----------------------------------------------------------------------------------------------
+# --- the annotated model ------------------------------------------------------------------------
 
 
 def distributed_training(case: Case, model: nn.Module, steps: int, seed: int) -> Training:
@@ -218,10 +248,12 @@ def distributed_training(case: Case, model: nn.Module, steps: int, seed: int) ->
     return seen
 
 
-# --- comparison -------------------------------------------------------------------------------------------------------
+# --- comparison ---------------------------------------------------------------------------------
 
 
-def _differ(what: str, expected: Tensor | None, actual: Tensor | None, precision: torch.dtype) -> list[str]:
+def _differ(
+    what: str, expected: Tensor | None, actual: Tensor | None, precision: torch.dtype
+) -> list[str]:
     if expected is None or actual is None:
         if expected is actual:
             return []
@@ -240,10 +272,16 @@ def _brief(tensor: Tensor | None) -> str:
     return "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
-def _by_name(what: str, expected: dict[str, Any], actual: dict[str, Any], precision: torch.dtype) -> list[str]:
+def _by_name(
+    what: str, expected: dict[str, Any], actual: dict[str, Any], precision: torch.dtype
+) -> list[str]:
     if list(expected) != list(actual):
         return [f"{what}: expected the names {list(expected)}, got {list(actual)}"]
-    return [line for name in expected for line in _differ(f"{what} '{name}'", expected[name], actual[name], precision)]
+    return [
+        line
+        for name in expected
+        for line in _differ(f"{what} '{name}'", expected[name], actual[name], precision)
+    ]
 
 
 def differences_in_training(expected: Training, actual: Training) -> list[str]:
@@ -254,14 +292,20 @@ def differences_in_training(expected: Training, actual: Training) -> list[str]:
     precision = torch.float32 if torch.float32 in dtypes else torch.float64
     for step, (one, other) in enumerate(zip(expected.losses, actual.losses, strict=True)):
         found += _differ(f"loss of step {step}", one, other, precision)
-        found += _by_name(f"gradient of step {step}", expected.gradients[step], actual.gradients[step], precision)
+        found += _by_name(
+            f"gradient of step {step}", expected.gradients[step], actual.gradients[step], precision
+        )
     found += _by_name("parameter", expected.parameters, actual.parameters, precision)
     return found + _by_name("buffer", expected.buffers, actual.buffers, precision)
 
 
 def differences_in_anatomy(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Every part of `before` that is not the same in `after`."""
-    return [f"{part}: was {before[part]}, is {after[part]}" for part in before if before[part] != after[part]]
+    return [
+        f"{part}: was {before[part]}, is {after[part]}"
+        for part in before
+        if before[part] != after[part]
+    ]
 
 
 def differences(
@@ -299,28 +343,33 @@ def assert_same_training(
     seed: int = 0,
     replicated: Replicated = nothing_replicated,
 ) -> None:
-    """Train `case` annotated on all ranks and un-annotated in this process: nothing that can be seen may differ.
+    """Train `case` annotated on all ranks and un-annotated in this process: nothing that can be
+    seen may differ.
 
     Args:
         annotate: gets the model and its case; every rank calls it.
-        replicated: the modules whose buffers are rank 0's at the start of each forward, as `replicate` promises.
+        replicated: the modules whose buffers are rank 0's at the start of each forward, as
+            `replicate` promises.
     """
     found = differences(case, annotate, steps=steps, seed=seed, replicated=replicated)
     shown = "\n  ".join(found[:12])
     assert not found, f"'{case.name}', {len(found)} differences:\n  {shown}"
 
 
-# --- any program ------------------------------------------------------------------------------------------------------
+# --- any program --------------------------------------------------------------------------------
 
 Program = Callable[[nn.Module, Tensor], object]
 
 
-def assert_same_gradients(case: Case, annotate: Callable[[nn.Module, Case], None], program: Program) -> None:
-    """Run any program, with its backwards, on the model with and without annotations: gradients agree.
+def assert_same_gradients(
+    case: Case, annotate: Callable[[nn.Module, Case], None], program: Program
+) -> None:
+    """Run any program, with its backwards, on the model with and without annotations: gradients
+    agree.
 
-    The reference runs the program on this rank's own batch; its gradients are averaged over the ranks afterwards. So
-    programs can do what no concatenation of batches has a counterpart for. A training step after the program shows that
-    nothing of it is left over.
+    The reference runs the program on this rank's own batch; its gradients are averaged over the
+    ranks afterwards. So programs can do what no concatenation of batches has a counterpart for. A
+    training step after the program shows that nothing of it is left over.
 
     Args:
         program: gets the model and a batch of one tensor; what it returns must agree too.
@@ -335,10 +384,17 @@ def assert_same_gradients(case: Case, annotate: Callable[[nn.Module, Case], None
         (batch,) = case.inputs(0, step, rank, device)
         expected, actual = run(plain, batch.clone()), run(annotated, batch.clone())
         if isinstance(expected, Tensor) and isinstance(actual, Tensor):
-            found += _differ(f"result of run {step}", expected.detach(), actual.detach(), torch.float64)
+            found += _differ(
+                f"result of run {step}", expected.detach(), actual.detach(), torch.float64
+            )
         else:
             assert expected == actual
-        found += _by_name(f"gradient of run {step}", averaged_gradients(plain), full_gradients(annotated), torch.float64)
+        found += _by_name(
+            f"gradient of run {step}",
+            averaged_gradients(plain),
+            full_gradients(annotated),
+            torch.float64,
+        )
         plain.zero_grad()
         annotated.zero_grad()
     shown = "\n  ".join(found[:12])
@@ -346,7 +402,9 @@ def assert_same_gradients(case: Case, annotate: Callable[[nn.Module, Case], None
 
 
 def averaged_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """The means over all ranks of a plain model's gradients; collective. None where no rank has one."""
+    """The means over all ranks of a plain model's gradients; collective. None where no rank has
+    one.
+    """
     named = dict(model.named_parameters())
     means: dict[str, Tensor | None] = dict.fromkeys(named)
     together: dict[tuple[torch.dtype, torch.device], list[str]] = {}
@@ -354,9 +412,12 @@ def averaged_gradients(model: nn.Module) -> dict[str, Tensor | None]:
         together.setdefault((parameter.dtype, parameter.device), []).append(name)
     for (dtype, device), names in together.items():
         gradients = [named[name].grad for name in names]
-        present = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32, device=device)
+        present = torch.tensor(
+            [gradient is not None for gradient in gradients], dtype=torch.int32, device=device
+        )
         filled = [
-            named[name].new_zeros(named[name].shape) if g is None else g for name, g in zip(names, gradients, strict=True)
+            named[name].new_zeros(named[name].shape) if g is None else g
+            for name, g in zip(names, gradients, strict=True)
         ]
         total = torch.cat([gradient.detach().flatten() for gradient in filled])
         assert total.dtype == dtype
@@ -364,14 +425,23 @@ def averaged_gradients(model: nn.Module) -> dict[str, Tensor | None]:
         dist.all_reduce(total)
         sums = total.split([gradient.numel() for gradient in filled])
         for name, gradient, some in zip(names, sums, present.tolist(), strict=True):
-            means[name] = (gradient / dist.get_world_size()).view(named[name].shape) if some else None
+            means[name] = (
+                (gradient / dist.get_world_size()).view(named[name].shape) if some else None
+            )
     return means
 
 
 def assert_mean_gradients(
-    plain: nn.Module, model: nn.Module, where: object = "", *, rtol: float = 1e-9, atol: float = 1e-11
+    plain: nn.Module,
+    model: nn.Module,
+    where: object = "",
+    *,
+    rtol: float = 1e-9,
+    atol: float = 1e-11,
 ) -> None:
-    """Gradients of `model` are the means over all ranks of those of `plain`, and the same ones are missing; collective."""
+    """Gradients of `model` are the means over all ranks of those of `plain`, and the same ones are
+    missing; collective.
+    """
     actual = full_gradients(model)
     for name, mean in averaged_gradients(plain).items():
         gradient = actual[name]
@@ -379,7 +449,11 @@ def assert_mean_gradients(
         if gradient is not None:
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
             torch.testing.assert_close(
-                gradient, mean, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{where} {name}: {text}"
+                gradient,
+                mean,
+                rtol=rtol,
+                atol=atol,
+                msg=lambda text, name=name: f"{where} {name}: {text}",
             )
 
 

@@ -1,4 +1,6 @@
-"""A model, the ways to annotate and to compile it, and what is seen of the compiler; knows no test."""
+"""A model, the ways to annotate and to compile it, and what is seen of the compiler; knows no
+test.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ STEPS: Final = 3
 ARMED_FROM: Final = 2  # steps after which nothing may be compiled any more
 
 
-# --- how to annotate --------------------------------------------------------------------------------------------------
+# --- how to annotate ----------------------------------------------------------------------------
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -105,9 +107,10 @@ SCHEMES: Final[dict[str, Callable[[nn.Module], None]]] = {
     "replicate around fully_shard": replicate_around_shards,
 }
 
-# --- how to compile ---------------------------------------------------------------------------------------------------
+# --- how to compile ------------------------------------------------------------------------------
 
-Compiler = Callable[..., nn.Module]  # gets the model and torch.compile's options; returns what to call
+# gets the model and torch.compile's options; returns what to call
+Compiler = Callable[..., nn.Module]
 
 
 def each_block(model: nn.Module, **options: Any) -> nn.Module:
@@ -141,18 +144,20 @@ COMPILERS: Final[dict[str, Compiler]] = {
 }
 
 
-# --- what is seen of the compiler -------------------------------------------------------------------------------------
+# --- what is seen of the compiler ---------------------------------------------------------------
 
 
 @contextmanager
 def fresh_compiler() -> Iterator[None]:
     """Nothing compiled before, nor left behind; inductor starts no processes of its own."""
     with torch._dynamo.config.patch(error_on_recompile=False), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\..*")  # the compiler's, about what it does itself
+        # the compiler's, about what it does itself
+        warnings.filterwarnings("ignore", module=r"torch\..*")
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
         torch._inductor.config.compile_threads = 1
-        torch._inductor.config.cpp_cache_precompile_headers = False  # takes longer than these graphs
+        # takes longer than these graphs
+        torch._inductor.config.cpp_cache_precompile_headers = False
         try:
             yield
         finally:
@@ -167,7 +172,9 @@ def ours_compiled() -> list[str]:
     """Functions of the library that Dynamo was asked about."""
     here = str(Path(composable.__file__).parent)
     seen = [reference() for reference in torch._dynamo.convert_frame.input_codes.seen]
-    return [code.co_qualname for code in seen if code is not None and code.co_filename.startswith(here)]
+    return [
+        code.co_qualname for code in seen if code is not None and code.co_filename.startswith(here)
+    ]
 
 
 def assert_trains_as_one_process(model: nn.Module, called: nn.Module) -> int:

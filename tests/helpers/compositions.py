@@ -1,9 +1,10 @@
-"""Combinations of features: which are drawn, how a model is annotated and trained with one, and the same by hand.
+"""Combinations of features: which are drawn, how a model is annotated and trained with one, and the
+same by hand.
 
-Every feature has its own tests; these show that features do not break each other. An axis is one feature, and its values are
-the ways to use it; combinations are drawn until every two values of two axes have met. The reference computes what a
-combination stands for by hand: copies of the model on each rank in the dtype of the combination, whose gradients are cast,
-weighted and summed.
+Every feature has its own tests; these show that features do not break each other. An axis is one
+feature, and its values are the ways to use it; combinations are drawn until every two values of two
+axes have met. The reference computes what a combination stands for by hand: copies of the model on
+each rank in the dtype of the combination, whose gradients are cast, weighted and summed.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ class Combination:
 
 
 def possible(combination: Combination, ranks: int) -> bool:
-    return not combination.pairs & (REFUSED.keys() | OTHERWISE) and (ranks == 4 or combination.verbs not in FOUR_RANKS)
+    return not combination.pairs & (REFUSED.keys() | OTHERWISE) and (
+        ranks == 4 or combination.verbs not in FOUR_RANKS
+    )
 
 
 def pairs_of(ranks: int) -> list[tuple[str, str]]:
@@ -107,33 +110,46 @@ def pairs_of(ranks: int) -> list[tuple[str, str]]:
         (f"{a}={x}", f"{b}={y}")
         for a, b in itertools.combinations(AXES, 2)
         for x, y in itertools.product(AXES[a], AXES[b])
-        if (f"{a}={x}", f"{b}={y}") not in REFUSED.keys() | OTHERWISE and (ranks == 4 or x not in FOUR_RANKS)
+        if (f"{a}={x}", f"{b}={y}") not in REFUSED.keys() | OTHERWISE
+        and (ranks == 4 or x not in FOUR_RANKS)
     ]
 
 
 def combinations_of(ranks: int, seed: int = 0) -> list[Combination]:
-    """Few combinations in which every two values of two axes meet that can; the same ones for the same seed."""
+    """Few combinations in which every two values of two axes meet that can; the same ones for the
+    same seed.
+    """
     draw = random.Random(seed)
     names = list(AXES)
     left = dict.fromkeys(pairs_of(ranks))
     chosen: list[Combination] = []
     while left:
         wanted = dict(value.split("=", 1) for value in next(iter(left)))
-        tries = [Combination(**{name: wanted.get(name) or draw.choice(AXES[name]) for name in names}) for _ in range(60)]
-        best = max((each for each in tries if possible(each, ranks)), key=lambda each: len(each.pairs & left.keys()))
+        tries = [
+            Combination(**{name: wanted.get(name) or draw.choice(AXES[name]) for name in names})
+            for _ in range(60)
+        ]
+        best = max(
+            (each for each in tries if possible(each, ranks)),
+            key=lambda each: len(each.pairs & left.keys()),
+        )
         chosen.append(best)
         for pair in best.pairs:
             left.pop(pair, None)
     return chosen
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model ----------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 7),
+            nn.Linear(7, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(self.up(self.norm(x)).tanh())
@@ -156,7 +172,9 @@ class Model(nn.Module):
 def made(combination: Combination) -> Model:
     """The model as it is before annotation, the same on every rank."""
     torch.manual_seed(0)
-    model = Model().to(current_device(), torch.float64 if combination.precision == "full" else torch.float32)
+    model = Model().to(
+        current_device(), torch.float64 if combination.precision == "full" else torch.float32
+    )
     if combination.frozen == "a block":
         model.blocks[1].requires_grad_(False)
     if combination.frozen == "biases":
@@ -166,13 +184,17 @@ def made(combination: Combination) -> Model:
 
 
 def batch_of(step: int, micro_batch: int) -> tuple[Tensor, int]:
-    """This rank's rows, and how many tokens they stand for: none on rank 1 in the first micro-batch."""
+    """This rank's rows, and how many tokens they stand for: none on rank 1 in the first
+    micro-batch.
+    """
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + dist.get_rank())
-    tokens = 0 if (micro_batch, dist.get_rank()) == (0, 1) else 1 + micro_batch + 2 * dist.get_rank()
+    tokens = (
+        0 if (micro_batch, dist.get_rank()) == (0, 1) else 1 + micro_batch + 2 * dist.get_rank()
+    )
     return torch.randn(4, 3, generator=generator).to(current_device()), tokens
 
 
-# --- with annotations -------------------------------------------------------------------------------------------------
+# --- with annotations ---------------------------------------------------------------------------
 
 
 def _precision_of(combination: Combination) -> MixedPrecisionPolicy | None:
@@ -182,14 +204,20 @@ def _precision_of(combination: Combination) -> MixedPrecisionPolicy | None:
 
 
 def _mesh(*names: str) -> Any:
-    return init_device_mesh(current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    return init_device_mesh(
+        current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=names
+    )
 
 
 def annotate(model: Model, combination: Combination) -> None:
     options: dict[str, Any] = {} if combination.mean == "ranks" else {"grad_reduce": "sum"}
     if (precision := _precision_of(combination)) is not None:
         options["mp_policy"] = precision
-    shard = partial(fully_shard, offload_policy=CPUOffloadPolicy() if offloads_parameters(combination) else None, **options)
+    shard = partial(
+        fully_shard,
+        offload_policy=CPUOffloadPolicy() if offloads_parameters(combination) else None,
+        **options,
+    )
     match combination.verbs:
         case "shard":
             shard(model, policy={Block})
@@ -200,7 +228,9 @@ def annotate(model: Model, combination: Combination) -> None:
         case "hybrid":
             shard(model, policy={Block}, mesh=_mesh("replicate", "shard"))
         case "replicate":
-            on_the_host = {"offload_policy": CPUOffloadPolicy()} if offloads_parameters(combination) else {}
+            on_the_host = (
+                {"offload_policy": CPUOffloadPolicy()} if offloads_parameters(combination) else {}
+            )
             replicate(model, bucket_cap_mb=0.0005, **options, **on_the_host)
         case "replicate in shard":
             replicate(model.blocks[1], **options)
@@ -222,7 +252,9 @@ def annotate(model: Model, combination: Combination) -> None:
     if combination.hooks == "in place of sums":
         below = {"replicate in shard": [1], "shard in replicate": [0, 2]}.get(combination.verbs, [])
         for module in (model, *(model.blocks[index] for index in below)):
-            for stage in ("reduce_scatter", "all_reduce") if combination.verbs == "hybrid" else (None,):
+            for stage in (
+                ("reduce_scatter", "all_reduce") if combination.verbs == "hybrid" else (None,)
+            ):
                 register_comm_hook(module, _mean, stage=stage)
     for parameter in model.parameters():
         hook_on(parameter, combination)
@@ -239,24 +271,32 @@ def offloads_parameters(combination: Combination) -> bool:
 
 
 def hook_on(parameter: nn.Parameter, combination: Combination) -> None:
-    """Hooks that are linear: it does not matter in how many parts a gradient comes, but whether each part is seen once."""
+    """Hooks that are linear: it does not matter in how many parts a gradient comes, but whether
+    each part is seen once.
+    """
     if parameter.requires_grad and combination.hooks == "on tensors":
         parameter.register_hook(lambda gradient: gradient * 0.5)
 
 
 def _tokens_in(step: int) -> float:
     """On all ranks and in all micro-batches: what losses are divided by for a mean over tokens."""
-    total = torch.tensor(sum(float(batch_of(step, micro_batch)[1]) for micro_batch in range(MICRO_BATCHES)))
+    total = torch.tensor(
+        sum(float(batch_of(step, micro_batch)[1]) for micro_batch in range(MICRO_BATCHES))
+    )
     dist.all_reduce(total := total.to(current_device()))
     return total.item()
 
 
-def _scopes(model: Model, combination: Combination, micro_batch: int) -> AbstractContextManager[object]:
+def _scopes(
+    model: Model, combination: Combination, micro_batch: int
+) -> AbstractContextManager[object]:
     scopes, last = ExitStack(), micro_batch == MICRO_BATCHES - 1
     if combination.reduced == "shards each time":
         scopes.enter_context(no_sync(model, enabled=not last, level="replicate"))
     elif combination.reduced != "each time":
-        scopes.enter_context(no_sync(model, enabled=combination.reduced == "explicitly" or not last))
+        scopes.enter_context(
+            no_sync(model, enabled=combination.reduced == "explicitly" or not last)
+        )
     return scopes
 
 
@@ -266,7 +306,9 @@ def train(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
     annotate(model, combination)
     optimizer: torch.optim.Optimizer
     if combination.step == "in backward":
-        optimizer = apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+        optimizer = apply_optimizer_in_backward(
+            torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9}
+        )
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if combination.step == "on DTensors":
@@ -277,7 +319,9 @@ def train(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
             batch, tokens = batch_of(step, micro_batch)
             with _scopes(model, combination, micro_batch):
                 loss = model(batch.to(model.first.weight.dtype)).square().mean()
-                (loss.double() * (tokens / total if combination.mean == "tokens" else 1.0)).backward()
+                (
+                    loss.double() * (tokens / total if combination.mean == "tokens" else 1.0)
+                ).backward()
         if combination.reduced == "explicitly":
             reduce_gradients(model)
         yield {} if combination.step == "in backward" else full_gradients(model)
@@ -286,18 +330,24 @@ def train(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
         yield {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------
+# --- by hand ------------------------------------------------------------------------------------
 
 
-def _term(model: Model, combination: Combination, step: int, micro_batch: int) -> tuple[dict[str, Tensor], float]:
-    """This rank's gradients of one micro-batch, in the dtype that they are summed in, and their weight."""
+def _term(
+    model: Model, combination: Combination, step: int, micro_batch: int
+) -> tuple[dict[str, Tensor], float]:
+    """This rank's gradients of one micro-batch, in the dtype that they are summed in, and their
+    weight.
+    """
     low = copy.deepcopy(model)
     if combination.precision != "full":
         low.to(torch.bfloat16)
     batch, tokens = batch_of(step, micro_batch)
     low(batch.to(low.first.weight.dtype)).square().mean().float().backward()
     summed_in = torch.float32 if combination.precision.endswith("fp32") else low.first.weight.dtype
-    gradients = {name: p.grad.to(summed_in) for name, p in low.named_parameters() if p.grad is not None}
+    gradients = {
+        name: p.grad.to(summed_in) for name, p in low.named_parameters() if p.grad is not None
+    }
     return gradients, float(tokens) if combination.mean == "tokens" else 1.0
 
 
@@ -319,12 +369,17 @@ def by_hand(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
     model = made(combination)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
-        terms = [_term(model, combination, step, micro_batch) for micro_batch in range(MICRO_BATCHES)]
+        terms = [
+            _term(model, combination, step, micro_batch) for micro_batch in range(MICRO_BATCHES)
+        ]
         total = _tokens_in(step) if combination.mean == "tokens" else 1.0
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            sums = [_over_ranks(name, gradients[name] * weight, combination) for gradients, weight in terms]
+            sums = [
+                _over_ranks(name, gradients[name] * weight, combination)
+                for gradients, weight in terms
+            ]
             parameter.grad = sum(each.to(parameter.dtype) for each in sums) / total  # type: ignore[assignment]
             if combination.hooks == "on tensors":
                 parameter.grad.mul_(0.5)
@@ -337,10 +392,15 @@ def by_hand(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
 
 def differences(combination: Combination) -> list[str]:
     """What differs between the two, by name."""
-    tolerance = 1e-9 if combination.precision == "full" else 1e-1  # 8 bits, on both sides; what is lost is far more
+    # 8 bits, on both sides; what is lost is far more
+    tolerance = 1e-9 if combination.precision == "full" else 1e-1
     found = []
-    places = [f"{what} of step {step}" for step in range(STEPS) for what in ("gradients", "parameters")]
-    for place, actual, expected in zip(places, train(combination), by_hand(combination), strict=True):
+    places = [
+        f"{what} of step {step}" for step in range(STEPS) for what in ("gradients", "parameters")
+    ]
+    for place, actual, expected in zip(
+        places, train(combination), by_hand(combination), strict=True
+    ):
         for name, wanted in expected.items():
             got = actual[name]
             if (got is None) != (wanted is None):
@@ -348,8 +408,13 @@ def differences(combination: Combination) -> list[str]:
             elif got is not None and wanted is not None:
                 got, wanted = got.cpu(), wanted.cpu()  # offloaded ones rest there
                 apart = (got - wanted).abs().max().item()
-                if got.dtype != wanted.dtype or apart > tolerance * max(wanted.abs().max().item(), 1e-3):
-                    found.append(f"{place}, {name}: {apart:.1e} apart, {got.dtype}, of {wanted.abs().max().item():.1e}")
+                if got.dtype != wanted.dtype or apart > tolerance * max(
+                    wanted.abs().max().item(), 1e-3
+                ):
+                    found.append(
+                        f"{place}, {name}: {apart:.1e} apart, {got.dtype}, of"
+                        f" {wanted.abs().max().item():.1e}"
+                    )
     return found
 
 
@@ -366,8 +431,12 @@ def run(combinations: Sequence[Combination]) -> list[tuple[str, list[str]]]:
 
 
 def refusal(pair: tuple[str, str]) -> None:
-    """Annotating a model with two values that cannot meet, and the first of all others, is refused, and says what of."""
-    values = {axis: values[0] for axis, values in AXES.items()} | dict(value.split("=", 1) for value in pair)
+    """Annotating a model with two values that cannot meet, and the first of all others, is refused,
+    and says what of.
+    """
+    values = {axis: values[0] for axis, values in AXES.items()} | dict(
+        value.split("=", 1) for value in pair
+    )
     combination = Combination(**values)
     with pytest.raises(ComposableError, match=REFUSED[pair]):
         annotate(made(combination), combination)

@@ -77,9 +77,13 @@ def mesh_of(replicas: int = 2) -> DeviceMesh:
 _CAP: Final = 150 / (1 << 20)  # bytes: several buckets in a unit
 KINDS: Final[dict[str, Callable[..., Any]]] = {
     "replicated": lambda **options: replicate(odd_model(), bucket_cap_mb=_CAP, **options),
-    "replicated units": lambda **options: replicate(odd_model(), policy=wanted, bucket_cap_mb=_CAP, **options),
+    "replicated units": lambda **options: replicate(
+        odd_model(), policy=wanted, bucket_cap_mb=_CAP, **options
+    ),
     "sharded": lambda **options: fully_shard(odd_model(), policy=wanted, **options),
-    "hybrid": lambda **options: fully_shard(odd_model(), policy=wanted, **({"mesh": mesh_of()} | options)),
+    "hybrid": lambda **options: fully_shard(
+        odd_model(), policy=wanted, **({"mesh": mesh_of()} | options)
+    ),
 }
 
 
@@ -97,22 +101,34 @@ def assert_same(models: list[Any], where: object, tolerance: float = 0.0) -> Non
         other = actual[name]
         assert (gradient is None) == (other is None), f"{where}: {name}"
         if gradient is not None and other is not None:
-            same = torch.allclose(gradient, other, rtol=0, atol=tolerance) if tolerance else torch.equal(gradient, other)
+            same = (
+                torch.allclose(gradient, other, rtol=0, atol=tolerance)
+                if tolerance
+                else torch.equal(gradient, other)
+            )
             assert same, f"{where}: {name} {gradient} {other}"
 
 
 class Calls:
-    """What a hook of one stage is handed, backward by backward; it makes means as the library does."""
+    """What a hook of one stage is handed, backward by backward; it makes means as the library
+    does.
+    """
 
     def __init__(self, stage: str | None, ranks: list[int]) -> None:
         self.stage, self.ranks = stage, ranks
         self.backwards: list[list[tuple[int, tuple[str, ...]]]] = [[]]
 
     def __call__(self, group: dist.ProcessGroup, bucket: Any) -> Any:
-        assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(bucket.group) == self.ranks
+        assert (
+            dist.get_process_group_ranks(group)
+            == dist.get_process_group_ranks(bucket.group)
+            == self.ranks
+        )
         assert bucket.scale == 1 / group.size()
         parameters, gradients = bucket.parameters(), bucket.gradients()
-        expected = [(each.to_local() if self.stage == "all_reduce" else each).shape for each in parameters]
+        expected = [
+            (each.to_local() if self.stage == "all_reduce" else each).shape for each in parameters
+        ]
         assert [each.shape for each in gradients] == expected
         assert bucket.buffer().shape == (sum(each.numel() for each in gradients),)
         if not isinstance(parameters[0], DTensor):

@@ -1,4 +1,6 @@
-"""Programs that torchrun launches elsewhere, run by ranks of the pool instead, which need not start first; knows no program."""
+"""Programs that torchrun launches elsewhere, run by ranks of the pool instead, which need not start
+first; knows no program.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,18 @@ SECONDS: Final = 240.0  # until a program counts as hung
 
 
 def launched(pool: Pool, ranks: int, program: Path | str, *arguments: str) -> str:
-    """What `program`, a file or the name of a module, prints on rank 0, on the host. New ranks take over afterwards."""
+    """What `program`, a file or the name of a module, prints on rank 0, on the host. New ranks take
+    over afterwards.
+    """
     printed: list[str] = pool.run(
-        ranks, _as_torchrun_does, program, arguments, device="cpu", timeout=SECONDS, group_timeout=SECONDS, spoils=True
+        ranks,
+        _as_torchrun_does,
+        program,
+        arguments,
+        device="cpu",
+        timeout=SECONDS,
+        group_timeout=SECONDS,
+        spoils=True,
     )
     return printed[0]
 
@@ -36,7 +47,11 @@ def environment(port: int, **more: str) -> dict[str, str]:
 
 def _as_torchrun_does(program: Path | str, arguments: tuple[str, ...]) -> str:
     """Ranks find each other by the environment, in a store that is there already."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
+    store = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        if dist.get_rank() == 0
+        else None
+    )
     port = [store.port if store is not None else 0]
     dist.broadcast_object_list(port)
     said = environment(port[0], TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
@@ -55,5 +70,7 @@ def _as_torchrun_does(program: Path | str, arguments: tuple[str, ...]) -> str:
                 runpy.run_module(program, run_name="__main__", alter_sys=True)
         except SystemExit as end:
             if end.code:
-                raise AssertionError(f"it ended with status {end.code}, and printed\n{printed.getvalue()}") from end
+                raise AssertionError(
+                    f"it ended with status {end.code}, and printed\n{printed.getvalue()}"
+                ) from end
     return printed.getvalue()

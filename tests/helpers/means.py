@@ -1,4 +1,6 @@
-"""A model of parts that ranks use as they like, and means of gradients to compare with; knows no test."""
+"""A model of parts that ranks use as they like, and means of gradients to compare with; knows no
+test.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Parts(nn.Module):
         return x
 
 
-def twins(make: Callable[[], Any], annotate: Callable[..., object] = replicate, **options: Any) -> tuple[Any, Any]:
+def twins(
+    make: Callable[[], Any], annotate: Callable[..., object] = replicate, **options: Any
+) -> tuple[Any, Any]:
     """A plain model and the same one annotated."""
     models = []
     for _ in range(2):

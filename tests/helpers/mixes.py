@@ -1,4 +1,6 @@
-"""Models on which `replicate` and `fully_shard` meet, and how they are trained next to a plain one; knows no test."""
+"""Models on which `replicate` and `fully_shard` meet, and how they are trained next to a plain one;
+knows no test.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,13 @@ def with_checkpointing(model: Model) -> None:
 
 MIXES: Final[dict[str, Callable[[Model], None]]] = {
     mix.__name__: mix
-    for mix in (in_the_readme, shards_inside_replicated, replicated_in_a_unit, on_several_floors, with_checkpointing)
+    for mix in (
+        in_the_readme,
+        shards_inside_replicated,
+        replicated_in_a_unit,
+        on_several_floors,
+        with_checkpointing,
+    )
 }
 
 
@@ -104,7 +112,9 @@ def twins(mix: str) -> tuple[Model, Model]:
 def batch_of(step: int) -> Tensor:
     """All ranks' tokens, one row per rank."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, WORDS, (dist.get_world_size(), 5), generator=generator).to(current_device())
+    return torch.randint(0, WORDS, (dist.get_world_size(), 5), generator=generator).to(
+        current_device()
+    )
 
 
 def losses(plain: nn.Module, mixed: nn.Module, step: int) -> tuple[Tensor, Tensor]:
@@ -113,14 +123,23 @@ def losses(plain: nn.Module, mixed: nn.Module, step: int) -> tuple[Tensor, Tenso
     return plain(batch).square().mean(), mixed(batch[rank : rank + 1]).square().mean()
 
 
-def assert_alike(plain: nn.Module, mixed: nn.Module, what: str, of: Callable[[Tensor], Tensor | None] = lambda p: p) -> None:
+def assert_alike(
+    plain: nn.Module,
+    mixed: nn.Module,
+    what: str,
+    of: Callable[[Tensor], Tensor | None] = lambda p: p,
+) -> None:
     expected = {name: of(parameter) for name, parameter in plain.named_parameters()}
     found = dict(zip(expected, map(of, mixed.parameters()), strict=True))
     there = {name: tensor for name, tensor in found.items() if tensor is not None}
     assert there.keys() == {name for name, tensor in expected.items() if tensor is not None}, what
     for name, actual in zip(there, all_full(list(there.values())), strict=True):
         torch.testing.assert_close(
-            actual, expected[name], rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{what}: {name}: {text}"
+            actual,
+            expected[name],
+            rtol=1e-9,
+            atol=1e-11,
+            msg=lambda text, name=name: f"{what}: {name}: {text}",
         )
 
 
@@ -133,7 +152,7 @@ def kinds(model: nn.Module) -> list[str]:
     return [str(p.placements) if isinstance(p, DTensor) else "plain" for p in model.parameters()]
 
 
-# --- torch's own functions --------------------------------------------------------------------------------------------
+# --- torch's own functions ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -152,18 +171,33 @@ _stock_clip: Final = nn.utils.clip_grad_norm_
 RECIPES: Final[dict[str, UnitSpec]] = {
     "AdamW": UnitSpec(lambda ps: torch.optim.AdamW(ps, lr=0.05), clip=_stock_clip),
     "AdamW(foreach=True)": UnitSpec(
-        lambda ps: torch.optim.AdamW(ps, lr=0.05, foreach=True), clip=_stock_clip, clipping={"foreach": True}, set_to_none=False
+        lambda ps: torch.optim.AdamW(ps, lr=0.05, foreach=True),
+        clip=_stock_clip,
+        clipping={"foreach": True},
+        set_to_none=False,
     ),
     "AdamW(foreach=False)": UnitSpec(
-        lambda ps: torch.optim.AdamW(ps, lr=0.05, foreach=False), clip=_stock_clip, clipping={"foreach": False}
+        lambda ps: torch.optim.AdamW(ps, lr=0.05, foreach=False),
+        clip=_stock_clip,
+        clipping={"foreach": False},
     ),
     "AdamW(fused=True)": UnitSpec(
-        lambda ps: torch.optim.AdamW(ps, lr=0.05, fused=True), clip=_stock_clip, clipping={"norm_type": float("inf")}
+        lambda ps: torch.optim.AdamW(ps, lr=0.05, fused=True),
+        clip=_stock_clip,
+        clipping={"norm_type": float("inf")},
     ),
-    "SGD(foreach=True)": UnitSpec(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True)),
-    "GradScaler, unscaled and clipped": UnitSpec(lambda ps: torch.optim.AdamW(ps, lr=0.05), scaled=True, clip=_stock_clip),
-    "GradScaler and a fused step": UnitSpec(lambda ps: torch.optim.AdamW(ps, lr=0.05, fused=True), scaled=True),
-    "our clipping": UnitSpec(lambda ps: torch.optim.AdamW(ps, lr=0.05), clip=composable.clip_grad_norm_),
+    "SGD(foreach=True)": UnitSpec(
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True)
+    ),
+    "GradScaler, unscaled and clipped": UnitSpec(
+        lambda ps: torch.optim.AdamW(ps, lr=0.05), scaled=True, clip=_stock_clip
+    ),
+    "GradScaler and a fused step": UnitSpec(
+        lambda ps: torch.optim.AdamW(ps, lr=0.05, fused=True), scaled=True
+    ),
+    "our clipping": UnitSpec(
+        lambda ps: torch.optim.AdamW(ps, lr=0.05), clip=composable.clip_grad_norm_
+    ),
 }
 
 
@@ -183,7 +217,9 @@ def train(plain: Model, mixed: Model, spec: UnitSpec, steps: int = 4) -> None:
             scaler.step(optimizer)
             scaler.update()
         if norms:
-            torch.testing.assert_close(norms[1].to(norms[0]), norms[0], msg="the norm counts each parameter once")
+            torch.testing.assert_close(
+                norms[1].to(norms[0]), norms[0], msg="the norm counts each parameter once"
+            )
             assert norms[0] > 0.1
         assert_alike(plain, mixed, f"gradients of step {step}", gradient)
         assert_alike(plain, mixed, f"parameters after step {step}")

@@ -1,4 +1,6 @@
-"""A mixture of experts: a router and a head that all ranks share, and on each slice of a mesh another expert."""
+"""A mixture of experts: a router and a head that all ranks share, and on each slice of a mesh
+another expert.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.helpers.world import current_device
 
 
 class Expert(nn.Module):
-    """Its gradients are of another size on every slice; one parameter has no dimensions, and no rank a part of it."""
+    """Its gradients are of another size on every slice; one parameter has no dimensions, and no
+    rank a part of it.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -86,14 +90,18 @@ SCHEMES: Final[dict[str, Annotate]] = {
 
 
 def mixture(annotate: Annotate) -> tuple[Mixture, DeviceMesh]:
-    mesh = init_device_mesh(current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("experts", "copies"))
+    mesh = init_device_mesh(
+        current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("experts", "copies")
+    )
     model = Mixture(mesh.get_local_rank("experts")).to(current_device())
     annotate(model, mesh["copies"])
     return model, mesh
 
 
 def batch() -> Tensor:
-    return torch.randn(4, 7, generator=torch.Generator().manual_seed(dist.get_rank())).to(current_device())
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(dist.get_rank())).to(
+        current_device()
+    )
 
 
 def all_gradients(model: Mixture, mesh: DeviceMesh) -> list[Tensor]:
@@ -101,12 +109,19 @@ def all_gradients(model: Mixture, mesh: DeviceMesh) -> list[Tensor]:
     mine = [full(p.grad).cpu() for p in model.expert.parameters() if p.grad is not None]
     of_all: list[Any] = [None] * mesh.size(0)
     dist.all_gather_object(of_all, mine, group=mesh.get_group("experts"))
-    shared = [full(p.grad).cpu() for layer in (model.router, model.head) for p in layer.parameters() if p.grad is not None]
+    shared = [
+        full(p.grad).cpu()
+        for layer in (model.router, model.head)
+        for p in layer.parameters()
+        if p.grad is not None
+    ]
     return [*shared, *(gradient for each in of_all for gradient in each)]
 
 
 def norm_of(gradients: list[Tensor], order: float) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each.double(), order) for each in gradients]), order)
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(each.double(), order) for each in gradients]), order
+    )
 
 
 def agree(norm: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Counts of offloaded tensors, and offload on a CPU.
 
-On a CPU `offload_activations` copies nothing. Inside of `offloading` it does, with host memory at both ends, so that its effect
-on values and graphs can be tested everywhere. Its effect on streams is tested on the simulated accelerator.
+On a CPU `offload_activations` copies nothing. Inside of `offloading` it does, with host memory at
+both ends, so that its effect on values and graphs can be tested everywhere. Its effect on streams
+is tested on the simulated accelerator.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def offloading() -> Iterator[Seen]:
     with ExitStack() as patches:
         if current_device().type == "cpu":
             patches.enter_context(mock.patch.object(activations, "has_streams", return_value=True))
-            patches.enter_context(mock.patch.object(activations, "any_has_streams", return_value=True))
+            patches.enter_context(
+                mock.patch.object(activations, "any_has_streams", return_value=True)
+            )
         patches.enter_context(mock.patch.object(HostCopy, "__init__", noted))
         patches.enter_context(mock.patch.object(HostCopy, "bring_back", noted_return))
         yield seen

@@ -10,7 +10,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def placed(module: Module, *where: Any) -> Module:
-    """`module.to(*where)`, after which it is tied as before, also where that registers new parameters, one for each name."""
+    """`module.to(*where)`, after which it is tied as before, also where that registers new
+    parameters, one for each name.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

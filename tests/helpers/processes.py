@@ -1,7 +1,8 @@
-"""Processes of ranks, each forked from one that has imported what they need, for that takes seconds; knows no task.
+"""Processes of ranks, each forked from one that has imported what they need, for that takes
+seconds; knows no task.
 
-Every rank has a process of its own to be forked from, which started as any interpreter does: ranks differ in the order of
-their sets and in where their objects lie, as they do elsewhere.
+Every rank has a process of its own to be forked from, which started as any interpreter does: ranks
+differ in the order of their sets and in where their objects lie, as they do elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, Final
 
-SERVES: Final = "tests.helpers.worker"  # `serve` there is what a rank runs, `prepare` what may be done before the fork
+# `serve` there is what a rank runs, `prepare` what may be done before the fork
+SERVES: Final = "tests.helpers.worker"
 
 
 @dataclass(frozen=True)
@@ -112,14 +114,17 @@ class Parent:
     """What the workers of one rank are forked from, one after the other.
 
     Args:
-        prepares: import before the fork. Not where that may start libraries which do not outlive it: CUDA, and those of macOS.
+        prepares: import before the fork. Not where that may start libraries which do not outlive
+            it: CUDA, and those of macOS.
     """
 
     def __init__(self, index: int, *, prepares: bool = True) -> None:
         self.control, theirs = multiprocessing.Pipe()
         prepares = prepares and sys.platform == "linux"
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=fork_ranks, args=(theirs, prepares), daemon=True, name=f"rank{index}")
+        self._process = context.Process(
+            target=fork_ranks, args=(theirs, prepares), daemon=True, name=f"rank{index}"
+        )
         self._process.start()
         theirs.close()
 
@@ -145,7 +150,9 @@ class Parent:
 
 
 def fork_ranks(control: Connection, prepares: bool) -> None:
-    """Fork a rank whenever told to, and tell its number and how it ended. Entry point of a spawned process."""
+    """Fork a rank whenever told to, and tell its number and how it ended. Entry point of a spawned
+    process.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when processes end
     if prepares:
         importlib.import_module(SERVES).prepare()

@@ -1,10 +1,10 @@
 """Random trees of units and random programs, all from one seed.
 
-Every rank makes the same tree and the same program, and draws by itself which parameters it leaves out. The reference is the
-same program on a plain copy, whose gradients are averaged over the ranks.
+Every rank makes the same tree and the same program, and draws by itself which parameters it leaves
+out. The reference is the same program on a plain copy, whose gradients are averaged over the ranks.
 
-Programs never do what is documented not to work: units that run on some ranks only, and checkpoints around units that ranks
-recompute at different points (`steady`).
+Programs never do what is documented not to work: units that run on some ranks only, and checkpoints
+around units that ranks recompute at different points (`steady`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Node:
         verbs: what it is annotated with.
         listed: annotated together with the sibling before it, as one unit.
         branches: the modules inside run side by side, in place of one after the other.
-        steady: nothing is left out after the last module inside, since a checkpoint around it is recomputed there.
+        steady: nothing is left out after the last module inside, since a checkpoint around it is
+            recomputed there.
     """
 
     name: str
@@ -59,8 +60,19 @@ class Node:
             yield from node.everything()
 
     def __str__(self) -> str:
-        marks = [*self.verbs, *(name for name in ("listed", "branches", "steady", "plain", "returns") if getattr(self, name))]
-        marks += [f"reshard={self.reshard}", *(["hybrid"] if self.hybrid else [])] if "shard" in self.verbs else []
+        marks = [
+            *self.verbs,
+            *(
+                name
+                for name in ("listed", "branches", "steady", "plain", "returns")
+                if getattr(self, name)
+            ),
+        ]
+        marks += (
+            [f"reshard={self.reshard}", *(["hybrid"] if self.hybrid else [])]
+            if "shard" in self.verbs
+            else []
+        )
         marks += [f"again={self.again}"] if self.again >= 0 else []
         inner = " ".join(map(str, self.inside))
         return f"({self.name} {self.layers} {' '.join(marks)}{' ' if inner else ''}{inner})"
@@ -85,21 +97,30 @@ class Plan:
         )
 
 
-# --- from a seed to a plan --------------------------------------------------------------------------------------------
+# --- from a seed to a plan ----------------------------------------------------------------------
 
 
 def plan_of(seed: int, ranks: int) -> Plan:
     draw = random.Random(seed)
     tree = tree_of(draw, ranks)
-    program, leave_out, delays = tuple(_program(draw)), draw.choice([0.0, 0.2, 0.5, 0.8]), draw.random() < 0.5
+    program, leave_out, delays = (
+        tuple(_program(draw)),
+        draw.choice([0.0, 0.2, 0.5, 0.8]),
+        draw.random() < 0.5,
+    )
     replicas = _make_hybrid(tree, draw, ranks)
     return Plan(seed, tree, program, leave_out, delays, replicas, _held(tree, draw, len(program)))
 
 
 def _held(tree: Node, draw: random.Random, steps: int) -> tuple[str, ...]:
     often = draw.choice([0.0, 0.5, 0.8])
-    levels = [draw.choice(["all", "all", "replicate"]) if draw.random() < often else "" for _ in range(steps)]
-    annotated = any(verb in ("shard", "replicate") for node in tree.everything() for verb in node.verbs)
+    levels = [
+        draw.choice(["all", "all", "replicate"]) if draw.random() < often else ""
+        for _ in range(steps)
+    ]
+    annotated = any(
+        verb in ("shard", "replicate") for node in tree.everything() for verb in node.verbs
+    )
     return tuple(levels) if annotated else ()
 
 
@@ -114,14 +135,28 @@ def _make_hybrid(tree: Node, draw: random.Random, ranks: int) -> int:
     return replicas
 
 
-def tree_of(draw: random.Random, ranks: int, flavours: Sequence[str] = ("shard", "shard", "mixed", "replicate")) -> Node:
+def tree_of(
+    draw: random.Random,
+    ranks: int,
+    flavours: Sequence[str] = ("shard", "shard", "mixed", "replicate"),
+) -> Node:
     budget = [draw.randint(1, 12)]
 
     def grow(name: str, depth: int) -> Node:
         budget[0] -= 1
-        node = Node(name, draw.randint(0, 3), branches=draw.random() < 0.3, returns=draw.choice(["", "", "", "two", "given"]))
+        node = Node(
+            name,
+            draw.randint(0, 3),
+            branches=draw.random() < 0.3,
+            returns=draw.choice(["", "", "", "two", "given"]),
+        )
         node.plain = draw.random() < 0.3
-        while depth < 4 and budget[0] > 0 and len(node.inside) < 5 and draw.random() < (0.95 if depth == 0 else 0.5):
+        while (
+            depth < 4
+            and budget[0] > 0
+            and len(node.inside) < 5
+            and draw.random() < (0.95 if depth == 0 else 0.5)
+        ):
             node.inside.append(grow(f"{name}.{len(node.inside)}".removeprefix("root."), depth + 1))
         if not node.inside:
             node.layers = max(1, node.layers)
@@ -148,7 +183,9 @@ def tree_of(draw: random.Random, ranks: int, flavours: Sequence[str] = ("shard",
         root.layers = 0
     for node in root.everything():
         for before, after in zip(node.inside, node.inside[1:], strict=False):
-            alike = before.verbs == after.verbs == ("shard",) and not before.inside and not after.inside
+            alike = (
+                before.verbs == after.verbs == ("shard",) and not before.inside and not after.inside
+            )
             if alike and not before.listed and draw.random() < 0.3:
                 after.listed = True
         if "checkpoint" in node.verbs:
@@ -161,7 +198,9 @@ def _program(draw: random.Random) -> Iterator[tuple[Any, ...]]:
     pending: list[int] = []
     forwards = 0
     for _ in range(draw.randint(2, 8)):
-        kind = draw.choice(["forward", "forward", "backward", "backward", "both", "evaluate", "compare", "drop"])
+        kind = draw.choice(
+            ["forward", "forward", "backward", "backward", "both", "evaluate", "compare", "drop"]
+        )
         if kind == "forward" and len(pending) < 3:
             forwards += 1
             pending.append(forwards)
@@ -189,11 +228,13 @@ def _program(draw: random.Random) -> Iterator[tuple[Any, ...]]:
     yield ("compare",)
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------
+# --- modules ------------------------------------------------------------------------------------
 
 
 class Piece(nn.Module):
-    """The module of one node. `where` tells calls apart, also when one is recomputed: ranks leave out by it."""
+    """The module of one node. `where` tells calls apart, also when one is recomputed: ranks leave
+    out by it.
+    """
 
     def __init__(self, node: Node, leave_out: float) -> None:
         super().__init__()
@@ -205,7 +246,10 @@ class Piece(nn.Module):
     def _layer(self, index: int, x: Tensor, where: tuple[int, ...]) -> Tensor:
         last = self.node.steady and index >= len(self.layers) - 1
         rank = dist.get_rank()
-        if not last and random.Random(f"{rank} {where} {self.node.name} {index}").random() < self.leave_out:
+        if (
+            not last
+            and random.Random(f"{rank} {where} {self.node.name} {index}").random() < self.leave_out
+        ):
             return x
         return x + self.layers[index](x).tanh()  # type: ignore[no-any-return]
 
@@ -244,7 +288,10 @@ def annotate(piece: Piece, mesh: DeviceMesh | None = None) -> None:
         annotate(inner, mesh)
     for index, inner in enumerate(pieces):
         if not inner.node.listed:
-            _annotate_together([inner, *(after for after in pieces[index + 1 : index + 2] if after.node.listed)], mesh)
+            _annotate_together(
+                [inner, *(after for after in pieces[index + 1 : index + 2] if after.node.listed)],
+                mesh,
+            )
 
 
 def _annotate_together(pieces: list[Piece], mesh: DeviceMesh | None) -> None:
@@ -252,20 +299,24 @@ def _annotate_together(pieces: list[Piece], mesh: DeviceMesh | None) -> None:
     for verb in node.verbs:
         target: Any = pieces if len(pieces) > 1 else pieces[0]
         if verb == "shard":
-            fully_shard(target, reshard_after_forward=node.reshard, mesh=mesh if node.hybrid else None)
+            fully_shard(
+                target, reshard_after_forward=node.reshard, mesh=mesh if node.hybrid else None
+            )
         elif verb == "replicate":
             replicate(target, bucket_cap_mb=0.0002)
         else:
             checkpoint(target)
 
 
-# --- running ----------------------------------------------------------------------------------------------------------
+# --- running ------------------------------------------------------------------------------------
 
 
 class _Runner:
     """One model and what a program does with it."""
 
-    def __init__(self, plan: Plan, annotated: bool, log: Log, ordered: bool, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, plan: Plan, annotated: bool, log: Log, ordered: bool, mesh: DeviceMesh | None
+    ) -> None:
         torch.manual_seed(plan.seed)
         self.plan = plan
         self.model = Piece(plan.tree, plan.leave_out).to(torch.float64)
@@ -288,8 +339,12 @@ class _Runner:
             annotate(root, mesh)
 
     def _forward(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * self.plan.seed + 10 * number + dist.get_rank())
-        x = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64).requires_grad_(torch.is_grad_enabled())
+        generator = torch.Generator().manual_seed(
+            1000 * self.plan.seed + 10 * number + dist.get_rank()
+        )
+        x = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64).requires_grad_(
+            torch.is_grad_enabled()
+        )
         found = self.model(x, (number,))
         return (found[0] * found[1] if isinstance(found, tuple) else found).square().mean()  # type: ignore[no-any-return]
 
@@ -319,8 +374,12 @@ class _Runner:
                 del self.losses[number]
 
 
-def differences(plan: Plan, *, ordered: bool, mesh: DeviceMesh | None = None) -> tuple[list[str], list[str]]:
-    """Run a plan: in what the gradients differ from those of one process, and the sharded collectives that were launched."""
+def differences(
+    plan: Plan, *, ordered: bool, mesh: DeviceMesh | None = None
+) -> tuple[list[str], list[str]]:
+    """Run a plan: in what the gradients differ from those of one process, and the sharded
+    collectives that were launched.
+    """
     log = Log()
     plain, ours = _Runner(plan, False, log, ordered, mesh), _Runner(plan, True, log, ordered, mesh)
     found: list[str] = []
@@ -355,7 +414,9 @@ def run_seeds(seeds: list[int], ordered: bool) -> list[tuple[int, list[str], lis
         plan = plan_of(seed, ranks)
         replicas = plan.replicas
         if replicas and replicas not in meshes:
-            meshes[replicas] = init_device_mesh(current_device().type, (replicas, ranks // replicas))
+            meshes[replicas] = init_device_mesh(
+                current_device().type, (replicas, ranks // replicas)
+            )
         try:
             found, launched = differences(plan, ordered=ordered, mesh=meshes.get(replicas))
         except Exception as error:

@@ -1,4 +1,6 @@
-"""What a refused call says, and that it changed nothing; knows the root of the library's errors, and the registry."""
+"""What a refused call says, and that it changed nothing; knows the root of the library's errors,
+and the registry.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def same_on_all(texts: list[str]) -> str:
 
 def refused(model: nn.Module, act: Callable[[], object]) -> str:
     """The refusal's text; the model must be as it was."""
-    before = anatomy(model), [list(registry(module)) for module in model.modules()], list(map(id, model.parameters()))
+    before = (
+        anatomy(model),
+        [list(registry(module)) for module in model.modules()],
+        list(map(id, model.parameters())),
+    )
     text = refusal(act)
     assert before == (
         anatomy(model),

@@ -1,4 +1,6 @@
-"""Ways to annotate a model of the battery; knows the verbs, and cases only by their unit classes."""
+"""Ways to annotate a model of the battery; knows the verbs, and cases only by their unit
+classes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class Scheme:
 
 def units_of(model: nn.Module, case: Case) -> list[nn.Module]:
     """The modules that become units, in `.modules()` order, without the model itself."""
-    return [module for module in model.modules() if isinstance(module, case.units) and module is not model]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, case.units) and module is not model
+    ]
 
 
 def outermost_units_of(model: nn.Module, case: Case) -> list[nn.Module]:
@@ -116,12 +122,22 @@ SCHEMES: Final[dict[str, Scheme]] = {
     "fully_shard without resharding": Scheme(_by_policy(reshard_after_forward=False), ranks=(2,)),
     "fully_shard over two neighbours": Scheme(_by_policy(reshard_after_forward=2), ranks=(4,)),
     "replicate": Scheme(_replicate, replicated=_everything),
-    "replicate in small buckets": Scheme(_replicate_in_small_buckets, ranks=(2,), replicated=_everything),
-    "fully_shard inside replicate": Scheme(_sharded_inside_replicated, ranks=(2,), replicated=_outside_units),
-    "replicate inside fully_shard": Scheme(_replicated_inside_sharded, ranks=(2, 3), replicated=_every_other_unit),
+    "replicate in small buckets": Scheme(
+        _replicate_in_small_buckets, ranks=(2,), replicated=_everything
+    ),
+    "fully_shard inside replicate": Scheme(
+        _sharded_inside_replicated, ranks=(2,), replicated=_outside_units
+    ),
+    "replicate inside fully_shard": Scheme(
+        _replicated_inside_sharded, ranks=(2, 3), replicated=_every_other_unit
+    ),
     "checkpoint, then fully_shard": Scheme(_checkpoint_then_shard, ranks=(2, 4), recomputes=True),
     "fully_shard, then checkpoint": Scheme(_shard_then_checkpoint, ranks=(2,), recomputes=True),
     "checkpoint around fully_shard": Scheme(_checkpoint_around_shards, ranks=(2,), recomputes=True),
 }
 
-SHARDED: Final = ("fully_shard by policy", "fully_shard as one unit", "fully_shard without resharding")
+SHARDED: Final = (
+    "fully_shard by policy",
+    "fully_shard as one unit",
+    "fully_shard without resharding",
+)

@@ -1,4 +1,6 @@
-"""Makes a plan of `branches.py` smaller while it fails as before: the fewest operations, parts, annotations and ways."""
+"""Makes a plan of `branches.py` smaller while it fails as before: the fewest operations, parts,
+annotations and ways.
+"""
 
 from __future__ import annotations
 
@@ -27,23 +29,39 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
     for index, op in enumerate(plan.ops):
         yield _tidy(replace(plan, ops=(*plan.ops[:index], *plan.ops[index + 1 :])))
         for number in op.numbers if len(op.numbers) > 1 else ():
-            yield _with_op(plan, index, replace(op, numbers=tuple(each for each in op.numbers if each != number)))
+            yield _with_op(
+                plan,
+                index,
+                replace(op, numbers=tuple(each for each in op.numbers if each != number)),
+            )
         for name in op.names if len(op.names) > 1 else ():
-            yield _with_op(plan, index, replace(op, names=tuple(each for each in op.names if each != name)))
+            yield _with_op(
+                plan, index, replace(op, names=tuple(each for each in op.names if each != name))
+            )
         if any(op.ways):
             yield _with_op(plan, index, replace(op, ways=({},) * plan.ranks))
             for place in dict.fromkeys(place for ways in op.ways for place in ways):
-                less = tuple({where: way for where, way in ways.items() if where != place} for ways in op.ways)
+                less = tuple(
+                    {where: way for where, way in ways.items() if where != place}
+                    for ways in op.ways
+                )
                 yield _with_op(plan, index, replace(op, ways=less))
             for rank in range(plan.ranks):
-                yield _with_op(plan, index, replace(op, ways=tuple({} if r == rank else w for r, w in enumerate(op.ways))))
+                yield _with_op(
+                    plan,
+                    index,
+                    replace(op, ways=tuple({} if r == rank else w for r, w in enumerate(op.ways))),
+                )
         if op.how or op.retain:
             yield _with_op(plan, index, replace(op, how="", retain=False))
     if len(plan.roots) > 1:
         for root in plan.roots:
             yield _tidy(replace(plan, roots=tuple(each for each in plan.roots if each != root)))
     for number, root in enumerate(plan.roots):
-        yield replace(plan, roots=(*plan.roots[:number], replace(root, beside=False), *plan.roots[number + 1 :]))
+        yield replace(
+            plan,
+            roots=(*plan.roots[:number], replace(root, beside=False), *plan.roots[number + 1 :]),
+        )
         for index in range(len(root.chain)) if len(root.chain) > 1 else ():
             yield _without_place(plan, number, index)
     for index, part in enumerate(plan.parts):
@@ -51,7 +69,10 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
             yield _tidy(replace(plan, parts=(*plan.parts[:index], less, *plan.parts[index + 1 :])))
     for number, root in enumerate(plan.roots):
         for unit in _simpler(root.unit):
-            yield replace(plan, roots=(*plan.roots[:number], replace(root, unit=unit), *plan.roots[number + 1 :]))
+            yield replace(
+                plan,
+                roots=(*plan.roots[:number], replace(root, unit=unit), *plan.roots[number + 1 :]),
+            )
     yield replace(plan, optimizer="sgd")
     if "hybrid" not in "".join(map(str, (*plan.roots, *plan.parts))):
         yield replace(plan, replicas=0)
@@ -96,16 +117,25 @@ def _without_place(plan: Plan, number: int, gone: int) -> Plan:
         return found
 
     ops = tuple(
-        replace(op, ways=tuple(moved(dict(ways)) for ways in op.ways)) if op.root == root.name else op for op in plan.ops
+        (
+            replace(op, ways=tuple(moved(dict(ways)) for ways in op.ways))
+            if op.root == root.name
+            else op
+        )
+        for op in plan.ops
     )
     less = replace(root, chain=(*root.chain[:gone], *root.chain[gone + 1 :]))
-    return _tidy(replace(plan, roots=(*plan.roots[:number], less, *plan.roots[number + 1 :]), ops=ops))
+    return _tidy(
+        replace(plan, roots=(*plan.roots[:number], less, *plan.roots[number + 1 :]), ops=ops)
+    )
 
 
 def _tidy(plan: Plan) -> Plan:
     """Without operations and names of what is not there any more."""
     roots = [root.name for root in plan.roots]
-    parts = tuple(part for part in plan.parts if any(part.name in root.chain for root in plan.roots))
+    parts = tuple(
+        part for part in plan.parts if any(part.name in root.chain for root in plan.roots)
+    )
     left = [*roots, *(each.name for part in parts for each in part.everything())]
     ops: list[Op] = []
     forwards: set[int] = set()

@@ -1,4 +1,6 @@
-"""One rank that lives as long as the test session and runs what it is sent; knows no test and no pool."""
+"""One rank that lives as long as the test session and runs what it is sent; knows no test and no
+pool.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ from tests.helpers.processes import Settings
 
 @dataclass(frozen=True)
 class Task:
-    """One call on one rank. `generation` numbers the process groups of the session; a new number means a new group.
+    """One call on one rank. `generation` numbers the process groups of the session; a new number
+    means a new group.
 
     Attributes:
         everywhere: what says nothing of devices runs on `device`, too.
@@ -57,7 +60,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a task on one rank: "returned" with a value, or "raised" or "skipped" with a text."""
+    """What became of a task on one rank: "returned" with a value, or "raised" or "skipped" with a
+    text.
+    """
 
     kind: str
     value: Any = None
@@ -93,10 +98,13 @@ class Worker:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        if settings.extension is not None:  # before any backward, also of the host: autograd counts devices once
+        # before any backward, also of the host: autograd counts devices once
+        if settings.extension is not None:
             sim.load(Path(settings.extension))
         self.generation: int | None = None
-        self.store = dist.TCPStore("127.0.0.1", settings.store_port, is_master=False, wait_for_workers=False)
+        self.store = dist.TCPStore(
+            "127.0.0.1", settings.store_port, is_master=False, wait_for_workers=False
+        )
 
     def join_group(self, task: Task) -> None:
         if task.generation == self.generation:
@@ -104,7 +112,8 @@ class Worker:
         if dist.is_initialized():
             gc.collect()
             dist.destroy_process_group()
-            # They hold meshes whose groups are gone, for which equal ones over the groups to come would be taken.
+            # They hold meshes whose groups are gone, for which equal ones over the groups to come
+            # would be taken.
             getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
         self.generation = task.generation
         if task.device == "cuda":
@@ -129,7 +138,11 @@ class Worker:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         os.environ["COMPOSABLE_TEST_DEVICE"] = task.device
-        choices = comms_wrapped_by(all_accelerators) if os.environ.get("COMPOSABLE_TEST_CHOICES") else nullcontext()
+        choices = (
+            comms_wrapped_by(all_accelerators)
+            if os.environ.get("COMPOSABLE_TEST_CHOICES")
+            else nullcontext()
+        )
         everywhere = torch.device(task.device) if task.everywhere else nullcontext()
         with warnings.catch_warnings(), choices, everywhere:
             apply_filters(self.settings.warning_filters)
@@ -182,7 +195,8 @@ def serve(connection: Connection, settings: Settings) -> None:
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     threading.Thread(target=end_with_parent, daemon=True).start()
     prepare()
-    gc.freeze()  # what is here now stays; to look through it takes each collection a quarter of a second
+    # what is here now stays; to look through it takes each collection a quarter of a second
+    gc.freeze()
     worker = Worker(settings)
     connection.send_bytes(pickle.dumps("ready"))
     while True:

@@ -1,8 +1,10 @@
-"""Runs functions on N ranks in worker processes started once per test session; knows nothing of what they compute.
+"""Runs functions on N ranks in worker processes started once per test session; knows nothing of
+what they compute.
 
-A function is sent by its module and name and runs on every rank with a default process group of that size. What it
-returns comes back as a list by rank. If a rank fails, dies or hangs, the report has every rank's traceback or stack,
-and the workers are replaced, so that the next test starts clean.
+A function is sent by its module and name and runs on every rank with a default process group of
+that size. What it returns comes back as a list by rank. If a rank fails, dies or hangs, the report
+has every rank's traceback or stack, and the workers are replaced, so that the next test starts
+clean.
 """
 
 from __future__ import annotations
@@ -41,14 +43,20 @@ class RanksFailed(AssertionError):
 
 
 class Pool:
-    """Worker processes and the process groups formed from them. A world of n ranks is the first n workers.
+    """Worker processes and the process groups formed from them. A world of n ranks is the first n
+    workers.
 
     Args:
         device: what functions run on that are sent without saying where.
         extension: the simulated accelerator, where it is there.
     """
 
-    def __init__(self, warning_filters: Sequence[str] = ("error",), device: str = "cpu", extension: Path | None = None) -> None:
+    def __init__(
+        self,
+        warning_filters: Sequence[str] = ("error",),
+        device: str = "cpu",
+        extension: Path | None = None,
+    ) -> None:
         self._filters = tuple(warning_filters)
         self.device = device
         self._extension = extension
@@ -76,11 +84,12 @@ class Pool:
         Args:
             ranks: size of the default process group.
             function: importable under its module and qualified name.
-            device: "cpu", "cuda" or "sim"; ranks share devices where there are fewer. None: what the session runs on, also for
-                tensors that are made without saying where.
+            device: "cpu", "cuda" or "sim"; ranks share devices where there are fewer. None: what
+                the session runs on, also for tensors that are made without saying where.
             timeout: seconds until the call counts as hung.
             group_timeout: seconds until a collective of the default group gives up.
-            spoils: the call leaves the process group unusable, though no rank raises; new workers take over.
+            spoils: the call leaves the process group unusable, though no rank raises; new workers
+                take over.
 
         Returns:
             What every rank returned, by rank.
@@ -142,7 +151,11 @@ class Pool:
         log = Path(self._folder.name) / f"rank{index}.log"
         log.touch()
         settings = Settings(
-            index, str(log), self._store.port, self._filters, str(self._extension) if self._extension is not None else None
+            index,
+            str(log),
+            self._store.port,
+            self._filters,
+            str(self._extension) if self._extension is not None else None,
         )
         if index not in self._parents or not self._parents[index].is_alive():
             self._parents[index] = self._parent_of(index)
@@ -150,16 +163,25 @@ class Pool:
 
     def _parent_of(self, index: int) -> Parent:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        found = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
-        # NCCL refuses two ranks on one device of one host, but takes them for ranks of two hosts if they say so.
+        found = {
+            name: os.environ.get(name, loopback)
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        }
+        # NCCL refuses two ranks on one device of one host, but takes them for ranks of two hosts if
+        # they say so.
         host = {"NCCL_HOSTID": f"rank{index}"} if torch.cuda.device_count() == 1 else {}
-        # cuBLAS gives the same bits every time only where each of its streams has memory of its own.
+        # cuBLAS gives the same bits every time only where each of its streams has memory of its
+        # own.
         said = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **found, **host}
         with mock.patch.dict(os.environ, said):
             return Parent(index, prepares=not torch.cuda.is_available())
 
-    def _collect(self, world: list[Rank], timeout: float) -> tuple[dict[int, Outcome], dict[int, str]]:
-        """Outcomes by rank, and for ranks without one a note on how they ended or where they stand."""
+    def _collect(
+        self, world: list[Rank], timeout: float
+    ) -> tuple[dict[int, Outcome], dict[int, str]]:
+        """Outcomes by rank, and for ranks without one a note on how they ended or where they
+        stand.
+        """
         outcomes: dict[int, Outcome] = {}
         notes: dict[int, str] = {}
         deadline = time.monotonic() + timeout
@@ -194,7 +216,9 @@ class Pool:
 
 
 def _verdict(ranks: int, outcomes: dict[int, Outcome], notes: dict[int, str]) -> list[Any]:
-    bad = {index: outcome.text for index, outcome in outcomes.items() if outcome.kind == "raised"} | notes
+    bad = {
+        index: outcome.text for index, outcome in outcomes.items() if outcome.kind == "raised"
+    } | notes
     if bad:
         raise RanksFailed(_report(ranks, bad))
     skipped = [outcome.text for outcome in outcomes.values() if outcome.kind == "skipped"]
@@ -217,9 +241,11 @@ def _report(ranks: int, bad: dict[int, str]) -> str:
 def spmd(
     ranks: int | Iterable[int] | None = None, *, everywhere: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turn a module-level test into one whose body runs on every rank, for one world size or several.
+    """Turn a module-level test into one whose body runs on every rank, for one world size or
+    several.
 
-    The body's parameters are filled by pytest and must be picklable. The body runs on the session's device (`--device`).
+    The body's parameters are filled by pytest and must be picklable. The body runs on the session's
+    device (`--device`).
 
     Args:
         ranks: None: the test is parametrised with it.
@@ -252,7 +278,9 @@ def spmd(
 
 
 def need_devices(device: str, ranks: int) -> None:
-    """Skip a test that wants more accelerators than there are, unless there is one, which all ranks share."""
+    """Skip a test that wants more accelerators than there are, unless there is one, which all ranks
+    share.
+    """
     if device == "cuda" and 1 < torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} ranks need {ranks} CUDA devices, {torch.cuda.device_count()} found")
 
@@ -260,10 +288,16 @@ def need_devices(device: str, ranks: int) -> None:
 def current_device() -> torch.device:
     """The device that this rank's part of a test runs on."""
     kind = os.environ.get("COMPOSABLE_TEST_DEVICE", "cpu")
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    return (
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, torch.accelerator.current_device_index())
+    )
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
-    """Let collectives of `group` give up after `seconds` from here on. Its ranks have found each other with more patience."""
+    """Let collectives of `group` give up after `seconds` from here on. Its ranks have found each
+    other with more patience.
+    """
     public = getattr(dist, "set_timeout", None)  # since torch 2.15, where the other is deprecated
     (public or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)

@@ -1,4 +1,6 @@
-"""The bracket of offloaded modules: which forwards it changes, and what it leaves behind. Values: tests/whole/test_offload*."""
+"""The bracket of offloaded modules: which forwards it changes, and what it leaves behind. Values:
+tests/whole/test_offload*.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ from torch import Tensor, nn
 
 from composable.errors import SavedTensorError
 from composable.memory import activations
-from composable.memory.activations import OffloadBracket, close_interrupted, copies_of, is_recomputed, recomputing
+from composable.memory.activations import (
+    OffloadBracket,
+    close_interrupted,
+    copies_of,
+    is_recomputed,
+    recomputing,
+)
 from composable.memory.elastic import ElasticBuffer
 
 CPU = torch.device("cpu")
@@ -134,14 +142,20 @@ class _Square(nn.Module):
         return x * x
 
 
-@pytest.mark.parametrize(("min_bytes", "name"), [(0, "Square 'layers.0'"), (1 << 20, "Square 'layers.1'")])
-def test_a_write_to_a_saved_tensor_raises_with_the_name_of_the_module(min_bytes: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("min_bytes", "name"), [(0, "Square 'layers.0'"), (1 << 20, "Square 'layers.1'")]
+)
+def test_a_write_to_a_saved_tensor_raises_with_the_name_of_the_module(
+    min_bytes: int, name: str
+) -> None:
     x = torch.ones(4, requires_grad=True) * 1
     with _forward(OffloadBracket(min_bytes, False, name), _Square()):
         y = _Square()(x)
     x.data.add_(1)  # not seen by versions
     x.detach().mul_(2)
-    with pytest.raises(SavedTensorError, match=rf"\[4\]\], which {name} saved for backward, is at version 1"):
+    with pytest.raises(
+        SavedTensorError, match=rf"\[4\]\], which {name} saved for backward, is at version 1"
+    ):
         y.sum().backward()
 
 

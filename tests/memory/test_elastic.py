@@ -1,4 +1,6 @@
-"""Elastic buffers: memory comes and goes inside a storage, all aliases see it, and idle host memory is shared by size."""
+"""Elastic buffers: memory comes and goes inside a storage, all aliases see it, and idle host memory
+is shared by size.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def pooled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return bool(request.param == "swapping" and CAN_SWAP)
 
 
-needs_swap = pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot swap memory; buffers are resized")
+needs_swap = pytest.mark.skipif(
+    not CAN_SWAP, reason="this torch cannot swap memory; buffers are resized"
+)
 
 
 def _buffer(numel: int = 6, dtype: torch.dtype = torch.float32) -> ElasticBuffer:
@@ -59,7 +63,12 @@ def test_a_buffer_holds_memory_of_its_size(pooled: bool) -> None:
 def _parts_of_an_empty_buffer() -> tuple[ElasticBuffer, list[torch.Tensor]]:
     buffer = ElasticBuffer(6, torch.float32, CPU)
     assert not buffer.held
-    parts = [buffer.tensor, buffer.stretch(1, 4), buffer.part(2, (2, 2), (1, 2)), buffer.stretch(6, 0)]
+    parts = [
+        buffer.tensor,
+        buffer.stretch(1, 4),
+        buffer.part(2, (2, 2), (1, 2)),
+        buffer.stretch(6, 0),
+    ]
     assert not buffer.held
     assert buffer.tensor.untyped_storage().nbytes() == 0
     return buffer, parts
@@ -81,14 +90,21 @@ def test_views_are_made_without_memory(pooled: bool) -> None:
     _assert_parts_see_the_memory(buffer, parts)
 
 
-def test_views_are_made_on_devices_that_cannot_make_them_without_memory(pooled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_are_made_on_devices_that_cannot_make_them_without_memory(
+    pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(elastic, "view_without_memory", lambda *_: None)
     _assert_parts_see_the_memory(*_parts_of_an_empty_buffer())
 
 
 def test_all_aliases_see_memory_leave_and_come_back(pooled: bool) -> None:
     buffer = _buffer()
-    aliases = [buffer.tensor[2:4], buffer.tensor.view(2, 3), buffer.tensor.data, buffer.tensor.detach().view(torch.int32)]
+    aliases = [
+        buffer.tensor[2:4],
+        buffer.tensor.view(2, 3),
+        buffer.tensor.data,
+        buffer.tensor.detach().view(torch.int32),
+    ]
     storage = buffer.tensor.untyped_storage()
     for _ in range(3):
         buffer.free()
@@ -155,7 +171,12 @@ def test_default_devices_and_dtypes_of_the_user_change_nothing(pooled: bool) -> 
     try:
         with torch.device("meta"), torch.inference_mode():
             buffer, rows = _buffer(), borrow(3, torch.float16)
-            made = [buffer.tensor, buffer.stretch(1, 2), rows, with_own_storage(buffer.stretch(2, 3))]
+            made = [
+                buffer.tensor,
+                buffer.stretch(1, 2),
+                rows,
+                with_own_storage(buffer.stretch(2, 3)),
+            ]
     finally:
         torch.set_default_dtype(torch.float32)
     assert [(str(each.device), each.dtype, each.is_inference()) for each in made] == [
@@ -175,7 +196,7 @@ def test_storages_of_buffers_are_known(pooled: bool) -> None:
     assert not is_elastic(torch.ones(2).untyped_storage())
 
 
-# --- idle memory ------------------------------------------------------------------------------------------------------
+# --- idle memory --------------------------------------------------------------------------------
 
 
 @needs_swap
@@ -227,7 +248,10 @@ def test_idle_memory_is_released_and_held_memory_is_not() -> None:
     assert buffer.tensor.tolist() == [7.0] * 6
 
 
-_STEPS: dict[str, Callable[[ElasticBuffer], None]] = {"allocate": ElasticBuffer.allocate, "free": ElasticBuffer.free}
+_STEPS: dict[str, Callable[[ElasticBuffer], None]] = {
+    "allocate": ElasticBuffer.allocate,
+    "free": ElasticBuffer.free,
+}
 
 
 @settings(max_examples=50, deadline=None)
@@ -256,10 +280,12 @@ def test_held_buffers_never_share_memory(sizes: list[int], steps: list[tuple[int
         assert len(dict.fromkeys(held)) == len(held)
 
 
-# --- storages of their own --------------------------------------------------------------------------------------------
+# --- storages of their own ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.bool]
+)
 def test_a_shard_with_its_own_storage_lies_in_the_buffer(dtype: torch.dtype) -> None:
     buffer = torch.zeros(8, dtype=dtype)
     own = with_own_storage(buffer[2:5])

@@ -1,4 +1,6 @@
-"""Shards and gradients at rest on the host. That each wait is needed: tests/accelerator/test_offload_streams.py."""
+"""Shards and gradients at rest on the host. That each wait is needed:
+tests/accelerator/test_offload_streams.py.
+"""
 
 from __future__ import annotations
 

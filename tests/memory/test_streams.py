@@ -1,4 +1,6 @@
-"""Streams of a device by name, and labels for profilers. That each wait is needed: tests/accelerator/test_faults.py."""
+"""Streams of a device by name, and labels for profilers. That each wait is needed:
+tests/accelerator/test_faults.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from composable.memory.streams import LABEL_PREFIX, AcceleratorStreams, Streams, has_streams, range_label, streams_of
+from composable.memory.streams import (
+    LABEL_PREFIX,
+    AcceleratorStreams,
+    Streams,
+    has_streams,
+    range_label,
+    streams_of,
+)
 
 CPU = torch.device("cpu")
 
@@ -45,11 +54,16 @@ def test_on_an_accelerator_a_join_orders_the_compute_stream_after_the_fork(devic
 
 def test_labels_are_recorded_while_a_profiler_runs_and_cost_nothing_else() -> None:
     assert range_label("all-gather") is range_label("reduce-scatter")
-    with profile(activities=[ProfilerActivity.CPU]) as profiler, range_label("all-gather of 'layers.0'"):
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as profiler,
+        range_label("all-gather of 'layers.0'"),
+    ):
         torch.ones(1)
     assert LABEL_PREFIX + "all-gather of 'layers.0'" in [event.name for event in profiler.events()]
 
 
-@pytest.mark.parametrize(("name", "expected"), [("cpu", False), ("meta", False), ("cuda", True), ("xpu", True)])
+@pytest.mark.parametrize(
+    ("name", "expected"), [("cpu", False), ("meta", False), ("cuda", True), ("xpu", True)]
+)
 def test_devices_beside_the_host_have_streams(name: str, expected: bool) -> None:
     assert has_streams(torch.device(name)) == expected

@@ -1,4 +1,6 @@
-"""Private parts of torch that no test of their users watches: transforms, and the meshes of new DTensors."""
+"""Private parts of torch that no test of their users watches: transforms, and the meshes of new
+DTensors.
+"""
 
 from __future__ import annotations
 
@@ -48,5 +50,9 @@ def test_dtensors_and_parameters_keep_the_mesh_of_the_tensor_that_they_are_made_
     assert (made.shape, made.placements, made.storage_offset()) == (like.shape, like.placements, 0)
     assert made.device_mesh is mesh
     assert parameter_around(made, requires_grad=True).device_mesh is mesh
-    whole = dtensor_like(torch.ones(4, 3), DTensor.from_local(torch.zeros(4, 3), mesh, [Replicate()]), torch.device("meta"))
+    whole = dtensor_like(
+        torch.ones(4, 3),
+        DTensor.from_local(torch.zeros(4, 3), mesh, [Replicate()]),
+        torch.device("meta"),
+    )
     assert whole.device.type == "meta"

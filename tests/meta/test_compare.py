@@ -1,4 +1,6 @@
-"""The comparator of trainings: that it finds what is wrong and nothing else; knows no verb of the library."""
+"""The comparator of trainings: that it finds what is wrong and nothing else; knows no verb of the
+library.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.helpers.world import Pool, spmd
 _CASE = "transformer with tied embedding"
 
 
-def _averaging(change: Callable[[Tensor, nn.Parameter], Tensor]) -> Callable[[nn.Module, Case], None]:
+def _averaging(
+    change: Callable[[Tensor, nn.Parameter], Tensor],
+) -> Callable[[nn.Module, Case], None]:
     """The simplest data parallelism there is, with something done to each gradient."""
 
     def annotate(model: nn.Module, case: Case) -> None:
@@ -38,7 +42,9 @@ _correct = _averaging(lambda mean, parameter: mean)
 
 
 @spmd(ranks=[1, 2, 3])
-@pytest.mark.parametrize("case", ["transformer with tied embedding", "transformer with BatchNorm", "odd sizes"])
+@pytest.mark.parametrize(
+    "case", ["transformer with tied embedding", "transformer with BatchNorm", "odd sizes"]
+)
 def test_correct_data_parallelism_has_no_differences(case: str) -> None:
     assert_same_training(BATTERY[case], _correct)
 
@@ -105,7 +111,9 @@ def _own_running_statistics() -> list[str]:
         (_zeros_for_unused, "gradient of step 0 'loose': expected None, got torch.float64 (3, 3)"),
     ],
 )
-def test_a_mistake_is_found_on_every_rank_at_its_first_trace(pool: Pool, mistake: Callable[[], list[str]], first: str) -> None:
+def test_a_mistake_is_found_on_every_rank_at_its_first_trace(
+    pool: Pool, mistake: Callable[[], list[str]], first: str
+) -> None:
     for found in pool.run(2, mistake):
         assert found[0].startswith(first)
 
@@ -152,7 +160,9 @@ def _change_anatomy() -> list[list[str]]:
 
 
 def test_a_changed_class_forward_tie_or_order_of_names_is_found(pool: Pool) -> None:
-    kinds = [[line.partition(":")[0] for line in found[:1]] for found in pool.run(1, _change_anatomy)[0]]
+    kinds = [
+        [line.partition(":")[0] for line in found[:1]] for found in pool.run(1, _change_anatomy)[0]
+    ]
     assert kinds == [["types"], ["forwards"], ["parameters"], ["parameters"]]
 
 

@@ -1,4 +1,6 @@
-"""The way tests run on several ranks: that it reports, ends and recovers; knows no part of the library."""
+"""The way tests run on several ranks: that it reports, ends and recovers; knows no part of the
+library.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def _raise_on(rank: int) -> None:
     assert left != right, "as asked"
 
 
-def test_a_failing_rank_is_reported_with_its_values_and_the_next_call_starts_clean(pool: Pool) -> None:
+def test_a_failing_rank_is_reported_with_its_values_and_the_next_call_starts_clean(
+    pool: Pool,
+) -> None:
     with pytest.raises(RanksFailed) as caught:
         pool.run(2, _raise_on, 1)
     text = str(caught.value)

@@ -1,4 +1,6 @@
-"""Whatever is done to an optimizer besides stepping it, an optimizer on shards goes on like any other."""
+"""Whatever is done to an optimizer besides stepping it, an optimizer on shards goes on like any
+other.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ ADAMW: Final = ("AdamW", {"foreach": True})
 LOOP: Final = ("AdamW", {"foreach": False})
 
 
-# --- state dicts ------------------------------------------------------------------------------------------------------
+# --- state dicts --------------------------------------------------------------------------------
 
 
 def _saved(state: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def test_state_dicts_cross() -> None:
     twins.steps(2, 3)
 
 
-# --- edits ------------------------------------------------------------------------------------------------------------
+# --- edits --------------------------------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -100,14 +102,17 @@ def test_groups_that_change() -> None:
     assert not torch.equal(twins.optimizers[1].param_groups[-1]["params"][0], extra)
 
 
-# --- what surrounds a step --------------------------------------------------------------------------------------------
+# --- what surrounds a step ----------------------------------------------------------------------
 
 
 @spmd(ranks=2)
 def test_hooks_and_closures() -> None:
     twins = make_twins(*ADAMW)
     optimizer = twins.optimizers[1]
-    groups, parameters = optimizer.param_groups, [p for group in optimizer.param_groups for p in group["params"]]
+    groups, parameters = (
+        optimizer.param_groups,
+        [p for group in optimizer.param_groups for p in group["params"]],
+    )
     seen: list[str] = []
 
     def look(where: str, args: tuple[Any, ...]) -> None:
@@ -145,7 +150,9 @@ def test_schedulers() -> None:
             twins.step(number)
             for scheduler in before:
                 scheduler.step()
-        rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in twins.optimizers]
+        rates = [
+            [group["lr"] for group in optimizer.param_groups] for optimizer in twins.optimizers
+        ]
         assert rates[0] == rates[1]
         after = make(twins.optimizers[0]), make(twins.optimizers[1])
         twins.step(5)
@@ -156,11 +163,17 @@ def test_schedulers() -> None:
 
 @spmd(ranks=2)
 def test_scaled_gradients() -> None:
-    """What a scaler notes on the optimizer reaches its fused kernels: skipped steps, and gradients unscaled in place."""
+    """What a scaler notes on the optimizer reaches its fused kernels: skipped steps, and gradients
+    unscaled in place.
+    """
     twins = make_twins("AdamW", {"fused": True})
     for number, overflow in enumerate((0.0, 1.0, 0.0)):
         for model, optimizer in zip(twins.models, twins.optimizers, strict=True):
-            plain = [group for group in optimizer.param_groups if not isinstance(group["params"][0], DTensor)]
+            plain = [
+                group
+                for group in optimizer.param_groups
+                if not isinstance(group["params"][0], DTensor)
+            ]
             optimizer.zero_grad()
             train(model, number)
             for group in plain:
@@ -174,7 +187,9 @@ def test_scaled_gradients() -> None:
 
 @spmd(ranks=2)
 def test_errors() -> None:
-    """A step that fails in a closure, and one that fails in the arithmetic, leave an optimizer that goes on."""
+    """A step that fails in a closure, and one that fails in the arithmetic, leave an optimizer that
+    goes on.
+    """
     twins = make_twins(*LOOP)
     twins.steps(0)
     optimizer = twins.optimizers[1]
@@ -222,4 +237,8 @@ def test_gradients_are_released() -> None:
         optimizer.zero_grad()
         train(model, number)
         optimizer.step()
-        assert all(local(parameter).grad is None for parameter in model.parameters() if isinstance(parameter, DTensor))
+        assert all(
+            local(parameter).grad is None
+            for parameter in model.parameters()
+            if isinstance(parameter, DTensor)
+        )

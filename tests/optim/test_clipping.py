@@ -1,4 +1,6 @@
-"""`clip_grad_norm_` does to any mix of parameters, on any number of ranks, what torch's does to the plain model."""
+"""`clip_grad_norm_` does to any mix of parameters, on any number of ranks, what torch's does to the
+plain model.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ Annotate = Callable[["Net"], object]
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides, shards that are empty, a scalar, a frozen weight and one that nobody uses."""
+    """Sizes that no number of ranks divides, shards that are empty, a scalar, a frozen weight and
+    one that nobody uses.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7)) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 7)) for _ in range(3)
+        )
         self.layers[1][0].weight.requires_grad_(False)
         self.scale = nn.Parameter(torch.ones(1))
         self.temperature = nn.Parameter(torch.tensor(1.5))
@@ -63,7 +69,9 @@ def _shards_in_replica(model: Net) -> None:
 
 
 def _ignore(model: Net) -> None:
-    fully_shard(model, policy={nn.Sequential}, ignored_params=[model.layers[0][0].weight, model.temperature])
+    fully_shard(
+        model, policy={nn.Sequential}, ignored_params=[model.layers[0][0].weight, model.temperature]
+    )
 
 
 SCHEMES: Final[dict[str, Annotate]] = {
@@ -88,7 +96,9 @@ def _net(dtype: torch.dtype = torch.float32, *, mixed: bool = True) -> Net:
 
 
 def _backward(model: nn.Module, step: int = 0) -> None:
-    """The same batch on all ranks, so that every rank's gradient is the mean, whoever averages it or does not."""
+    """The same batch on all ranks, so that every rank's gradient is the mean, whoever averages it
+    or does not.
+    """
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(6, 7, generator=generator).to(current_device(), model.scale.dtype)  # type: ignore[arg-type]
     model(x).square().mean().backward()
@@ -99,10 +109,14 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def _assert_same_gradients(model: nn.Module, plain: nn.Module, **tolerance: float) -> None:
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
         assert (ours.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None:
-            torch.testing.assert_close(_whole(ours.grad), theirs.grad, msg=lambda m, name=name: f"{name}: {m}", **tolerance)
+            torch.testing.assert_close(
+                _whole(ours.grad), theirs.grad, msg=lambda m, name=name: f"{name}: {m}", **tolerance
+            )
 
 
 def _as_torch_does(scheme: str, form: str) -> list[list[float]]:
@@ -114,7 +128,13 @@ def _as_torch_does(scheme: str, form: str) -> list[list[float]]:
             for each in (model, plain):
                 each.zero_grad()
                 _backward(each)
-            given: Any = model if form == "module" else list(model.parameters()) if form == "list" else model.parameters()
+            given: Any = (
+                model
+                if form == "module"
+                else list(model.parameters())
+                if form == "list"
+                else model.parameters()
+            )
             norm = clip_grad_norm_(given, limit, order)
             expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), limit, order)
             assert type(norm) is Tensor
@@ -129,7 +149,9 @@ def _as_torch_does(scheme: str, form: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_norm_and_gradients_are_those_of_the_plain_model(pool: Pool, scheme: str, ranks: int, device: str) -> None:
+def test_norm_and_gradients_are_those_of_the_plain_model(
+    pool: Pool, scheme: str, ranks: int, device: str
+) -> None:
     need_devices(device, ranks)
     form = ("module", "list", "iterator")[ranks % 3]
     norms = pool.run(ranks, _as_torch_does, scheme, form, device=device)
@@ -137,12 +159,15 @@ def test_norm_and_gradients_are_those_of_the_plain_model(pool: Pool, scheme: str
 
 
 @spmd(ranks=[2, 3])
-@pytest.mark.parametrize("scheme", ["fully_shard", "replicate inside fully_shard", "fully_shard inside replicate"])
+@pytest.mark.parametrize(
+    "scheme", ["fully_shard", "replicate inside fully_shard", "fully_shard inside replicate"]
+)
 def test_torchs_own_clipping_works_where_all_parameters_share_a_mesh(scheme: str) -> None:
     model, other, plain = (_net(mixed=False) for _ in range(3))
     for each in (model, other):
         SCHEMES[scheme](each)
-    for order in ORDERS[:-1]:  # torch refuses the largest element of a DTensor whose local shard is empty
+    # torch refuses the largest element of a DTensor whose local shard is empty
+    for order in ORDERS[:-1]:
         for each in (model, other, plain):
             each.zero_grad()
             _backward(each)
@@ -150,7 +175,9 @@ def test_torchs_own_clipping_works_where_all_parameters_share_a_mesh(scheme: str
         expected = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.3, order)
         assert isinstance(expected, DTensor)
         torch.testing.assert_close(norm, expected.full_tensor())
-        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3, order))
+        torch.testing.assert_close(
+            norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3, order)
+        )
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             if two.grad is not None:
                 torch.testing.assert_close(one.grad.to_local(), two.grad.to_local())  # type: ignore[union-attr]
@@ -160,17 +187,29 @@ def test_torchs_own_clipping_works_where_all_parameters_share_a_mesh(scheme: str
 def test_dtensors_over_several_dimensions_of_a_mesh() -> None:
     device = current_device()
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("a", "b"))
-    spreads = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Replicate()), (Replicate(), Replicate())]
+    spreads = [
+        (Shard(0), Shard(1)),
+        (Replicate(), Shard(0)),
+        (Shard(1), Replicate()),
+        (Replicate(), Replicate()),
+    ]
     torch.manual_seed(0)
     values = [torch.randn(5, 3, device=device) for _ in range(len(spreads) + 1)]
     for order in ORDERS:
         plain = [nn.Parameter(torch.zeros_like(value)) for value in values]
-        ours = [nn.Parameter(distribute_tensor(torch.zeros(5, 3, device=device), mesh, spread)) for spread in spreads]
+        ours = [
+            nn.Parameter(distribute_tensor(torch.zeros(5, 3, device=device), mesh, spread))
+            for spread in spreads
+        ]
         ours.append(nn.Parameter(torch.zeros(5, 3, device=device)))
         for parameter, mine, value in zip(plain, ours, values, strict=True):
             parameter.grad = value.clone()
             is_spread = isinstance(mine, DTensor)
-            mine.grad = distribute_tensor(value.clone(), mesh, mine.placements) if is_spread else value.clone()
+            mine.grad = (
+                distribute_tensor(value.clone(), mesh, mine.placements)
+                if is_spread
+                else value.clone()
+            )
         norm = clip_grad_norm_(ours, 0.5, order)
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain, 0.5, order))
         for parameter, mine in zip(plain, ours, strict=True):
@@ -205,7 +244,9 @@ def test_one_collective_whatever_gradients_a_rank_has() -> None:
         sent: list[int] = []
         with comms_wrapped_by(lambda comm: _Counting(comm, sent)):  # type: ignore[arg-type, return-value]
             clip_grad_norm_(model, 0.3, order)
-        assert all((p.grad is None) or bool(local(p.grad).isfinite().all()) for p in model.parameters())
+        assert all(
+            (p.grad is None) or bool(local(p.grad).isfinite().all()) for p in model.parameters()
+        )
         return sent
 
     for gradients in ("all", "none", "on rank 0"):
@@ -237,11 +278,15 @@ def _not_finite(order: float, bad: float, where: str) -> list[str]:
 @pytest.mark.parametrize("where", ["shard", "plain"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("order", [2.0, math.inf])
-def test_all_ranks_raise_if_one_is_not_finite(pool: Pool, order: float, bad: float, where: str, device: str) -> None:
+def test_all_ranks_raise_if_one_is_not_finite(
+    pool: Pool, order: float, bad: float, where: str, device: str
+) -> None:
     need_devices(device, 3)
     found = pool.run(3, _not_finite, order, bad, where, device=device)
     assert all(other == found[0] for other in found)
-    assert found[0][0].startswith(f"NonFiniteError: clip_grad_norm_: the norm of order {order:g} over all gradients is {bad}")
+    assert found[0][0].startswith(
+        f"NonFiniteError: clip_grad_norm_: the norm of order {order:g} over all gradients is {bad}"
+    )
     assert found[0][1] == str(bad)
 
 
@@ -270,7 +315,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
     for each in (model, plain):
         _backward(each)
     norm = clip_grad_norm_(model, 0.3)
-    expected = torch.nn.utils.get_total_norm([p.grad.double() for p in plain.parameters() if p.grad is not None])
+    expected = torch.nn.utils.get_total_norm(
+        [p.grad.double() for p in plain.parameters() if p.grad is not None]
+    )
     torch.testing.assert_close(norm, expected, rtol=1e-2, atol=0, check_dtype=False)
     assert norm.dtype == torch.float64, "one layer is"
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
@@ -296,5 +343,7 @@ def test_without_a_process_group_it_is_torchs_to_the_bit() -> None:
             for each in (model, plain):
                 _backward(each)
             norm = clip_grad_norm_(model.parameters(), 0.2, order)
-            assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.2, order)), scheme
+            assert torch.equal(
+                norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.2, order)
+            ), scheme
             _assert_same_gradients(model, plain, rtol=1e-6, atol=0)

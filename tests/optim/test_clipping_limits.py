@@ -99,10 +99,15 @@ def _spread_otherwise() -> list[str]:
     parameter = nn.Parameter(distribute_tensor(zeros, mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(zeros, mesh, [Partial()], run_check=False)
     partial = nn.Parameter(DTensor.from_local(zeros, mesh, [Partial()], run_check=False))
-    return [refusal(lambda: clip_grad_norm_(parameter, 1.0)), refusal(lambda: clip_grad_norm_(partial, 1.0))]
+    return [
+        refusal(lambda: clip_grad_norm_(parameter, 1.0)),
+        refusal(lambda: clip_grad_norm_(partial, 1.0)),
+    ]
 
 
-def test_gradients_that_are_not_spread_like_their_parameters_are_refused(pool: Pool, device: str) -> None:
+def test_gradients_that_are_not_spread_like_their_parameters_are_refused(
+    pool: Pool, device: str
+) -> None:
     need_devices(device, 2)
     one, other = pool.run(2, _spread_otherwise, device=device)
     assert one == other

@@ -1,4 +1,6 @@
-"""An optimizer that steps on its shards does, bit for bit, what it does without, in every implementation that torch has."""
+"""An optimizer that steps on its shards does, bit for bit, what it does without, in every
+implementation that torch has.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def _train(name: str, dtype: torch.dtype) -> None:
         twins.step(6)
 
 
-_ON_TWO: Final = [(name, 2) for name in OPTIMIZERS if name != "Rprop"]  # which torch cannot step on DTensors
+# which torch cannot step on DTensors
+_ON_TWO: Final = [(name, 2) for name in OPTIMIZERS if name != "Rprop"]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [*_ON_TWO, ("AdamW", 3), ("SGD with momentum", 3)])
@@ -45,18 +48,24 @@ def test_every_bit_is_what_it_would_be(pool: Pool, name: str, ranks: int, device
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD with momentum", "RMSprop"])
-def test_every_bit_is_what_it_would_be_in_half_precision(pool: Pool, name: str, device: str) -> None:
+def test_every_bit_is_what_it_would_be_in_half_precision(
+    pool: Pool, name: str, device: str
+) -> None:
     need_devices(device, 2)
     pool.run(2, _train, name, torch.bfloat16, device=device)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @spmd(ranks=2)
-def test_shards_are_stepped_like_plain_tensors_even_where_torch_cannot_step_dtensors(name: str) -> None:
+def test_shards_are_stepped_like_plain_tensors_even_where_torch_cannot_step_dtensors(
+    name: str,
+) -> None:
     kind, options = OPTIMIZERS[name]
     for flag in flags_of(kind):
         model = sharded_model()
         groups = groups_of(model, options["lr"], apart=False)
-        optimizer, reference = (kind(each, **options, **flag) for each in (groups, plain_copies(groups)))  # type: ignore[call-arg]
+        optimizer, reference = (
+            kind(each, **options, **flag) for each in (groups, plain_copies(groups))
+        )  # type: ignore[call-arg]
         step_on_shards(optimizer)
         step_beside_plain_copies(model, optimizer, reference, skipped=2)

@@ -16,7 +16,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from composable import clip_grad_norm_, fully_shard, no_sync, reduce_gradients, remove, replicate
 from composable.errors import ClippingError, NonFiniteError
 from tests.helpers.compare import full
-from tests.helpers.mixtures import NESTED, SCHEMES, agree, all_gradients, batch, mixture, norm_of, sharded
+from tests.helpers.mixtures import (
+    NESTED,
+    SCHEMES,
+    agree,
+    all_gradients,
+    batch,
+    mixture,
+    norm_of,
+    sharded,
+)
 from tests.helpers.world import current_device, spmd
 
 ORDERS: Final = (1.0, 2.0, 3.0, math.inf)
@@ -68,7 +77,9 @@ def test_experts_are_clipped_by_themselves(scheme: str) -> None:
     """Their norm is that of the experts of all slices, also where one slice's got no gradient."""
     for works in (False, True):
         model, mesh = mixture(NESTED[scheme])
-        model(batch(), expert=works or mesh.get_local_rank("experts") == 1).square().mean().backward()
+        model(
+            batch(), expert=works or mesh.get_local_rank("experts") == 1
+        ).square().mean().backward()
         experts = all_gradients(model, mesh)[4:]
         norm = clip_grad_norm_(list(model.expert.parameters()), 1e-3)
         agree(norm)
@@ -77,8 +88,12 @@ def test_experts_are_clipped_by_themselves(scheme: str) -> None:
 
 @spmd(ranks=4)
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
-def test_a_model_of_its_own_on_the_ranks_of_an_expert_is_no_part(verb: Callable[..., nn.Module]) -> None:
-    """Also if only one slice has it, and clips and scales it, while a mixture on the same meshes lives."""
+def test_a_model_of_its_own_on_the_ranks_of_an_expert_is_no_part(
+    verb: Callable[..., nn.Module],
+) -> None:
+    """Also if only one slice has it, and clips and scales it, while a mixture on the same meshes
+    lives.
+    """
     model, mesh = mixture(sharded)
     model(batch()).square().mean().backward()
     if mesh.get_local_rank("experts") == 0:
@@ -96,12 +111,16 @@ def test_a_model_of_its_own_on_the_ranks_of_an_expert_is_no_part(verb: Callable[
         torch.testing.assert_close(clip_grad_norm_(other.parameters(), 0.1), expected)
         scaler.step(optimizer)
     expected = norm_of(all_gradients(model, mesh), 2.0)
-    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1).cpu(), expected.float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        clip_grad_norm_(model.parameters(), 0.1).cpu(), expected.float(), rtol=1e-5, atol=0
+    )
 
 
 @spmd(ranks=4)
 def test_layers_beside_tensor_parallel_ones_count_once() -> None:
-    """What is sharded over one dimension of a mesh, and alike along the other, is no part of anything."""
+    """What is sharded over one dimension of a mesh, and alike along the other, is no part of
+    anything.
+    """
     mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     plain = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4)).to(current_device())
@@ -118,36 +137,50 @@ def test_layers_beside_tensor_parallel_ones_count_once() -> None:
 
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
-def test_what_was_an_expert_is_none_when_the_annotation_around_it_was_removed(verb: Callable[..., nn.Module]) -> None:
+def test_what_was_an_expert_is_none_when_the_annotation_around_it_was_removed(
+    verb: Callable[..., nn.Module],
+) -> None:
     """Each slice goes on with a model of its own."""
-    model, mesh = mixture(NESTED["shards in shards" if verb is fully_shard else "a replica in a replica"])
+    model, mesh = mixture(
+        NESTED["shards in shards" if verb is fully_shard else "a replica in a replica"]
+    )
     if verb is fully_shard:
         remove(model.head, verb)
     remove(model, verb)
     verb(model, mesh=mesh["copies"])
     model(batch()).square().mean().backward()
     expected = norm_of([full(p.grad).cpu() for p in model.parameters() if p.grad is not None], 2.0)
-    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1).cpu(), expected.float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        clip_grad_norm_(model.parameters(), 0.1).cpu(), expected.float(), rtol=1e-5, atol=0
+    )
 
 
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("scheme", NESTED)
-def test_accumulated_gradients_are_refused_by_name_and_clipped_when_they_were_reduced(scheme: str) -> None:
+def test_accumulated_gradients_are_refused_by_name_and_clipped_when_they_were_reduced(
+    scheme: str,
+) -> None:
     model, mesh = mixture(NESTED[scheme])
     with no_sync(model):
         model(batch()).square().mean().backward()
-    with pytest.raises(ClippingError, match=r"no_sync.*call reduce_gradients\(model\), on all ranks"):
+    with pytest.raises(
+        ClippingError, match=r"no_sync.*call reduce_gradients\(model\), on all ranks"
+    ):
         clip_grad_norm_(model.parameters(), 0.1)
     reduce_gradients(model)
     expected = norm_of(all_gradients(model, mesh), 2.0)
-    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1).cpu(), expected.float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        clip_grad_norm_(model.parameters(), 0.1).cpu(), expected.float(), rtol=1e-5, atol=0
+    )
 
 
 @spmd(ranks=4)
 def test_a_parameter_on_other_ranks_has_no_norm_here() -> None:
     """Pipelines hold parameters of all stages, and train those of one."""
     mesh = DeviceMesh(current_device().type, [0, 1])
-    elsewhere = nn.Parameter(distribute_tensor(torch.ones(4, device=current_device()), mesh, [Shard(0)]))
+    elsewhere = nn.Parameter(
+        distribute_tensor(torch.ones(4, device=current_device()), mesh, [Shard(0)])
+    )
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(7, 3).to(current_device()))
     model(batch()).square().mean().backward()

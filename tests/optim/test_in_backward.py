@@ -1,4 +1,6 @@
-"""`apply_optimizer_in_backward`: the same bits as a step after backward, and what does not go together with it."""
+"""`apply_optimizer_in_backward`: the same bits as a step after backward, and what does not go
+together with it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -82,7 +87,11 @@ def _hybrid(model: Model) -> None:
 
 
 def _in_bfloat16(model: Model) -> None:
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    fully_shard(
+        model,
+        policy={Block},
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    )
 
 
 def _checkpointed(model: Model) -> None:
@@ -171,7 +180,7 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(_values(one), _values(other), strict=True))
 
 
-# --- what it does -----------------------------------------------------------------------------------------------------
+# --- what it does -------------------------------------------------------------------------------
 
 Step = Callable[[nn.Module, Tensor, int], None]
 
@@ -198,7 +207,9 @@ def _used_on_one_rank(model: nn.Module, x: Tensor, turn: int) -> None:
     model(x, last=dist.get_rank() == turn % 2).square().mean().backward()
 
 
-def _train_twins(annotate: Annotate, optimizer_class: Any, options: dict[str, Any], run: Step) -> None:
+def _train_twins(
+    annotate: Annotate, optimizer_class: Any, options: dict[str, Any], run: Step
+) -> None:
     after, early = _model(annotate), _model(annotate)
     usual = optimizer_class(after.parameters(), **options)
     in_backward = apply_optimizer_in_backward(optimizer_class, early.parameters(), options)
@@ -245,10 +256,16 @@ def test_two_of_them_share_a_unit_and_another_optimizer_has_the_rest() -> None:
         lists: list[list[list[nn.Parameter]]] = [[], [], []]
         for model in models:
             named = list(model.named_parameters())
-            lists[0].append([p for name, p in named if name.endswith("weight") and "up" not in name])
+            lists[0].append(
+                [p for name, p in named if name.endswith("weight") and "up" not in name]
+            )
             lists[1].append([p for name, p in named if name.endswith("bias")])
             lists[2].append([p for name, p in named if "up.weight" in name or name == "scale"])
-        kinds: list[tuple[Any, float]] = [(torch.optim.SGD, 0.3), (torch.optim.AdamW, 0.1), (torch.optim.SGD, 0.2)]
+        kinds: list[tuple[Any, float]] = [
+            (torch.optim.SGD, 0.3),
+            (torch.optim.AdamW, 0.1),
+            (torch.optim.SGD, 0.2),
+        ]
         for (kind, rate), pair in zip(kinds[:2], lists[:2], strict=True):
             apply_optimizer_in_backward(kind, pair[0], {"lr": rate})
         last = torch.optim.SGD(lists[2][0], lr=0.2)
@@ -263,7 +280,9 @@ def test_two_of_them_share_a_unit_and_another_optimizer_has_the_rest() -> None:
 
 
 @spmd(ranks=2)
-def test_hooks_of_users_see_the_gradient_before_the_step_and_unfrozen_parameters_are_stepped() -> None:
+def test_hooks_of_users_see_the_gradient_before_the_step_and_unfrozen_parameters_are_stepped() -> (
+    None
+):
     model = _model(_sharded)
     before = _values(model)
     model.head.requires_grad_(False)
@@ -285,7 +304,10 @@ def test_hooks_of_users_see_the_gradient_before_the_step_and_unfrozen_parameters
 def test_state_is_saved_loaded_and_scheduled_as_that_of_any_optimizer() -> None:
     for annotate in VERBS:
         models = [_model(annotate) for _ in range(2)]
-        optimizers = [apply_optimizer_in_backward(torch.optim.AdamW, m.parameters(), {"lr": 0.1}) for m in models]
+        optimizers = [
+            apply_optimizer_in_backward(torch.optim.AdamW, m.parameters(), {"lr": 0.1})
+            for m in models
+        ]
         scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
         for x in _batches(2):
             models[0](x).sum().backward()
@@ -306,7 +328,7 @@ def test_state_is_saved_loaded_and_scheduled_as_that_of_any_optimizer() -> None:
         assert _same(*models)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------
 
 
 @spmd(ranks=[1, 2])
@@ -318,11 +340,18 @@ def test_other_optimizers_clipping_and_closures_are_refused_by_name_until_it_is_
         usual = torch.optim.SGD(model.parameters(), lr=0.1)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        with pytest.raises(OptimizerError, match=r"SGD.step: parameter '.*' of unit '.*' is stepped in backward already"):
+        with pytest.raises(
+            OptimizerError,
+            match=r"SGD.step: parameter '.*' of unit '.*' is stepped in backward already",
+        ):
             usual.step()
-        with pytest.raises(ClippingError, match=r"parameter '.*' of unit '.*' is stepped in backward"):
+        with pytest.raises(
+            ClippingError, match=r"parameter '.*' of unit '.*' is stepped in backward"
+        ):
             clip_grad_norm_(model, 1.0)
-        with pytest.raises(OptimizerError, match=r"of unit '.*' is stepped in backward already. Call remove"):
+        with pytest.raises(
+            OptimizerError, match=r"of unit '.*' is stepped in backward already. Call remove"
+        ):
             apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
         with pytest.raises(OptimizerError, match="takes no second parameter group"):
             optimizer.add_param_group({"params": [nn.Parameter(_x())]})
@@ -336,7 +365,9 @@ def test_other_optimizers_clipping_and_closures_are_refused_by_name_until_it_is_
         model(_x()).sum().backward()
         assert all(torch.equal(old, new) for old, new in zip(before, _values(model), strict=True))
         usual.step()
-        assert not all(torch.equal(old, new) for old, new in zip(before, _values(model), strict=True))
+        assert not all(
+            torch.equal(old, new) for old, new in zip(before, _values(model), strict=True)
+        )
 
 
 @spmd(ranks=2)
@@ -345,11 +376,26 @@ def test_unusable_arguments_are_refused_by_name() -> None:
     original = model.head.weight
     _sharded(model)
     refused: list[tuple[Callable[[], object], str]] = [
-        (lambda: apply_optimizer_in_backward(torch.optim.SGD, model), "takes parameters, e.g. model.parameters(), not a Model"),  # type: ignore[arg-type]
-        (lambda: apply_optimizer_in_backward(torch.optim.SGD, [{"params": []}]), "Call it once for each parameter group"),  # type: ignore[list-item]
-        (lambda: apply_optimizer_in_backward(torch.optim.SGD, [original]), "is not registered any more"),
-        (lambda: apply_optimizer_in_backward(torch.optim.LBFGS, model.parameters()), "step each parameter by itself"),
-        (lambda: apply_optimizer_in_backward(nn.Linear, model.parameters()), "takes a class of optimizers first"),  # type: ignore[arg-type]
+        (
+            lambda: apply_optimizer_in_backward(torch.optim.SGD, model),
+            "takes parameters, e.g. model.parameters(), not a Model",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: apply_optimizer_in_backward(torch.optim.SGD, [{"params": []}]),
+            "Call it once for each parameter group",
+        ),  # type: ignore[list-item]
+        (
+            lambda: apply_optimizer_in_backward(torch.optim.SGD, [original]),
+            "is not registered any more",
+        ),
+        (
+            lambda: apply_optimizer_in_backward(torch.optim.LBFGS, model.parameters()),
+            "step each parameter by itself",
+        ),
+        (
+            lambda: apply_optimizer_in_backward(nn.Linear, model.parameters()),
+            "takes a class of optimizers first",
+        ),  # type: ignore[arg-type]
     ]
     for act, message in refused:
         with pytest.raises(OptimizerError, match=re.escape(message)):
@@ -379,7 +425,10 @@ def test_a_gradient_scaler_is_refused_where_it_steps() -> None:
         optimizer = apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
         scaler = torch.amp.GradScaler(current_device().type, init_scale=4.0)
         scaler.scale(model(_x()).sum()).backward()
-        with pytest.raises(OptimizerError, match="a GradScaler came to step this optimizer, but backward has stepped already"):
+        with pytest.raises(
+            OptimizerError,
+            match="a GradScaler came to step this optimizer, but backward has stepped already",
+        ):
             scaler.step(optimizer)
         off = torch.amp.GradScaler(current_device().type, enabled=False)
         off.scale(model(_x()).sum()).backward()
@@ -402,14 +451,17 @@ def test_it_is_not_applied_or_removed_inside_a_backward() -> None:
     model = _model(_sharded)
     optimizer = apply_optimizer_in_backward(torch.optim.SGD, [model.scale], {"lr": 0.1})
     rest = [parameter for parameter in model.parameters() if parameter is not model.scale]
-    for act in (optimizer.remove, lambda: apply_optimizer_in_backward(torch.optim.SGD, rest, {"lr": 0.1})):
+    for act in (
+        optimizer.remove,
+        lambda: apply_optimizer_in_backward(torch.optim.SGD, rest, {"lr": 0.1}),
+    ):
         output = model(_x())
         output.register_hook(lambda _, act=act: act())  # type: ignore[misc]
         with pytest.raises(PhaseError, match="inside a backward"):
             output.sum().backward()
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------
 
 UNITS: Final = 12
 WIDE: Final = 256
@@ -422,10 +474,24 @@ def _gradient_bytes(model: nn.Module) -> int:
     roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
     buckets += [each.bucket for root in roots for each in root.buckets._buckets]
     parameters = [*model.parameters(), *(p for bucket in buckets for p in bucket.compute)]
-    tensors = [*(p.grad for p in parameters), *(bucket.reduction.flat for bucket in buckets if bucket.reduction is not None)]
-    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if each is not None]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
-    messages = [plan.message.nbytes for bucket in buckets for plan in bucket.reducer.plans.values() if plan.message.held]
+    tensors = [
+        *(p.grad for p in parameters),
+        *(bucket.reduction.flat for bucket in buckets if bucket.reduction is not None),
+    ]
+    local = [
+        each.to_local() if isinstance(each, DTensor) else each
+        for each in tensors
+        if each is not None
+    ]
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local
+    }
+    messages = [
+        plan.message.nbytes
+        for bucket in buckets
+        for plan in bucket.reducer.plans.values()
+        if plan.message.held
+    ]
     return sum(storages.values()) + sum(messages)
 
 
@@ -444,7 +510,8 @@ def _peak(annotate: Callable[[nn.Module], Any], *, early: bool) -> int:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(WIDE, WIDE, bias=False) for _ in range(UNITS)]
     model = nn.Sequential(*layers).to(current_device())
-    for layer in layers:  # ranks go through them together, or sums would be there when the slowest rank wants them to be
+    # ranks go through them together, or sums would be there when the slowest rank wants them to be
+    for layer in layers:
         layer.register_full_backward_hook(lambda *_: dist.barrier())
     annotate(model)
     _Watched.model, _Watched.seen = model, []

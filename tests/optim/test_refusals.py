@@ -1,4 +1,6 @@
-"""Optimizers that do not step element by element are refused by name, and what is vouched for is checked where it can be."""
+"""Optimizers that do not step element by element are refused by name, and what is vouched for is
+checked where it can be.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from composable import step_on_shards
 from composable.errors import OptimizerError
 from tests.helpers.refusals import refusal
 from tests.helpers.world import spmd
-from tests.optim.twins import Exchanging, Sign, groups_of, plain_copies, sharded_model, step_beside_plain_copies
+from tests.optim.twins import (
+    Exchanging,
+    Sign,
+    groups_of,
+    plain_copies,
+    sharded_model,
+    step_beside_plain_copies,
+)
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -34,10 +43,14 @@ class Named(optim.AdamW):
 
 
 @pytest.mark.parametrize("kind", [optim.LBFGS, optim.Adafactor, optim.Muon, optim.SparseAdam])
-def test_what_looks_at_more_than_elements_is_refused_even_if_vouched_for(kind: type[Optimizer]) -> None:
+def test_what_looks_at_more_than_elements_is_refused_even_if_vouched_for(
+    kind: type[Optimizer],
+) -> None:
     optimizer = kind(_parameters())  # type: ignore[call-arg]
     for vouched in (False, True):
-        with pytest.raises(OptimizerError, match=f"{kind.__name__} does not step element by element"):
+        with pytest.raises(
+            OptimizerError, match=f"{kind.__name__} does not step element by element"
+        ):
             step_on_shards(optimizer, elementwise=vouched)
     assert not optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
 
@@ -76,7 +89,9 @@ def test_a_subclass_that_steps_like_its_base_is_accepted() -> None:
 
 @spmd(ranks=2)
 def test_an_optimizer_that_is_vouched_for_steps_on_shards() -> None:
-    """One that keeps numbers as state, makes new tensors, and writes to its groups and to itself."""
+    """One that keeps numbers as state, makes new tensors, and writes to its groups and to
+    itself.
+    """
     for kind in (Sign, Exchanging):
         model = sharded_model()
         groups = groups_of(model, 0.1, apart=False)

@@ -1,4 +1,6 @@
-"""Gradient scalers where slices of a mesh hold other experts: a step that one of them skips is skipped by all."""
+"""Gradient scalers where slices of a mesh hold other experts: a step that one of them skips is
+skipped by all.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def test_a_step_that_one_expert_skips_is_skipped_by_all(scheme: str, apart: bool
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-        moved = {name: not torch.equal(before[name], full(parameter)) for name, parameter in model.named_parameters()}
+        moved = {
+            name: not torch.equal(before[name], full(parameter))
+            for name, parameter in model.named_parameters()
+        }
         skipped = [name for name, each in moved.items() if not each]
         of_optimizer = [name for name in moved if not apart or name.startswith("expert.")]
         assert skipped == ([] if bad is None else of_optimizer)
@@ -49,9 +54,15 @@ def test_a_step_that_one_expert_skips_is_skipped_by_all(scheme: str, apart: bool
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("scheme", NESTED)
 @pytest.mark.parametrize("apart", [False, True], ids=["one optimizer", "one for experts"])
-def test_a_scaler_asks_all_slices_whatever_gradients_an_expert_has(scheme: str, apart: bool) -> None:
-    """Of one slice, no gradients of the expert, which are in a dtype of their own; of another one, infinities."""
-    mesh = init_device_mesh(current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("experts", "copies"))
+def test_a_scaler_asks_all_slices_whatever_gradients_an_expert_has(
+    scheme: str, apart: bool
+) -> None:
+    """Of one slice, no gradients of the expert, which are in a dtype of their own; of another one,
+    infinities.
+    """
+    mesh = init_device_mesh(
+        current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("experts", "copies")
+    )
     model = Mixture(mesh.get_local_rank("experts")).to(current_device())
     model.expert.bfloat16()
     model.forward = partial(_in_two_dtypes, model)  # type: ignore[method-assign]
@@ -80,8 +91,12 @@ def _in_two_dtypes(model: Mixture, x: Tensor, *, expert: bool) -> Tensor:
 
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
-def test_a_fused_optimizer_of_experts_which_is_told_by_the_scaler_skips_the_step_on_all_ranks(kind: Any) -> None:
-    """It unscales by itself; and no gradient of what all ranks share is in its list, which would tell the others."""
+def test_a_fused_optimizer_of_experts_which_is_told_by_the_scaler_skips_the_step_on_all_ranks(
+    kind: Any,
+) -> None:
+    """It unscales by itself; and no gradient of what all ranks share is in its list, which would
+    tell the others.
+    """
     model, mesh = mixture(NESTED["shards in shards"])
     optimizer = torch.optim.AdamW(model.expert.parameters(), fused=True)
     scaler = kind(current_device().type, init_scale=4.0)
@@ -93,14 +108,19 @@ def test_a_fused_optimizer_of_experts_which_is_told_by_the_scaler_skips_the_step
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0
-    assert all(torch.equal(then, full(parameter)) for then, parameter in zip(before, model.expert.parameters(), strict=True))
+    assert all(
+        torch.equal(then, full(parameter))
+        for then, parameter in zip(before, model.expert.parameters(), strict=True)
+    )
 
 
 @spmd(ranks=4)
 def test_a_parameter_on_other_ranks_is_passed_over() -> None:
     """Pipelines hold parameters of all stages, and train those of one."""
     mesh = DeviceMesh(current_device().type, [0, 1])
-    elsewhere = nn.Parameter(distribute_tensor(torch.ones(4, device=current_device()), mesh, [Shard(0)]))
+    elsewhere = nn.Parameter(
+        distribute_tensor(torch.ones(4, device=current_device()), mesh, [Shard(0)])
+    )
     model = fully_shard(nn.Linear(7, 3).to(current_device()), sync_module_states="broadcast")
     optimizer = torch.optim.SGD([*model.parameters(), elsewhere], lr=0.1)
     scaler = torch.amp.GradScaler(current_device().type, init_scale=4.0)

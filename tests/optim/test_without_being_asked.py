@@ -1,4 +1,6 @@
-"""Optimizers whose results are the same step on shards without being asked, and can be told not to."""
+"""Optimizers whose results are the same step on shards without being asked, and can be told not
+to.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def test_every_bit_is_what_torch_would_have_made_of_it(name: str) -> None:
     models = sharded_model(), sharded_model()
     one, other = (kind(groups_of(model, options["lr"], apart=True), **options) for model in models)  # type: ignore[call-arg]
     assert _stepping_of(other) is None
-    twins = Twins(models, (stepped_by_torch(one), other), step_on_shards(kind(groups_of(models[1], 0.1, apart=True))))  # type: ignore[call-arg]
+    twins = Twins(
+        models,
+        (stepped_by_torch(one), other),
+        step_on_shards(kind(groups_of(models[1], 0.1, apart=True))),
+    )  # type: ignore[call-arg]
     for number in range(4):
         twins.step(number)
         twins.check(f"step {number}")
@@ -55,7 +61,9 @@ class _Halving(optim.AdamW):
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False)).to(current_device())
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False)).to(
+        current_device()
+    )
     fully_shard(model, policy={nn.Linear})
     return model
 
@@ -84,7 +92,10 @@ def test_those_that_nobody_vouches_for_are_left_alone() -> None:
 
 @spmd(ranks=2)
 def test_models_without_shards_are_none_of_its_business() -> None:
-    for model in (nn.Linear(4, 4).to(current_device()), replicate(nn.Linear(4, 4).to(current_device()))):
+    for model in (
+        nn.Linear(4, 4).to(current_device()),
+        replicate(nn.Linear(4, 4).to(current_device())),
+    ):
         optimizer = optim.AdamW(model.parameters())
         _step(model, optimizer)
         assert _stepping_of(optimizer) is None
@@ -117,7 +128,9 @@ def test_a_compiled_step_trains_as_an_eager_one() -> None:
         optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in models]
         compiled = torch.compile(optimizers[1].step, backend="eager")
         for _ in range(3):
-            for model, optimizer, step in zip(models, optimizers, (optimizers[0].step, compiled), strict=True):
+            for model, optimizer, step in zip(
+                models, optimizers, (optimizers[0].step, compiled), strict=True
+            ):
                 optimizer.zero_grad()
                 model(torch.ones(2, 4, device=current_device())).square().mean().backward()
                 step()

@@ -1,4 +1,6 @@
-"""Two optimizers of two equal models, one of which steps on its shards; knows how to tell whether they are still equal."""
+"""Two optimizers of two equal models, one of which steps on its shards; knows how to tell whether
+they are still equal.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,14 @@ from tests.helpers.world import current_device
 # Name, class, options. Rates are large, so that a wrong update shows.
 OPTIMIZERS: Final[dict[str, tuple[type[Optimizer], dict[str, Any]]]] = {
     "SGD": (optim.SGD, {"lr": 0.1}),
-    "SGD with momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "dampening": 0.1}),
-    "SGD with Nesterov's momentum": (optim.SGD, {"lr": 0.001, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "SGD with momentum": (
+        optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "dampening": 0.1},
+    ),
+    "SGD with Nesterov's momentum": (
+        optim.SGD,
+        {"lr": 0.001, "momentum": 0.9, "nesterov": True, "maximize": True},
+    ),
     "Adam": (optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
     "AMSGrad": (optim.Adam, {"lr": 0.01, "amsgrad": True, "betas": (0.4, 0.7)}),
     "AdamW": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
@@ -65,7 +73,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, some of them skipped at times, one in another dtype, one copied to all ranks, and tied and frozen weights."""
+    """Blocks, some of them skipped at times, one in another dtype, one copied to all ranks, and
+    tied and frozen weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,14 +121,18 @@ def train(model: nn.Module, step: int, skipped: int = -1) -> Tensor:
 
 
 def groups_of(model: nn.Module, rate: float, *, apart: bool) -> list[dict[str, Any]]:
-    """Groups whose members alternate in memory; `apart`: torch's code cannot take plain tensors and DTensors in one list."""
+    """Groups whose members alternate in memory; `apart`: torch's code cannot take plain tensors and
+    DTensors in one list.
+    """
     named = list(model.named_parameters())
     groups: dict[str, list[nn.Parameter]] = {"fast": [], "slow": [], "plain": []}
     for name, parameter in named:
         slow = "slow" if name.endswith("bias") or ".1." in name else "fast"
         groups["plain" if apart and not isinstance(parameter, DTensor) else slow].append(parameter)
     options = {"fast": {}, "slow": {"lr": rate / 2, "weight_decay": 0.03}, "plain": {}}
-    return [{"params": parameters, **options[name]} for name, parameters in groups.items() if parameters]
+    return [
+        {"params": parameters, **options[name]} for name, parameters in groups.items() if parameters
+    ]
 
 
 @dataclass
@@ -155,7 +169,9 @@ class Twins:
         assert len(plain) == len(quick)
         for (name, expected), (_, actual) in zip(plain, quick, strict=True):
             assert_same(expected, actual, f"{when}: {name}")
-            there, here = (o.state.get(p) for o, p in zip(self.optimizers, (expected, actual), strict=True))
+            there, here = (
+                o.state.get(p) for o, p in zip(self.optimizers, (expected, actual), strict=True)
+            )
             assert (there is None) == (here is None), f"{when}: state of {name}"
             if there is not None and here is not None:
                 assert list(there) == list(here), f"{when}: keys of the state of {name}"
@@ -174,19 +190,31 @@ def assert_same(expected: Any, actual: Any, what: str) -> None:
     if not isinstance(expected, Tensor):
         assert expected == actual, what
         return
-    assert (expected.shape, expected.dtype, expected.device) == (actual.shape, actual.dtype, actual.device), what
+    assert (expected.shape, expected.dtype, expected.device) == (
+        actual.shape,
+        actual.dtype,
+        actual.device,
+    ), what
     if isinstance(expected, DTensor):
-        assert (expected.placements, expected.stride()) == (actual.placements, actual.stride()), what
+        assert (expected.placements, expected.stride()) == (
+            actual.placements,
+            actual.stride(),
+        ), what
     one, other = local(expected).detach(), local(actual).detach()
     assert one.shape == other.shape, what
     assert torch.equal(one, other), f"{what}: differs by up to {(one - other).abs().max()}"
     assert bool(one.isfinite().all()), f"{what}: nothing is compared where nothing is finite"
 
 
-def make_twins(name: str, flag: dict[str, bool], *, dtype: torch.dtype = torch.float32, opt_in: bool = True) -> Twins:
+def make_twins(
+    name: str, flag: dict[str, bool], *, dtype: torch.dtype = torch.float32, opt_in: bool = True
+) -> Twins:
     kind, options = OPTIMIZERS[name]
     models = sharded_model(dtype), sharded_model(dtype)
-    one, other = (kind(groups_of(model, options["lr"], apart=any(flag.values())), **options, **flag) for model in models)  # type: ignore[call-arg]
+    one, other = (
+        kind(groups_of(model, options["lr"], apart=any(flag.values())), **options, **flag)
+        for model in models
+    )  # type: ignore[call-arg]
     twins = Twins(models, (stepped_by_torch(one), other), step_on_shards(other))
     if not opt_in:
         twins.handle.remove()
@@ -201,11 +229,18 @@ def stepped_by_torch(optimizer: Optimizer) -> Optimizer:
 
 def plain_copies(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups with copies of the parameters' local shards in their place."""
-    return [{**group, "params": [nn.Parameter(local(p).detach().clone()) for p in group["params"]]} for group in groups]
+    return [
+        {**group, "params": [nn.Parameter(local(p).detach().clone()) for p in group["params"]]}
+        for group in groups
+    ]
 
 
-def step_beside_plain_copies(model: nn.Module, optimizer: Optimizer, reference: Optimizer, skipped: int = -1) -> None:
-    """Five steps of both, after which parameters and state are the same; `skipped`: a step in which a block has no gradients."""
+def step_beside_plain_copies(
+    model: nn.Module, optimizer: Optimizer, reference: Optimizer, skipped: int = -1
+) -> None:
+    """Five steps of both, after which parameters and state are the same; `skipped`: a step in which
+    a block has no gradients.
+    """
     pairs = [
         (mine, copy)
         for here, there in zip(optimizer.param_groups, reference.param_groups, strict=True)
@@ -225,7 +260,9 @@ def step_beside_plain_copies(model: nn.Module, optimizer: Optimizer, reference: 
 
 
 class Sign(Optimizer):
-    """A user's optimizer: numbers as state, new tensors in every step, notes on itself and in its groups."""
+    """A user's optimizer: numbers as state, new tensors in every step, notes on itself and in its
+    groups.
+    """
 
     calls = 0
 
@@ -244,7 +281,9 @@ class Sign(Optimizer):
                 state["count"] += 1
                 state["scale"] = state["scale"] * 0.9
                 state["mean"] = 0.9 * state["mean"] + 0.1 * parameter.grad
-                parameter.sub_(group["lr"] / state["count"] * state["scale"].item() * state["mean"].sign())
+                parameter.sub_(
+                    group["lr"] / state["count"] * state["scale"].item() * state["mean"].sign()
+                )
             group["lr"] = group["lr"] * 0.99
         return loss
 
@@ -255,10 +294,15 @@ class Exchanging(Sign):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.calls += 1
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for parameter in (
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ):
             state = self.state[parameter]
             if not state:
-                state["one"], state["other"] = torch.zeros_like(parameter), torch.ones_like(parameter)
+                state["one"], state["other"] = (
+                    torch.zeros_like(parameter),
+                    torch.ones_like(parameter),
+                )
             state["one"], state["other"] = state["other"], state["one"]
             state["one"].add_(parameter.grad)
             parameter.sub_(0.1 * state["one"])

@@ -11,7 +11,15 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from composable import checkpoint, contract, describe, fully_shard, keep_unsharded, replicate, unshard
+from composable import (
+    checkpoint,
+    contract,
+    describe,
+    fully_shard,
+    keep_unsharded,
+    replicate,
+    unshard,
+)
 from composable.report.describe import readable_bytes
 from tests.helpers.world import Pool, spmd
 
@@ -101,12 +109,17 @@ total                                            10  1,284  5.02 KiB  5.02 KiB
 log_calls, on modules that are no unit: (root)
 checkpoint, on modules that are no unit: 0.linear, 1.linear, 2""",
     )
-    assert describe(model).to_dict()["elsewhere"] == {"log_calls": ["(root)"], "checkpoint": ["0.linear", "1.linear", "2"]}
+    assert describe(model).to_dict()["elsewhere"] == {
+        "log_calls": ["(root)"],
+        "checkpoint": ["0.linear", "1.linear", "2"],
+    }
 
 
 def test_a_model_with_other_verbs_is_not_called_unannotated() -> None:
     model = checkpoint(_model())
-    assert [(row.unit, row.annotation) for row in describe(model).rows] == [("(rest)", "checkpoint")]
+    assert [(row.unit, row.annotation) for row in describe(model).rows] == [
+        ("(rest)", "checkpoint")
+    ]
 
 
 def _placement(parameter: nn.Parameter) -> Shard | None:
@@ -209,7 +222,12 @@ def test_rows_are_plain_values_in_the_order_of_modules() -> None:
         "comm_hook": "",
         "offload": "",
     }
-    assert found["total"] == {"parameters": 10, "numel": 1284, "bytes": 5136, "bytes_per_rank": 5136}
+    assert found["total"] == {
+        "parameters": 10,
+        "numel": 1284,
+        "bytes": 5136,
+        "bytes_per_rank": 5136,
+    }
 
 
 def test_a_model_without_parameters_has_an_empty_table() -> None:
@@ -240,4 +258,6 @@ def test_ignored_parameters_have_a_row_of_their_own() -> None:
     fully_shard(model)
     found = [(row.unit, row.parameters, row.placements) for row in describe(model).rows]
     assert found[-1] == ("(ignored)", 1, ("local",))
-    assert sum(row.numel for row in describe(model).rows) == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(row.numel for row in describe(model).rows) == sum(
+        parameter.numel() for parameter in model.parameters()
+    )

@@ -76,11 +76,15 @@ def plain(seed: int = 0) -> Net:
 
 
 def tokens(seed: int) -> Tensor:
-    return torch.randint(7, (6,), generator=torch.Generator().manual_seed(seed)).to(current_device())
+    return torch.randint(7, (6,), generator=torch.Generator().manual_seed(seed)).to(
+        current_device()
+    )
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> list[float]:
-    """The losses of these steps. Every rank has the same batch, so that one process's losses are those of all."""
+    """The losses of these steps. Every rank has the same batch, so that one process's losses are
+    those of all.
+    """
     losses = []
     for step in steps:
         loss = nn.functional.cross_entropy(model(tokens(step)), tokens(step + 100))
@@ -93,7 +97,9 @@ def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> list[
 
 def _hybrid(model: nn.Module) -> None:
     ranks = torch.distributed.get_world_size()
-    mesh = init_device_mesh(current_device().type, (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        current_device().type, (2, ranks // 2), mesh_dim_names=("replicate", "shard")
+    )
     fully_shard(model, mesh=mesh, policy={Block})
 
 
@@ -110,7 +116,9 @@ PLANS: Final[dict[str, Callable[[nn.Module], None]]] = {
     "replicate": lambda model: void(replicate(model)),
     "replicate inside fully_shard": _nested,
     "mixed precision": lambda model: void(fully_shard(model, policy={Block}, mp_policy="bf16")),
-    "offloaded": lambda model: void(fully_shard(model, policy={Block}, offload_policy=CPUOffloadPolicy())),
+    "offloaded": lambda model: void(
+        fully_shard(model, policy={Block}, offload_policy=CPUOffloadPolicy())
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints by `torch.distributed.checkpoint`: other numbers of ranks, other plans, asynchronous, Hugging Face."""
+"""Checkpoints by `torch.distributed.checkpoint`: other numbers of ranks, other plans, asynchronous,
+Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -66,12 +68,16 @@ def _resume(plan: str | None, folder: str) -> list[float]:
     weights, state = get_state_dict(model, optimizer)
     loaded: dict[str, Any] = {"model": weights, "optimizer": state}
     dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
     return train(model, optimizer, range(2, 4))
 
 
 @pytest.mark.parametrize("saved", ["fully_shard", "hybrid", "replicate inside fully_shard"])
-def test_another_number_of_ranks_and_another_plan_train_on(pool: Pool, saved: str, device: str, tmp_path: Path) -> None:
+def test_another_number_of_ranks_and_another_plan_train_on(
+    pool: Pool, saved: str, device: str, tmp_path: Path
+) -> None:
     need_devices(device, 4)
     expected = pool.run(4, _save, saved, str(tmp_path), device=device)[0]
     for ranks, plans in {
@@ -82,10 +88,15 @@ def test_another_number_of_ranks_and_another_plan_train_on(pool: Pool, saved: st
     }.items():
         for plan in plans:
             for losses in pool.run(ranks, _resume, plan, str(tmp_path), device=device):
-                torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-6, msg=f"{plan} on {ranks} ranks")
+                torch.testing.assert_close(
+                    losses, expected, rtol=1e-4, atol=1e-6, msg=f"{plan} on {ranks} ranks"
+                )
 
 
-@pytest.mark.beyond_sim("torch's own gradients lie in memory of its reduction's stream, which the detector takes for a race")
+@pytest.mark.beyond_sim(
+    "torch's own gradients lie in memory of its reduction's stream, which the detector takes for a"
+    " race"
+)
 def test_checkpoints_go_to_and_from_fsdp2(pool: Pool, device: str, tmp_path: Path) -> None:
     need_devices(device, 2)
     theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
@@ -124,7 +135,11 @@ def test_a_file_of_one_rank_is_refused_on_another(tmp_path: Path) -> None:
     loaded = torch.load(path, weights_only=False)
     if dist.get_rank():
         with pytest.raises(
-            RuntimeError, match=r'"blocks\.0\.up\.weight" is the shard of another rank, whose state dict torch\.save'
+            RuntimeError,
+            match=(
+                r'"blocks\.0\.up\.weight" is the shard of another rank, whose state dict'
+                r" torch\.save"
+            ),
         ):
             model.load_state_dict(loaded)
     else:
@@ -142,7 +157,9 @@ def test_a_model_of_the_meta_device_takes_rank_0s_weights() -> None:
     materialize(model)
     expected = plain(7)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, expected.state_dict() if dist.get_rank() == 0 else {}, options=options)
+    set_model_state_dict(
+        model, expected.state_dict() if dist.get_rank() == 0 else {}, options=options
+    )
     for name, value in full_state_dict(model, rank0_only=False).items():
         assert torch.equal(value, expected.state_dict()[name].cpu()), name
 
@@ -152,13 +169,21 @@ def test_a_part_of_a_checkpoint_loads(tmp_path: Path) -> None:
     model = _annotated("fully_shard")
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path)
     other = _annotated("fully_shard", seed=1)
-    wanted = {"model": {name: value for name, value in other.state_dict().items() if name.startswith("blocks.0.")}}
+    wanted = {
+        "model": {
+            name: value
+            for name, value in other.state_dict().items()
+            if name.startswith("blocks.0.")
+        }
+    }
     dcp.load(wanted, checkpoint_id=tmp_path)
     other.load_state_dict(wanted["model"], strict=False)
     found, saved = full_state_dict(other, rank0_only=False), plain().state_dict()
     kept = plain(1).state_dict()
     for name, value in found.items():
-        assert torch.equal(value, (saved if name.startswith("blocks.0.") else kept)[name].cpu()), name
+        assert torch.equal(value, (saved if name.startswith("blocks.0.") else kept)[name].cpu()), (
+            name
+        )
 
 
 @spmd(ranks=2)
@@ -182,9 +207,14 @@ def _asynchronous(folder: str, process: bool) -> None:
     if process:  # which a rank of the tests, a daemon, may not start otherwise
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     stager = DefaultStager(StagingOptions(False, True, True, False))
-    group = dist.new_group(backend="gloo")  # collectives of two threads in one group would be paired wrongly
+    # collectives of two threads in one group would be paired wrongly
+    group = dist.new_group(backend="gloo")
     response = dcp.async_save(
-        {"model": weights}, checkpoint_id=folder, async_checkpointer_type=kind, async_stager=stager, process_group=group
+        {"model": weights},
+        checkpoint_id=folder,
+        async_checkpointer_type=kind,
+        async_stager=stager,
+        process_group=group,
     )
     response.staging_completion.result()  # before parameters change
     train(model, optimizer, range(1, 3))
@@ -199,20 +229,28 @@ def _asynchronous(folder: str, process: bool) -> None:
 
 
 @pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
-def test_an_asynchronous_save_has_the_weights_of_its_time(pool: Pool, process: bool, device: str, tmp_path: Path) -> None:
+def test_an_asynchronous_save_has_the_weights_of_its_time(
+    pool: Pool, process: bool, device: str, tmp_path: Path
+) -> None:
     need_devices(device, 2)
     pool.run(2, _asynchronous, str(tmp_path), process, spoils=process, device=device)
 
 
 @pytest.mark.parametrize("consolidated", [False, True])
 @spmd(ranks=2)
-def test_safetensors_of_hugging_face_are_written_and_read(tmp_path: Path, consolidated: bool) -> None:
+def test_safetensors_of_hugging_face_are_written_and_read(
+    tmp_path: Path, consolidated: bool
+) -> None:
     model = _annotated("fully_shard")
-    weights = {name: value for name, value in get_model_state_dict(model).items() if name != "head.weight"}
+    weights = {
+        name: value for name, value in get_model_state_dict(model).items() if name != "head.weight"
+    }
     if consolidated:  # torch 2.13 consolidates no integers
         weights = {name: value for name, value in weights.items() if value.is_floating_point()}
     names = dict.fromkeys(weights, 1)
-    writer = HuggingFaceStorageWriter(tmp_path, names, save_distributed=True, enable_consolidation=consolidated)
+    writer = HuggingFaceStorageWriter(
+        tmp_path, names, save_distributed=True, enable_consolidation=consolidated
+    )
     dcp.save(weights, storage_writer=writer)
     expected = plain().state_dict()
     if consolidated and dist.get_rank() == 0:
@@ -221,7 +259,9 @@ def test_safetensors_of_hugging_face_are_written_and_read(tmp_path: Path, consol
         assert all(torch.equal(read[name], expected[name].cpu()) for name in weights)
     if not consolidated:
         other = _annotated("hybrid", seed=1)
-        loaded = {name: value for name, value in other.state_dict().items() if name != "head.weight"}
+        loaded = {
+            name: value for name, value in other.state_dict().items() if name != "head.weight"
+        }
         dcp.load(loaded, storage_reader=HuggingFaceStorageReader(tmp_path))
         for name, value in full_state_dict(other, rank0_only=False).items():
             assert torch.equal(value, expected[name].cpu()), name
@@ -249,7 +289,9 @@ def _load_averages(folder: str, expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_averages_are_loaded_by_another_number_of_ranks(pool: Pool, device: str, tmp_path: Path) -> None:
+def test_averages_are_loaded_by_another_number_of_ranks(
+    pool: Pool, device: str, tmp_path: Path
+) -> None:
     need_devices(device, 4)
     expected = pool.run(4, _save_averages, str(tmp_path), device=device)[0]
     pool.run(2, _load_averages, str(tmp_path), expected, device=device)
@@ -301,5 +343,11 @@ def test_an_optimizer_goes_on_from_a_full_state_dict(kind: str) -> None:
     expected = train(model, first, range(2, 4))
     fresh = _with_a_number()
     for each, stepping in ((fresh, _OPTIMIZERS[kind](fresh.parameters())), (model, first)):
-        set_state_dict(each, stepping, model_state_dict=weights, optim_state_dict=copy.deepcopy(state), options=options)
+        set_state_dict(
+            each,
+            stepping,
+            model_state_dict=weights,
+            optim_state_dict=copy.deepcopy(state),
+            options=options,
+        )
         torch.testing.assert_close(train(each, stepping, range(2, 4)), expected)

@@ -75,7 +75,10 @@ def test_an_exception_inside_the_scope_gives_the_values_back() -> None:
     before = full_state_dict(model, rank0_only=False)
     with pytest.raises(ZeroDivisionError), ema.swap():
         raise ZeroDivisionError
-    assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model, rank0_only=False).items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in full_state_dict(model, rank0_only=False).items()
+    )
 
 
 @spmd(ranks=2)
@@ -109,7 +112,9 @@ def test_averages_move_between_plans_and_plain_models(before: str) -> None:
         moved = EMA(other, decay=0.9)
         moved.load_state_dict(state)
         with moved.swap():
-            found = other.state_dict() if after == "plain" else full_state_dict(other, rank0_only=False)
+            found = (
+                other.state_dict() if after == "plain" else full_state_dict(other, rank0_only=False)
+            )
             for name, value in wanted.items():
                 assert torch.equal(found[name].cpu(), value), (after, name)
 
@@ -129,14 +134,18 @@ class _Unusual(nn.Module):
         return x
 
 
-def _rename_and_drop(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+def _rename_and_drop(
+    module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object
+) -> None:
     state[prefix + "weight"] = state.pop(prefix + "renamed.weight")
     del state[prefix + "dropped.weight"]
 
 
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 @spmd(ranks=2)
-def test_every_parameter_follows_slowly_whatever_its_dtype_and_its_entry(verb: Callable[[nn.Module], nn.Module]) -> None:
+def test_every_parameter_follows_slowly_whatever_its_dtype_and_its_entry(
+    verb: Callable[[nn.Module], nn.Module],
+) -> None:
     model = _Unusual()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -157,14 +166,24 @@ def test_every_parameter_follows_slowly_whatever_its_dtype_and_its_entry(verb: C
 def test_averages_of_another_shape_or_rank_are_refused_before_anything_changes() -> None:
     ema = EMA(fully_shard(nn.Linear(4, 6)), decay=0.5)
     mesh = DeviceMesh(current_device().type, [1 - dist.get_rank()])
-    foreign = DTensor.from_local(torch.zeros(6, 4), mesh, run_check=False, shape=(6, 4), stride=(4, 1))
-    for value, said in ((torch.zeros(1, 4), r"'weight' has the shape \(1, 4\)"), (foreign, "'weight', .* of another rank")):
+    foreign = DTensor.from_local(
+        torch.zeros(6, 4), mesh, run_check=False, shape=(6, 4), stride=(4, 1)
+    )
+    for value, said in (
+        (torch.zeros(1, 4), r"'weight' has the shape \(1, 4\)"),
+        (foreign, "'weight', .* of another rank"),
+    ):
         state = {"decay": 0.9, "averages": {**ema.state_dict()["averages"], "weight": value}}
-        before = {name: full(average).clone() for name, average in ema.state_dict()["averages"].items()}
+        before = {
+            name: full(average).clone() for name, average in ema.state_dict()["averages"].items()
+        }
         with pytest.raises(ForeignParameterError, match=said):
             ema.load_state_dict(state)
         assert ema.state_dict()["decay"] == 0.5
-        assert all(torch.equal(full(ema.state_dict()["averages"][name]), average) for name, average in before.items())
+        assert all(
+            torch.equal(full(ema.state_dict()["averages"][name]), average)
+            for name, average in before.items()
+        )
 
 
 @spmd(ranks=2)

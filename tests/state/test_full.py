@@ -62,7 +62,9 @@ def test_a_whole_state_dict_loads_into_every_plan(plan: str) -> None:
 
 
 class _Aliases(nn.Module):
-    """Buffers over one memory that are not one tensor, and tied entries of which the first is in no state dict."""
+    """Buffers over one memory that are not one tensor, and tied entries of which the first is in no
+    state dict.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,8 +93,13 @@ def _drop_inner(module: nn.Module, state: dict[str, Tensor], prefix: str, _: obj
 
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 @spmd(ranks=2)
-def test_entries_that_share_memory_have_their_own_values(verb: Callable[[nn.Module], nn.Module]) -> None:
-    model, expected = _Aliases(), {name: value.clone() for name, value in _Aliases().state_dict().items()}
+def test_entries_that_share_memory_have_their_own_values(
+    verb: Callable[[nn.Module], nn.Module],
+) -> None:
+    model, expected = (
+        _Aliases(),
+        {name: value.clone() for name, value in _Aliases().state_dict().items()},
+    )
     verb(model)
     found = full_state_dict(model, rank0_only=False)
     assert list(found) == list(expected)
@@ -104,7 +111,9 @@ def test_entries_that_share_memory_have_their_own_values(verb: Callable[[nn.Modu
 
 def _export_aliases(folder: str) -> None:
     model = fully_shard(_Aliases())
-    expected = {name: value.clone() for name, value in full_state_dict(model, rank0_only=False).items()}
+    expected = {
+        name: value.clone() for name, value in full_state_dict(model, rank0_only=False).items()
+    }
     export(model, folder)
     found = _exported(Path(folder))
     assert sorted({*expected} - {*found}) == ["same"]
@@ -112,7 +121,9 @@ def _export_aliases(folder: str) -> None:
         assert torch.equal(value, expected[name]), name
 
 
-def test_a_tied_tensor_is_exported_though_its_first_name_is_not_saved(pool: Pool, tmp_path: Path) -> None:
+def test_a_tied_tensor_is_exported_though_its_first_name_is_not_saved(
+    pool: Pool, tmp_path: Path
+) -> None:
     pool.run(2, _export_aliases, str(tmp_path / "model"))
 
 
@@ -122,7 +133,10 @@ def test_partial_mapped_and_cast_state_dicts_load() -> None:
     path = Path(f"/tmp/composable-test-{os.getppid()}-{dist.get_rank()}.pt")
     try:
         torch.save(
-            {name: value.double() if value.is_floating_point() else value for name, value in expected.state_dict().items()},
+            {
+                name: value.double() if value.is_floating_point() else value
+                for name, value in expected.state_dict().items()
+            },
             path,
         )
         mapped = torch.load(path, mmap=True)
@@ -138,12 +152,16 @@ def test_partial_mapped_and_cast_state_dicts_load() -> None:
         assert found[name].dtype == value.dtype
 
 
-# --- export -----------------------------------------------------------------------------------------------------------
+# --- export -------------------------------------------------------------------------------------
 
 
 def _exported(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    names = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.exists()
+        else ["model.safetensors"]
+    )
     return {name: tensor for each in names for name, tensor in load_file(folder / each).items()}
 
 
@@ -157,7 +175,9 @@ def _export(plan: str, folder: str, monkeypatched: bool) -> None:
         full.SMALLEST_FILE = before  # type: ignore[misc]
     found = _exported(Path(folder))
     expected = plain().state_dict()
-    assert sorted(found) == sorted(name for name in expected if name != "head.weight"), "a tied tensor is written once"
+    assert sorted(found) == sorted(name for name in expected if name != "head.weight"), (
+        "a tied tensor is written once"
+    )
     for name, value in found.items():
         wanted = expected[name].cpu()
         assert torch.equal(value, wanted.bfloat16() if wanted.is_floating_point() else wanted), name
@@ -217,5 +237,7 @@ def test_files_are_balanced() -> None:
     assert sorted(name for names in files for name in names) == sorted(sizes)
     assert len(files) == 8
     assert max(totals) < 1.1 * min(totals)
-    assert len(plan_files(sizes, ranks=1000)) == sum(sizes.values()) // SMALLEST_FILE, "files of 1 GiB are small enough"
+    assert len(plan_files(sizes, ranks=1000)) == sum(sizes.values()) // SMALLEST_FILE, (
+        "files of 1 GiB are small enough"
+    )
     assert len(plan_files({"a": 10}, ranks=4)) == 1

@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable import full_state_dict, fully_shard, materialize, refresh
-from composable.errors import ForeignParameterError, NotAnnotatedError, PhaseError, RanksDisagreeError
+from composable.errors import (
+    ForeignParameterError,
+    NotAnnotatedError,
+    PhaseError,
+    RanksDisagreeError,
+)
 from tests.helpers.logged import logged
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, initialise, plain, tokens
@@ -45,7 +50,9 @@ def _by_module(plan: str, init: Callable[[nn.Module], None] | None) -> None:
     materialize(model, init)
     after = torch.rand(1)
     expected = plain(3)
-    assert torch.equal(after, torch.rand(1)), "the random numbers that follow are those of one process, too"
+    assert torch.equal(after, torch.rand(1)), (
+        "the random numbers that follow are those of one process, too"
+    )
     _assert_as_one_process(model, expected)
     model(tokens(0)).sum().backward()
 
@@ -61,7 +68,9 @@ def test_weights_are_those_of_one_process(pool: Pool, plan: str, ranks: int, dev
 
 
 def _whole_model(module: nn.Module) -> None:
-    """Writes to all parameters at once, and by `.data`; later numbers depend on how many were drawn before."""
+    """Writes to all parameters at once, and by `.data`; later numbers depend on how many were drawn
+    before.
+    """
     if isinstance(module, Net):
         for parameter in module.parameters():
             parameter.data.normal_(std=0.1)
@@ -83,7 +92,9 @@ def test_an_initialiser_of_the_whole_model_has_all_parameters_whole() -> None:
 
 
 class _Drawn:
-    """An initialiser that fills all parameters of the model from something else than torch's own random state."""
+    """An initialiser that fills all parameters of the model from something else than torch's own
+    random state.
+    """
 
     def __init__(self, source: str) -> None:
         self._generator = torch.Generator().manual_seed(3)
@@ -102,7 +113,8 @@ class _Drawn:
             initialise(module)
             with torch.no_grad():
                 for parameter in module.parameters():
-                    parameter.fill_(self._draw()).add_(module.embed.weight.sum())  # reads another unit's, too
+                    # reads another unit's, too
+                    parameter.fill_(self._draw()).add_(module.embed.weight.sum())
                     parameter.data[:1] *= parameter[-1:].norm().item()
         else:
             initialise(module)
@@ -121,9 +133,13 @@ def test_an_initialiser_runs_once_and_reads_and_writes_units_below(plan: str) ->
         _assert_as_one_process(model, expected)
 
 
-@pytest.mark.parametrize("plan", ["fully_shard", "hybrid", "replicate", "replicate inside fully_shard"])
+@pytest.mark.parametrize(
+    "plan", ["fully_shard", "hybrid", "replicate", "replicate inside fully_shard"]
+)
 @spmd(ranks=2)
-def test_other_values_on_each_rank_are_refused_and_a_second_call_fills_everything_anew(plan: str) -> None:
+def test_other_values_on_each_rank_are_refused_and_a_second_call_fills_everything_anew(
+    plan: str,
+) -> None:
     model = _on_meta(plan)
 
     def draw(module: nn.Module) -> None:
@@ -133,7 +149,10 @@ def test_other_values_on_each_rank_are_refused_and_a_second_call_fills_everythin
 
     torch.manual_seed(3)
     np.random.seed(dist.get_rank())
-    with pytest.raises(RanksDisagreeError, match=r"initialisers gave 'blocks\.0\.scale', .*different values on the ranks"):
+    with pytest.raises(
+        RanksDisagreeError,
+        match=r"initialisers gave 'blocks\.0\.scale', .*different values on the ranks",
+    ):
         materialize(model, draw)
     torch.manual_seed(3)
     np.random.seed(3)
@@ -142,7 +161,10 @@ def test_other_values_on_each_rank_are_refused_and_a_second_call_fills_everythin
     _assert_as_one_process(model, _plain_by(draw))
     before = full_state_dict(model, rank0_only=False)
     materialize(model, lambda module: pytest.fail("it has values"))
-    assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model, rank0_only=False).items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in full_state_dict(model, rank0_only=False).items()
+    )
 
 
 def _plain_by(init: Callable[[nn.Module], None]) -> Net:
@@ -172,7 +194,9 @@ def test_after_an_error_a_second_call_fills_everything_anew() -> None:
 
 @pytest.mark.parametrize("plan", ["fully_shard", "one unit"])
 @spmd(ranks=2)
-def test_ties_that_initialisers_make_or_break_are_refused_and_those_of_before_stay(plan: str) -> None:
+def test_ties_that_initialisers_make_or_break_are_refused_and_those_of_before_stay(
+    plan: str,
+) -> None:
     def again(module: nn.Module) -> None:
         initialise(module)
         if isinstance(module, Net):
@@ -236,7 +260,10 @@ def test_initialisers_may_assign_data_and_write_through_numpy(plan: str) -> None
         if isinstance(module, Net):
             module.blocks[0].up.weight.data = torch.full((9, 5), 2.0)
             module.blocks[1].up.weight.detach().numpy()[:] = 3.0
-            assert module.blocks[1].down.weight.tolist() == module.blocks[1].down.weight.detach().clone().tolist()
+            assert (
+                module.blocks[1].down.weight.tolist()
+                == module.blocks[1].down.weight.detach().clone().tolist()
+            )
 
     model = _on_meta(plan)
     torch.manual_seed(3)
@@ -265,7 +292,10 @@ def test_initialisers_may_assign_new_parameters_and_buffers() -> None:
 @spmd(ranks=2)
 def test_what_no_initialiser_wrote_to_is_named() -> None:
     model = _on_meta("fully_shard")
-    with pytest.raises(PhaseError, match=r"^materialize: no initialiser wrote to 'blocks\.0\.scale', .*'blocks\.0\.table'"):
+    with pytest.raises(
+        PhaseError,
+        match=r"^materialize: no initialiser wrote to 'blocks\.0\.scale', .*'blocks\.0\.table'",
+    ):
         materialize(model, lambda module: None if isinstance(module, Block) else initialise(module))
     assert isinstance(model.embed.weight, DTensor), "at-rest parameters are registered"
 
@@ -283,7 +313,9 @@ def test_modules_that_have_memory_keep_it() -> None:
     model = plain(1)
     with torch.device("meta"):
         model.blocks[2] = Block()
-    before = {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
+    before = {
+        name: value.clone() for name, value in model.state_dict().items() if not value.is_meta
+    }
     fully_shard(model, policy={Block})
     torch.manual_seed(0)
     materialize(model)
@@ -347,7 +379,10 @@ def test_a_rank_of_which_all_shards_are_empty_follows_too() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
-    assert model(torch.ones(2, 4, device=current_device(), dtype=torch.float64)).tolist() == [[5.0], [5.0]]
+    assert model(torch.ones(2, 4, device=current_device(), dtype=torch.float64)).tolist() == [
+        [5.0],
+        [5.0],
+    ]
 
 
 @spmd(ranks=2)
@@ -363,12 +398,16 @@ def test_random_numbers_drawn_shard_by_shard_are_told_once() -> None:
             model(tokens(0)).sum().backward()
     if current_device().type == "cpu":
         (line,) = lines
-        assert "'up.weight' of unit 'blocks.1': the shards of all ranks have the same values" in line
+        assert (
+            "'up.weight' of unit 'blocks.1': the shards of all ranks have the same values" in line
+        )
         assert "materialize(model, init)" in line
 
 
 class _Structured(nn.Module):
-    """Parameters of which every row is the same, or the rows' first elements are the same numbers in another order."""
+    """Parameters of which every row is the same, or the rows' first elements are the same numbers
+    in another order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,7 +445,9 @@ def test_no_more_than_the_largest_unit_is_whole_at_a_time() -> None:
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             module.reset_parameters()
-            whole.append(sum(parameter.untyped_storage().nbytes() > 0 for parameter in model.parameters()))
+            whole.append(
+                sum(parameter.untyped_storage().nbytes() > 0 for parameter in model.parameters())
+            )
 
     torch.manual_seed(0)
     materialize(model, init)

@@ -17,7 +17,8 @@ from tests.helpers.world import spmd
 
 WIDTH, UNITS = 64, 16
 UNIT = 4 * WIDTH * WIDTH  # bytes
-# An all-gather of torch's holds its input, its output and a copy; the backend's thread may let go of the last ones a little later.
+# An all-gather of torch's holds its input, its output and a copy; the backend's thread may let go
+# of the last ones a little later.
 FEW = 6 * UNIT
 
 
@@ -30,12 +31,22 @@ class Peak(TorchDispatchMode):
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        before = {
+            _storage(leaf)._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and not leaf.is_meta and (storage := _storage(leaf))._cdata not in before:
+            if (
+                isinstance(leaf, Tensor)
+                and not leaf.is_meta
+                and (storage := _storage(leaf))._cdata not in before
+            ):
                 self._live[storage._cdata] = weakref.ref(storage)
-        alive = [storage for reference in self._live.values() if (storage := reference()) is not None]
+        alive = [
+            storage for reference in self._live.values() if (storage := reference()) is not None
+        ]
         self.bytes = max(self.bytes, sum(storage.nbytes() for storage in alive))
         return result
 

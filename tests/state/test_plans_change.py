@@ -1,4 +1,6 @@
-"""Optimizers from before an annotation, and another plan in the middle of training: the losses go on."""
+"""Optimizers from before an annotation, and another plan in the middle of training: the losses go
+on.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,12 @@ def _goes_on(plans: list[str], kind: str) -> None:
         rebind_optimizer(optimizer, model)
         losses += train(model, optimizer, range(2 * number, 2 * number + 2))
     torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(full(parameter.detach()).cpu(), other.detach().cpu(), rtol=1e-3, atol=1e-4, msg=name)
+    for (name, parameter), other in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            full(parameter.detach()).cpu(), other.detach().cpu(), rtol=1e-3, atol=1e-4, msg=name
+        )
     for group, other_group in zip(optimizer.param_groups, reference.param_groups, strict=True):
         assert {key: value for key, value in group.items() if key != "params"} == {
             key: value for key, value in other_group.items() if key != "params"
@@ -66,15 +72,20 @@ _EXACT = [plan for plan in PLANS if plan != "mixed precision"]
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("plan", _EXACT)
-def test_an_optimizer_of_before_the_annotation_goes_on(pool: Pool, plan: str, kind: str, device: str) -> None:
+def test_an_optimizer_of_before_the_annotation_goes_on(
+    pool: Pool, plan: str, kind: str, device: str
+) -> None:
     need_devices(device, 2)
     pool.run(2, _goes_on, [plan], kind, device=device)
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), list(itertools.permutations(("fully_shard", "one unit", "hybrid", "replicate"), 2))
+    ("first", "second"),
+    list(itertools.permutations(("fully_shard", "one unit", "hybrid", "replicate"), 2)),
 )
-def test_training_under_one_plan_goes_on_under_another(pool: Pool, first: str, second: str, device: str) -> None:
+def test_training_under_one_plan_goes_on_under_another(
+    pool: Pool, first: str, second: str, device: str
+) -> None:
     need_devices(device, 4)
     pool.run(4, _goes_on, [first, second, first], "AdamW", device=device)
 
@@ -108,7 +119,8 @@ def test_units_that_were_annotated_one_by_one_are_told_apart(verb: Any) -> None:
         for module in (model.first, model.second):
             verb(module)
         optimizer, reference = (
-            torch.optim.SGD([each.first.weight, each.second.weight], lr=0.1, momentum=0.9) for each in (model, expected)
+            torch.optim.SGD([each.first.weight, each.second.weight], lr=0.1, momentum=0.9)
+            for each in (model, expected)
         )
 
         def train(count: int, models: Any = ((model, optimizer), (expected, reference))) -> None:
@@ -126,8 +138,12 @@ def test_units_that_were_annotated_one_by_one_are_told_apart(verb: Any) -> None:
         held = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
         assert held == [id(model.first.weight), id(model.second.weight)], anew
         train(1)
-        for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(full(parameter.detach()), other.detach(), msg=f"{anew} {name}")
+        for (name, parameter), other in zip(
+            model.named_parameters(), expected.parameters(), strict=True
+        ):
+            torch.testing.assert_close(
+                full(parameter.detach()), other.detach(), msg=f"{anew} {name}"
+            )
 
 
 @spmd(ranks=2)
@@ -143,7 +159,9 @@ def test_state_is_cut_like_the_parameter() -> None:
         assert isinstance(average, DTensor)
         assert average.placements == parameter.placements
         assert average.to_local().shape == parameter.to_local().shape
-        assert average.to_local().untyped_storage().nbytes() == average.to_local().nbytes, "the whole is freed"
+        assert average.to_local().untyped_storage().nbytes() == average.to_local().nbytes, (
+            "the whole is freed"
+        )
     rebind_optimizer(optimizer, model)  # again: nothing to do
     train(model, optimizer, range(1))
 
@@ -153,7 +171,10 @@ def test_an_optimizer_of_another_model_is_refused_and_unchanged() -> None:
     model, other = fully_shard(plain()), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with pytest.raises(
-        OptimizerError, match=r"^rebind_optimizer: SGD holds a parameter of shape \(3, 3\), .*which Net does not have"
+        OptimizerError,
+        match=(
+            r"^rebind_optimizer: SGD holds a parameter of shape \(3, 3\), .*which Net does not have"
+        ),
     ):
         rebind_optimizer(optimizer, model)
     assert optimizer.param_groups[0]["params"][0] is other.weight
@@ -183,7 +204,8 @@ def test_frozen_replaced_and_moved_parameters_are_adopted_at_once() -> None:
 def test_muon_on_shards_is_that_of_one_process() -> None:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("torch has it since 2.9")
-    # Newton-Schulz runs in bfloat16, on DTensors: products of shards may round otherwise than those of whole matrices.
+    # Newton-Schulz runs in bfloat16, on DTensors: products of shards may round otherwise than those
+    # of whole matrices.
     tolerance = 0.02
     for shape in ((6, 8), (3, 8), (16, 16), (8, 6)):
         expected, model = (nn.Linear(shape[1], shape[0], bias=False) for _ in range(2))
@@ -196,4 +218,6 @@ def test_muon_on_shards_is_that_of_one_process() -> None:
                 each(batch).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        torch.testing.assert_close(full(model.weight.detach()), expected.weight.detach(), rtol=0, atol=tolerance)
+        torch.testing.assert_close(
+            full(model.weight.detach()), expected.weight.detach(), rtol=0, atol=tolerance
+        )

@@ -11,7 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable import MixedPrecisionPolicy, full_state_dict, fully_shard, no_sync, unsharded
-from composable.errors import ForeignParameterError, NotAnnotatedError, PhaseError, RanksDisagreeError
+from composable.errors import (
+    ForeignParameterError,
+    NotAnnotatedError,
+    PhaseError,
+    RanksDisagreeError,
+)
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
@@ -39,7 +44,9 @@ def test_edits_are_written_back(plan: str, choices: dict[str, bool]) -> None:
     with torch.no_grad(), unsharded(model, **choices):
         if edits:
             assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-            for (name, value), whole in zip(model.named_parameters(), expected.parameters(), strict=True):
+            for (name, value), whole in zip(
+                model.named_parameters(), expected.parameters(), strict=True
+            ):
                 assert torch.equal(value.cpu(), whole.cpu()), name
                 assert value.dtype == torch.float32
                 assert value.is_cpu or not choices.get("offload_to_cpu")
@@ -70,7 +77,8 @@ def test_edits_without_writeback_or_before_an_exception_are_dropped(plan: str) -
     with pytest.raises(ZeroDivisionError):
         edit_and_fail()
     after = full_state_dict(model, rank0_only=False)
-    if plan != "replicate":  # where the user's own parameters stay registered, an exception undoes nothing
+    # where the user's own parameters stay registered, an exception undoes nothing
+    if plan != "replicate":
         assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
@@ -79,7 +87,11 @@ def test_edits_without_writeback_or_before_an_exception_are_dropped(plan: str) -
 def test_gradients_are_read_and_written(plan: str) -> None:
     model = _annotated(plan)
     model(tokens(dist.get_rank())).sum().backward()
-    before = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    before = {
+        name: full(parameter.grad).clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     with torch.no_grad(), unsharded(model, with_grads=True, rank0_only=True):
         if dist.get_rank() == 0:
             for name, parameter in model.named_parameters():
@@ -93,11 +105,15 @@ def test_gradients_are_read_and_written(plan: str) -> None:
     assert (full(model.blocks[0].up.bias.grad) == 2).all()
     assert model.blocks[0].scale.grad is None
     with unsharded(model):
-        assert plan == "replicate" or all(parameter.grad is None for parameter in model.parameters())
+        assert plan == "replicate" or all(
+            parameter.grad is None for parameter in model.parameters()
+        )
 
 
 @pytest.mark.parametrize("choices", [_CHOICES[0], _CHOICES[3]])
-@pytest.mark.parametrize("plan", ["fully_shard", "hybrid", "replicate", "replicate inside fully_shard"])
+@pytest.mark.parametrize(
+    "plan", ["fully_shard", "hybrid", "replicate", "replicate inside fully_shard"]
+)
 @spmd(ranks=2)
 def test_freezing_and_attributes_are_kept(plan: str, choices: dict[str, bool]) -> None:
     model, expected = plain(), plain()
@@ -111,17 +127,24 @@ def test_freezing_and_attributes_are_kept(plan: str, choices: dict[str, bool]) -
             model.blocks[1].requires_grad_(False)
     expected.blocks[1].requires_grad_(False)
     assert model.blocks[0].scale.mark == "inside"  # type: ignore[attr-defined]
-    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
+    assert [p.requires_grad for p in model.parameters()] == [
+        p.requires_grad for p in expected.parameters()
+    ]
     model(tokens(0)).square().sum().backward()
     expected(tokens(0)).square().sum().backward()
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+    for (name, parameter), other in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
         assert (parameter.grad is None) == (other.grad is None), name
         if parameter.grad is not None:
             torch.testing.assert_close(full(parameter.grad), other.grad, msg=name)
     with unsharded(model, writeback=False, **choices):
         model.requires_grad_(True)
-    # The user's own parameters, and shards of ranks that see no whole ones, are what is edited there.
-    assert model.blocks[1].scale.requires_grad == (choices.get("rank0_only", False) and dist.get_rank() > 0)
+    # The user's own parameters, and shards of ranks that see no whole ones, are what is edited
+    # there.
+    assert model.blocks[1].scale.requires_grad == (
+        choices.get("rank0_only", False) and dist.get_rank() > 0
+    )
 
 
 def _tie(model: Net) -> None:
@@ -146,13 +169,21 @@ def _register_hook(model: Net) -> None:
     ("edit", "said"),
     [
         (_tie, r"'blocks\.1\.up\.weight' was tied to 'blocks\.0\.up\.weight' inside the scope"),
-        (_tie_in_a_new_module, r"'blocks\.0\.added\.weight' was tied to 'blocks\.0\.up\.weight' inside the scope"),
+        (
+            _tie_in_a_new_module,
+            r"'blocks\.0\.added\.weight' was tied to 'blocks\.0\.up\.weight' inside the scope",
+        ),
         (_cast, r"'embed\.weight' of unit '\(root\)' .* and is torch\.float64 after the scope"),
-        (_register_hook, r"a hook was registered on parameter 'blocks\.0\.up\.weight' of unit 'blocks\.0'"),
+        (
+            _register_hook,
+            r"a hook was registered on parameter 'blocks\.0\.up\.weight' of unit 'blocks\.0'",
+        ),
     ],
 )
 @spmd(ranks=2)
-def test_what_shards_cannot_take_over_is_refused_at_the_end_on_all_ranks(edit: Any, said: str, rank0_only: bool) -> None:
+def test_what_shards_cannot_take_over_is_refused_at_the_end_on_all_ranks(
+    edit: Any, said: str, rank0_only: bool
+) -> None:
     model = _annotated("fully_shard")
     before = full_state_dict(model, rank0_only=False)
     first = dist.get_rank() == 0
@@ -167,7 +198,10 @@ def test_what_shards_cannot_take_over_is_refused_at_the_end_on_all_ranks(edit: A
         act() if first or not rank0_only else None
     if edit is not _tie_in_a_new_module:
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model, rank0_only=False).items())
+        assert all(
+            torch.equal(value, before[name])
+            for name, value in full_state_dict(model, rank0_only=False).items()
+        )
         model(tokens(0)).sum().backward()
 
 
@@ -191,7 +225,9 @@ def test_between_forward_and_backward_nothing_is_lost() -> None:
     loss.backward()
     expected(tokens(0)).square().sum().backward()
     assert total == sum(parameter.detach().sum().item() for parameter in expected.parameters())
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+    for (name, parameter), other in zip(
+        model.named_parameters(), expected.parameters(), strict=True
+    ):
         assert parameter.grad is not None
         torch.testing.assert_close(full(parameter.grad), other.grad, msg=name)
 
@@ -217,7 +253,12 @@ def test_without_recurse_units_below_stay_sharded() -> None:
 @spmd(ranks=2)
 def test_a_forward_inside_the_scope_is_refused() -> None:
     model = _annotated("fully_shard")
-    with unsharded(model), pytest.raises(PhaseError, match=r"^a forward of unit '\(root\)' was called inside of unsharded\(\)"):
+    with (
+        unsharded(model),
+        pytest.raises(
+            PhaseError, match=r"^a forward of unit '\(root\)' was called inside of unsharded\(\)"
+        ),
+    ):
         model(tokens(0))
     model(tokens(0)).sum().backward()
 
@@ -236,7 +277,10 @@ def test_a_step_inside_the_scope_is_refused_and_kept() -> None:
 @spmd(ranks=2)
 def test_a_changed_shape_is_refused_by_name() -> None:
     model = _annotated("fully_shard")
-    with pytest.raises(ForeignParameterError, match=r"'blocks\.0\.scale'.*has the shape \(2,\)"), unsharded(model):
+    with (
+        pytest.raises(ForeignParameterError, match=r"'blocks\.0\.scale'.*has the shape \(2,\)"),
+        unsharded(model),
+    ):
         model.blocks[0].scale.data = torch.zeros(2, device=current_device())
     model(tokens(0)).sum().backward()
 
@@ -256,7 +300,10 @@ def test_accumulated_gradients_and_plain_models_are_refused() -> None:
     model = _annotated("fully_shard")
     with no_sync(model):
         model(tokens(0)).sum().backward()
-    with pytest.raises(PhaseError, match="accumulated under no_sync"), unsharded(model, with_grads=True):
+    with (
+        pytest.raises(PhaseError, match="accumulated under no_sync"),
+        unsharded(model, with_grads=True),
+    ):
         pass
     with pytest.raises(NotAnnotatedError, match=r"^unsharded: "), unsharded(nn.Linear(2, 2)):
         pass
@@ -298,5 +345,8 @@ def test_a_call_inside_of_forward_is_refused() -> None:
         with unsharded(model):
             pass
 
-    with model.blocks[0].up.register_forward_pre_hook(look), pytest.raises(PhaseError, match="inside of the forward"):
+    with (
+        model.blocks[0].up.register_forward_pre_hook(look),
+        pytest.raises(PhaseError, match="inside of the forward"),
+    ):
         model(tokens(0))

@@ -1,7 +1,7 @@
 """Runs generated programs for as long as wanted, and says how to repeat what it finds.
 
-python -m tests.whole.generated --minutes 60 --seed 0
-python -m tests.whole.generated --count 1 --seed 4711 --ranks 2 --comm ordered      # one of them again
+python -m tests.whole.generated --minutes 60 --seed 0 python -m tests.whole.generated --count 1
+--seed 4711 --ranks 2 --comm ordered      # one of them again
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ BATCH: Final = 10
 SECONDS: Final = 40.0  # until a collective gives up
 
 
-def failures(pool: Pool, ranks: int, seeds: Sequence[int], *, ordered: bool) -> tuple[int, str] | None:
-    """The first seed that fails and why; None if all of them end with the numbers of one process."""
+def failures(
+    pool: Pool, ranks: int, seeds: Sequence[int], *, ordered: bool
+) -> tuple[int, str] | None:
+    """The first seed that fails and why; None if all of them end with the numbers of one
+    process.
+    """
     chosen = list(seeds)
     try:
-        by_rank = pool.run(ranks, run_seeds, chosen, ordered, timeout=60 * SECONDS, group_timeout=SECONDS)
+        by_rank = pool.run(
+            ranks, run_seeds, chosen, ordered, timeout=60 * SECONDS, group_timeout=SECONDS
+        )
     except RanksFailed as error:
         return _seed_in(str(error), chosen), str(error)
     for results in zip(*by_rank, strict=True):
-        differing = [f"rank {rank}: {line}" for rank, (_, found, _) in enumerate(results) for line in found]
+        differing = [
+            f"rank {rank}: {line}" for rank, (_, found, _) in enumerate(results) for line in found
+        ]
         if differing:
             return results[0][0], "\n".join(differing)
         launched = [labels for _, _, labels in results]
@@ -41,8 +49,13 @@ def _seed_in(text: str, seeds: Sequence[int]) -> int:
 
 
 def _first_difference(launched: Sequence[Sequence[str]]) -> str:
-    place = next((i for i, labels in enumerate(zip(*launched, strict=False)) if len(set(labels)) > 1), -1)
-    around = [f"rank {rank}: {list(labels[max(0, place - 3) : place + 3])}" for rank, labels in enumerate(launched)]
+    place = next(
+        (i for i, labels in enumerate(zip(*launched, strict=False)) if len(set(labels)) > 1), -1
+    )
+    around = [
+        f"rank {rank}: {list(labels[max(0, place - 3) : place + 3])}"
+        for rank, labels in enumerate(launched)
+    ]
     return "\n".join([f"the ranks launch something else at place {place}", *around])
 
 
@@ -65,7 +78,10 @@ def main(write: Callable[[str], object] = sys.stdout.write) -> int:
         if found is not None:
             failed += 1
             write(f"\nseed {found[0]} fails: {plan_of(found[0], ranks)}\n{found[1]}\n")
-            write(f"again: python -m tests.whole.generated --count 1 --seed {found[0]} --ranks {ranks} --comm {comm}\n")
+            write(
+                f"again: python -m tests.whole.generated --count 1 --seed {found[0]} --ranks"
+                f" {ranks} --comm {comm}\n"
+            )
         seed, done = seed + batch, done + batch
         write(f"\rseeds {options.seed} to {seed - 1}: {done} programs, {failed} batches failed")
     write("\n")

@@ -1,4 +1,6 @@
-"""CPU tensors under an accelerator's communicator, and so by all of its choices: every number is right."""
+"""CPU tensors under an accelerator's communicator, and so by all of its choices: every number is
+right.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_one_launch_takes_the_32_largest_shards_and_a_message_with_the_others() 
     slots = unit.groups[0].slots
     alone = [slot for slot in slots if slot.route is Route.DIRECT]
     assert len(alone) == 32
-    assert min(slot.numel for slot in alone) >= max(slot.numel for slot in slots if slot.route is Route.PACKED)
+    assert min(slot.numel for slot in alone) >= max(
+        slot.numel for slot in slots if slot.route is Route.PACKED
+    )
 
 
 _CASES: Final = ["odd sizes", "two dtypes", "unused units and parameters"]
@@ -56,7 +60,9 @@ _CASES: Final = ["odd sizes", "two dtypes", "unused units and parameters"]
 )
 @spmd(everywhere=True)
 def test_training_by_all_choices_is_that_of_one_process(scheme: str) -> None:
-    """The rest of the battery, and every other test of training, runs so by `make test-accelerator`."""
+    """The rest of the battery, and every other test of training, runs so by `make
+    test-accelerator`.
+    """
     how = SCHEMES[scheme]
     for case in _CASES:
         with comms_wrapped_by(all_accelerators):

@@ -1,6 +1,8 @@
-"""Backwards under `no_sync` add up gradients on each rank; what is averaged in the end is what a plain model has.
+"""Backwards under `no_sync` add up gradients on each rank; what is averaged in the end is what a
+plain model has.
 
-The generated programs open scopes of both levels around single forwards and backwards, between which ranks leave out layers.
+The generated programs open scopes of both levels around single forwards and backwards, between
+which ranks leave out layers.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.scale = nn.Linear(6, 7), nn.Linear(7, 6), nn.Parameter(torch.tensor(0.7))
+        self.up, self.down, self.scale = (
+            nn.Linear(6, 7),
+            nn.Linear(7, 6),
+            nn.Parameter(torch.tensor(0.7)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scale
@@ -92,9 +98,15 @@ _SCHEMES: Final[dict[str, Callable[..., None]]] = {
 _LEVEL: Final = ["all"]  # of the scopes of all programs
 
 
-def held(model: nn.Module, *, enabled: bool = True, level: str | None = None) -> AbstractContextManager[None]:
+def held(
+    model: nn.Module, *, enabled: bool = True, level: str | None = None
+) -> AbstractContextManager[None]:
     """`no_sync`, if anything is annotated."""
-    return no_sync(model, enabled=enabled, level=level or _LEVEL[0]) if _annotated(model) else nullcontext()
+    return (
+        no_sync(model, enabled=enabled, level=level or _LEVEL[0])
+        if _annotated(model)
+        else nullcontext()
+    )
 
 
 def _annotated(model: nn.Module) -> bool:
@@ -111,7 +123,9 @@ def _step(model: nn.Module, x: Tensor) -> None:
 
 
 def _shorten(model: Layers, *, short: bool, ranks: int = 1) -> None:
-    """From here on the first `ranks` leave parameters of one layer out, and all ranks those of another."""
+    """From here on the first `ranks` leave parameters of one layer out, and all ranks those of
+    another.
+    """
     model.layers[0].short = short
     model.layers[1].short = short and dist.get_rank() < ranks
 
@@ -176,7 +190,8 @@ def unused_at_first(model: Layers, x: Tensor) -> None:
 def unused_after_it_was_reduced(model: Layers, x: Tensor) -> None:
     for level in ("all", "replicate"):
         _step(model, x)
-        _shorten(model, short=True, ranks=dist.get_world_size() // 2)  # in a whole replica, where there are some
+        # in a whole replica, where there are some
+        _shorten(model, short=True, ranks=dist.get_world_size() // 2)
         with held(model, level=level):
             _step(model, 2 * x)
         _end(model)
@@ -219,7 +234,10 @@ PROGRAMS: Final[dict[str, Callable[..., object]]] = {
 
 
 _CASES: Final = [
-    *((4 if scheme in ("by_policy", "hybrid", "replicated") else 2, "all", scheme) for scheme in _SCHEMES),
+    *(
+        (4 if scheme in ("by_policy", "hybrid", "replicated") else 2, "all", scheme)
+        for scheme in _SCHEMES
+    ),
     (4, "replicate", "hybrid"),
     (2, "replicate", "hybrid"),  # one shard per replica
     (2, "replicate", "replicated_inside_sharded"),
@@ -248,7 +266,9 @@ _PLACEMENTS: Final = {
 @pytest.mark.parametrize("scheme", _PLACEMENTS)
 @spmd(ranks=4)
 def test_what_is_held_can_be_seen(scheme: str) -> None:
-    """How gradients are spread after a backward of each kind; their value is the mean over all ranks each time."""
+    """How gradients are spread after a backward of each kind; their value is the mean over all
+    ranks each time.
+    """
     device = current_device()
     model, plain = CASE.model(0, 0, device), CASE.model(0, 0, device)
     _SCHEMES[scheme](model, CASE)
@@ -259,7 +279,12 @@ def test_what_is_held_can_be_seen(scheme: str) -> None:
             _step(model, x)
         _step(plain, x)
         gradients = (model.first.weight.grad, model.last.weight.grad)
-        assert ", ".join("".join(short[each] for each in gradient.placements) for gradient in gradients) == expected
+        assert (
+            ", ".join(
+                "".join(short[each] for each in gradient.placements) for gradient in gradients
+            )
+            == expected
+        )
         assert_mean_gradients(plain, model)
 
 

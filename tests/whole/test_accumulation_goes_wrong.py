@@ -1,4 +1,6 @@
-"""What is refused while gradients are accumulated, and ranks that accumulate others than the rest."""
+"""What is refused while gradients are accumulated, and ranks that accumulate others than the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
-from composable import clip_grad_norm_, fully_shard, no_sync, reduce_gradients, remove, replicate, step_on_shards
+from composable import (
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    reduce_gradients,
+    remove,
+    replicate,
+    step_on_shards,
+)
 from composable.errors import CommunicationError, OptimizerError, RanksDisagreeError
 from tests.helpers.layers import Layer, Layers
 from tests.helpers.refusals import refusal
@@ -37,16 +47,16 @@ def _step(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
 _ALONE: Final = (
-    "is this rank's alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or "
-    "call reduce_gradients(model), on all ranks"
+    "is this rank's alone, since it was accumulated under no_sync and not reduced. Run the last"
+    " backward outside of no_sync, or call reduce_gradients(model), on all ranks"
 )
 _TO_COME: Final = (
-    "where gradients are still to come. Call it when backward() has returned; or leave it out, and run the last backward outside "
-    "of no_sync"
+    "where gradients are still to come. Call it when backward() has returned; or leave it out, and"
+    " run the last backward outside of no_sync"
 )
 
 
@@ -68,25 +78,35 @@ def test_what_is_held_is_refused_by_name(scheme: str, parameter: str, unit: str)
     with no_sync(model):
         _step(model, x)
     for _ in range(2):
-        assert refusal(optimizer.step) == f"OptimizerError: SGD.step: the gradient of {parameter} {_ALONE}"
+        assert (
+            refusal(optimizer.step)
+            == f"OptimizerError: SGD.step: the gradient of {parameter} {_ALONE}"
+        )
         step_on_shards(optimizer)
-    assert refusal(lambda: clip_grad_norm_(model, 1.0)) == (
-        f"ClippingError: clip_grad_norm_: the gradient of {parameter} {_ALONE}"
+    assert (
+        refusal(lambda: clip_grad_norm_(model, 1.0))
+        == f"ClippingError: clip_grad_norm_: the gradient of {parameter} {_ALONE}"
     )
-    assert refusal(lambda: remove(model, replicate if scheme == "replicated" else fully_shard)) == (
-        f"PhaseError: remove: unit '{unit}' has gradients that were accumulated under no_sync and not reduced. Call "
-        "reduce_gradients(model) first, on all ranks, or zero_grad()"
+    assert (
+        refusal(lambda: remove(model, replicate if scheme == "replicated" else fully_shard))
+        == f"PhaseError: remove: unit '{unit}' has gradients that were accumulated under no_sync"
+        " and not reduced. Call reduce_gradients(model) first, on all ranks, or zero_grad()"
     )
     model.zero_grad()
     optimizer.step()  # of nothing
     clip_grad_norm_(model, 1.0)
     with model[2].register_forward_hook(lambda *_: reduce_gradients(model)):
-        assert refusal(lambda: model(x)) == (
-            f"PhaseError: reduce_gradients was called inside the forward of unit '(root)', {_TO_COME}"
+        assert (
+            refusal(lambda: model(x))
+            == "PhaseError: reduce_gradients was called inside the forward of unit '(root)',"
+            f" {_TO_COME}"
         )
     y = model(x)
     y.register_hook(lambda _: reduce_gradients(model))
-    assert refusal(y.sum().backward) == f"PhaseError: reduce_gradients was called inside a backward, {_TO_COME}"
+    assert (
+        refusal(y.sum().backward)
+        == f"PhaseError: reduce_gradients was called inside a backward, {_TO_COME}"
+    )
     model.zero_grad()
     _step(model, x)
     optimizer.step()
@@ -112,11 +132,13 @@ fully_shard(module) or replicate(module) first""",
     )
 
 
-# --- ranks that differ ------------------------------------------------------------------------------------------------
+# --- ranks that differ --------------------------------------------------------------------------
 
 
 def _hold_alone(scheme: str) -> list[str]:
-    """What is raised in steps of three micro-batches, in the first of which rank 1 alone accumulates, and reduces nothing."""
+    """What is raised in steps of three micro-batches, in the first of which rank 1 alone
+    accumulates, and reduces nothing.
+    """
     model = Layers()
     _SCHEMES[scheme](model, mesh=dist.new_group(timeout=timedelta(seconds=5)))
     x, raised = torch.ones(2, 8), []
@@ -151,10 +173,13 @@ trained on belong under torch.no_grad() or in evaluation mode. These gradients a
 
 
 @pytest.mark.parametrize("scheme", ["sharded", "mixed"])
-def test_a_rank_that_alone_accumulates_gathers_nothing_that_another_sends_for_a_sum(pool: Pool, scheme: str) -> None:
+def test_a_rank_that_alone_accumulates_gathers_nothing_that_another_sends_for_a_sum(
+    pool: Pool, scheme: str
+) -> None:
     for (text,) in pool.run(2, _hold_alone, scheme, spoils=True):
         difference = (
-            r"The first difference is in launch \d+: rank 0: gradient reduction of unit '3'; rank 1: all-gather of unit '"
+            r"The first difference is in launch \d+: rank 0: gradient reduction of unit '3'; rank"
+            r" 1: all-gather of unit '"
         )
         assert re.search(difference, text)
 
@@ -167,10 +192,11 @@ def test_reduce_gradients_names_ranks_that_ran_other_numbers_of_backwards() -> N
     with no_sync(model):
         for _ in range(2 * dist.get_rank()):
             _step(model, x)
-    assert refusal(lambda: reduce_gradients(model)) == (
-        "RanksDisagreeError: reduce_gradients: the ranks accumulated gradients of different numbers of backwards below unit "
-        "'(root)': rank 0 0, rank 1 2. Every rank must run the same backwards under no_sync. What was accumulated is dropped on "
-        "all ranks"
+    assert (
+        refusal(lambda: reduce_gradients(model))
+        == "RanksDisagreeError: reduce_gradients: the ranks accumulated gradients of different"
+        " numbers of backwards below unit '(root)': rank 0 0, rank 1 2. Every rank must run the"
+        " same backwards under no_sync. What was accumulated is dropped on all ranks"
     )
     assert all(parameter.grad is None for parameter in model.parameters())
     _step(model, x)

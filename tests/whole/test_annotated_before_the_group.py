@@ -1,4 +1,6 @@
-"""A module that was annotated before its process had a group would be trained by each rank for itself, and is refused."""
+"""A module that was annotated before its process had a group would be trained by each rank for
+itself, and is refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_each_forward_is_refused_until_it_is_annotated_anew(verb: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).to(current_device())
     x = torch.full((2, 3), dist.get_rank() + 1.0, device=current_device())
     _before_there_is_a_group(_VERBS[verb], model)
-    named = re.escape(f"was annotated before there was a process group: each of the {dist.get_world_size()} ranks")
+    named = re.escape(
+        f"was annotated before there was a process group: each of the {dist.get_world_size()} ranks"
+    )
     for _ in range(2):
         with pytest.raises(MeshError, match=named):
             model(x)
@@ -70,4 +74,6 @@ def test_a_rank_may_train_by_itself_on_a_mesh_of_its_own(verb: str) -> None:
     model = nn.Linear(3, 4).to(current_device())
     _VERBS[verb](model, mesh=DeviceMesh(current_device().type, [dist.get_rank()]))
     model(torch.full((1, 3), dist.get_rank() + 1.0, device=current_device())).sum().backward()
-    torch.testing.assert_close(full(model.weight.grad), torch.full((4, 3), dist.get_rank() + 1.0, device=current_device()))
+    torch.testing.assert_close(
+        full(model.weight.grad), torch.full((4, 3), dist.get_rank() + 1.0, device=current_device())
+    )

@@ -1,4 +1,6 @@
-"""What annotating does to a model besides training it: nothing that a user can see, and the same by hand and by policy."""
+"""What annotating does to a model besides training it: nothing that a user can see, and the same by
+hand and by policy.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def test_explicit_unshard_and_reshard_can_be_called_at_any_time() -> None:
 
 
 class _Speaks(nn.Module):
-    """As encoder-decoders of transformers: the encoder and the head, which are no units, are called and read by themselves."""
+    """As encoder-decoders of transformers: the encoder and the head, which are no units, are called
+    and read by themselves.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,8 +198,9 @@ def test_gradients_from_before_the_annotation_are_told_of_when_they_go() -> None
     with logged() as lines:
         fully_shard(model, policy={nn.Linear}, sync_module_states="broadcast")
         assert lines == [
-            "WARNING: fully_shard: '0.weight', '0.bias', '1.weight', '1.bias' had gradients from before the annotation, which are "
-            "dropped: nothing tells whether they were averaged over the ranks. Run backward after annotating"
+            "WARNING: fully_shard: '0.weight', '0.bias', '1.weight', '1.bias' had gradients from"
+            " before the annotation, which are dropped: nothing tells whether they were averaged"
+            " over the ranks. Run backward after annotating"
         ]
         model(x).sum().backward()
         assert len(lines) == 1
@@ -218,8 +223,12 @@ def _two_with_one_inside() -> nn.Module:
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("inner", [(), (Layer,), (Layer, nn.Sequential)])
-def test_a_module_inside_two_units_belongs_to_what_holds_both_places(inner: tuple[type[nn.Module], ...]) -> None:
-    case = Case("a module in two units", _two_with_one_inside, rows(4, 6), mean_square, (Outer, *inner))
+def test_a_module_inside_two_units_belongs_to_what_holds_both_places(
+    inner: tuple[type[nn.Module], ...],
+) -> None:
+    case = Case(
+        "a module in two units", _two_with_one_inside, rows(4, 6), mean_square, (Outer, *inner)
+    )
     assert_same_training(case, SCHEMES["fully_shard by policy"].annotate)
 
 

@@ -1,4 +1,6 @@
-"""Annotated models compute under `torch.autocast` what plain ones do, and a policy what autocast does where both cast alike."""
+"""Annotated models compute under `torch.autocast` what plain ones do, and a policy what autocast
+does where both cast alike.
+"""
 
 from __future__ import annotations
 
@@ -72,27 +74,35 @@ def _need_autocast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "scheme"), [*((2, scheme) for scheme in _SCHEMES), (4, "fully_shard by policy"), (4, "hybrid")]
+    ("ranks", "scheme"),
+    [*((2, scheme) for scheme in _SCHEMES), (4, "fully_shard by policy"), (4, "hybrid")],
 )
 @spmd()
 def test_training_under_autocast_is_that_of_the_plain_model(scheme: str) -> None:
     _need_autocast()
     plain, model = _pair(Model)
     if scheme == "hybrid":
-        mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            current_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+        )
         fully_shard(model, policy={Block}, mesh=mesh)
     else:
         SCHEMES[scheme].annotate(model, _UNITS)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, foreach=False) for each in (plain, model)]
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.5, foreach=False) for each in (plain, model)
+    ]
     for step in range(2):
         for each in (plain, model):
-            with torch.autocast(current_device().type, dtype=BF16):  # one scope, so that both forwards read the same casts
+            # one scope, so that both forwards read the same casts
+            with torch.autocast(current_device().type, dtype=BF16):
                 outputs = each(_batch(2 * step)), each(_batch(2 * step + 1))
             assert outputs[0].dtype is BF16
             for output in outputs:
                 output.float().square().mean().backward()
         _assert_equal(plain, model)
-        for parameter, gradient in zip(plain.parameters(), averaged_gradients(plain).values(), strict=True):
+        for parameter, gradient in zip(
+            plain.parameters(), averaged_gradients(plain).values(), strict=True
+        ):
             parameter.grad = gradient
         for optimizer in optimizers:
             optimizer.step()
@@ -107,7 +117,11 @@ def test_a_policy_casts_as_autocast_does_where_both_should_agree() -> None:
     _need_autocast()
     precision = MixedPrecisionPolicy("bf16", reduce_dtype="fp32")
     for verb in (fully_shard, replicate):
-        scoped, asked = _pair(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
+        scoped, asked = _pair(
+            lambda: nn.Sequential(
+                nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)
+            )
+        )
         verb(scoped, policy={nn.Linear})
         verb(asked, policy={nn.Linear}, mp_policy=precision)
         with torch.autocast(current_device().type, dtype=BF16):

@@ -1,4 +1,6 @@
-"""Checkpointed modules forget activations and compute them again, to the same gradients, with all of torch's options."""
+"""Checkpointed modules forget activations and compute them again, to the same gradients, with all
+of torch's options.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("ranks", "order"), [(1, "checkpoint alone"), (2, "checkpoint first"), (2, "checkpoint last")])
+@pytest.mark.parametrize(
+    ("ranks", "order"), [(1, "checkpoint alone"), (2, "checkpoint first"), (2, "checkpoint last")]
+)
 @spmd()
 def test_every_option_trains_the_same(options: str, order: str) -> None:
     def annotate(model: nn.Module, case: Case) -> None:
@@ -65,12 +69,16 @@ def _transformer(dropout: float = 0.0) -> Transformer:
 
 
 def _tokens() -> Tensor:
-    (tokens,) = BATTERY["transformer with tied embedding"].inputs(0, 0, dist.get_rank(), current_device())
+    (tokens,) = BATTERY["transformer with tied embedding"].inputs(
+        0, 0, dist.get_rank(), current_device()
+    )
     return tokens
 
 
 @spmd(ranks=1)
-def test_checkpointing_runs_the_blocks_again_and_selective_checkpointing_spares_what_it_saves() -> None:
+def test_checkpointing_runs_the_blocks_again_and_selective_checkpointing_spares_what_it_saves() -> (
+    None
+):
     calls = {}
     for how, options in {"plain": None, "whole": {}, "selective": OPTIONS["selective"]}.items():
         model = _transformer()
@@ -87,7 +95,9 @@ def test_checkpointing_runs_the_blocks_again_and_selective_checkpointing_spares_
     assert selective["aten.gelu.default"] == whole["aten.gelu.default"]
 
 
-@pytest.mark.parametrize(("how", "expected"), [("plain", 3), ("checkpointed", 0), ("checkpointed and sharded", 0)])
+@pytest.mark.parametrize(
+    ("how", "expected"), [("plain", 3), ("checkpointed", 0), ("checkpointed and sharded", 0)]
+)
 @spmd(ranks=2)
 def test_inner_activations_are_gone_after_forward(how: str, expected: int) -> None:
     model = _transformer()
@@ -97,7 +107,9 @@ def test_inner_activations_are_gone_after_forward(how: str, expected: int) -> No
         checkpoint(model, policy={Block})
     inner: list[weakref.ref[Tensor]] = []
     for block in model.blocks:
-        block.up.register_forward_hook(lambda module, args, output: inner.append(weakref.ref(output)))
+        block.up.register_forward_hook(
+            lambda module, args, output: inner.append(weakref.ref(output))
+        )
     loss = next_token_loss(model, _tokens())
     assert sum(reference() is not None for reference in inner) == expected
     loss.backward()
@@ -118,9 +130,16 @@ def test_dropout_is_recomputed_with_its_own_random_numbers(shard: bool, preserve
         torch.manual_seed(200)  # what a recomputation must not draw from
         losses[-1].backward()
     assert torch.equal(*losses)
-    expected = averaged_gradients(plain) if shard else {name: p.grad for name, p in plain.named_parameters()}
+    expected = (
+        averaged_gradients(plain)
+        if shard
+        else {name: p.grad for name, p in plain.named_parameters()}
+    )
     found = full_gradients(model)
-    assert all(torch.allclose(expected[name], found[name], rtol=1e-9, atol=1e-12) for name in found) is preserve  # type: ignore[arg-type]
+    assert (
+        all(torch.allclose(expected[name], found[name], rtol=1e-9, atol=1e-12) for name in found)
+        is preserve
+    )  # type: ignore[arg-type]
 
 
 class OwnNorm(nn.modules.batchnorm._BatchNorm):
@@ -147,7 +166,9 @@ class Normed(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("how", ["alone", "inner", "shard", "inner and shard", "inner and replicate"])
+@pytest.mark.parametrize(
+    "how", ["alone", "inner", "shard", "inner and shard", "inner and replicate"]
+)
 @spmd(ranks=2)
 def test_norms_count_each_batch_once(how: str) -> None:
     torch.manual_seed(0)
@@ -162,7 +183,9 @@ def test_norms_count_each_batch_once(how: str) -> None:
         replicate(model, broadcast_buffers=False)
     buffers = dict(model.named_buffers())
     for step in range(4):
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(current_device())
+        x = torch.randn(
+            5, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+        ).to(current_device())
         if step == 2:
             model[0].fails = True
             with pytest.raises(KeyError):
@@ -194,10 +217,13 @@ class Fickle(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("how", "options"), [("shape", {}), ("fewer", {}), ("more", {"early_stop": False}), ("shape", {"debug": True})]
+    ("how", "options"),
+    [("shape", {}), ("fewer", {}), ("more", {"early_stop": False}), ("shape", {"debug": True})],
 )
 @spmd(ranks=2)
-def test_a_second_run_that_does_something_else_loses_one_step(how: str, options: dict[str, Any]) -> None:
+def test_a_second_run_that_does_something_else_loses_one_step(
+    how: str, options: dict[str, Any]
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Fickle(how), nn.Linear(4, 1)).to(current_device())
     checkpoint(model, policy={Fickle}, **options)
@@ -212,7 +238,9 @@ def test_a_second_run_that_does_something_else_loses_one_step(how: str, options:
 
 @pytest.mark.parametrize("early", [True, False])
 @spmd(ranks=1)
-def test_hooks_before_forward_run_twice_and_those_after_it_where_it_is_run_to_its_end(early: bool) -> None:
+def test_hooks_before_forward_run_twice_and_those_after_it_where_it_is_run_to_its_end(
+    early: bool,
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(current_device())
     calls: Counter[str] = Counter()
     model[0].register_forward_pre_hook(lambda *_: calls.update(["before"]))

@@ -1,4 +1,5 @@
-"""Hooks that reduce gradients: torch's own give the bits that they give under DistributedDataParallel; shards take them, too.
+"""Hooks that reduce gradients: torch's own give the bits that they give under
+DistributedDataParallel; shards take them, too.
 
 What scales, casts, accumulates, offloads and steps around hooks is in test_compositions.
 """
@@ -20,7 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -58,8 +62,8 @@ def _local() -> PostLocalSGDState:
     return PostLocalSGDState(None, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
 
 
-# Under DistributedDataParallel those that quantise fail over gloo, whose futures are not as NCCL's, and PowerSGD of whole
-# buckets everywhere, in torch 2.13.
+# Under DistributedDataParallel those that quantise fail over gloo, whose futures are not as NCCL's,
+# and PowerSGD of whole buckets everywhere, in torch 2.13.
 _HOOKS: Final[dict[str, tuple[Callable[..., Any], Callable[[], Any]]]] = {
     "all-reduce": (allreduce_hook, lambda: None),
     "float16": (fp16_compress_hook, lambda: None),
@@ -67,7 +71,10 @@ _HOOKS: Final[dict[str, tuple[Callable[..., Any], Callable[[], Any]]]] = {
     "all-reduce in float16": (fp16_compress_wrapper(allreduce_hook), lambda: None),
     "no-op": (noop_hook, lambda: None),
     "PowerSGD": (powerSGD_hook, _power),
-    "PowerSGD, same shapes together": (powerSGD_hook, lambda: _power(batch_tensors_with_same_shape=True)),
+    "PowerSGD, same shapes together": (
+        powerSGD_hook,
+        lambda: _power(batch_tensors_with_same_shape=True),
+    ),
     "PowerSGD in bfloat16": (bf16_compress_wrapper(powerSGD_hook), _power),
     "post-local SGD": (post_localSGD_hook, _local),
 }
@@ -76,16 +83,23 @@ _HOOKS: Final[dict[str, tuple[Callable[..., Any], Callable[[], Any]]]] = {
 def _with_rival(name: str, ranks: int, unused: bool) -> Any:
     fails = "PowerSGD" in name or name == "all-reduce in float16"
     return pytest.param(
-        name, ranks, unused, marks=pytest.mark.beyond_sim("DistributedDataParallel fails there") if fails else ()
+        name,
+        ranks,
+        unused,
+        marks=pytest.mark.beyond_sim("DistributedDataParallel fails there") if fails else (),
     )
 
 
-# Where parameters may be unused DistributedDataParallel keeps an order of its own, in which PowerSGD begins otherwise, and with
-# torch's wrapper gives them gradients in float16 (torch 2.11, and on CUDA).
+# Where parameters may be unused DistributedDataParallel keeps an order of its own, in which
+# PowerSGD begins otherwise, and with torch's wrapper gives them gradients in float16 (torch 2.11,
+# and on CUDA).
 @pytest.mark.parametrize(
     ("name", "ranks", "unused"),
     [
-        *(_with_rival(name, 2, "PowerSGD" not in name and name != "all-reduce in float16") for name in _HOOKS),
+        *(
+            _with_rival(name, 2, "PowerSGD" not in name and name != "all-reduce in float16")
+            for name in _HOOKS
+        ),
         *(_with_rival(name, 4, False) for name in ("all-reduce", "float16", "no-op", "PowerSGD")),
     ],
 )
@@ -109,7 +123,8 @@ def test_torchs_hooks_give_the_bits_that_they_give_under_ddp(name: str, unused: 
                     loss_of(model, 10, spare=spare).backward()
         for model in (rival, annotated):
             loss_of(model, step, spare=spare).backward()
-        # In the first step buckets hold parameters in other orders, and sums of more than two depend on their place.
+        # In the first step buckets hold parameters in other orders, and sums of more than two
+        # depend on their place.
         if unused or step:
             assert_same([plain, annotated], step)
             for optimizer in optimizers:
@@ -118,7 +133,7 @@ def test_torchs_hooks_give_the_bits_that_they_give_under_ddp(name: str, unused: 
             optimizer.zero_grad()
 
 
-# --- without a rival ------------------------------------------------------------------------------------------------------
+# --- without a rival ----------------------------------------------------------------------------
 
 
 def _ranks_of(stage: str | None) -> list[int]:
@@ -126,7 +141,11 @@ def _ranks_of(stage: str | None) -> list[int]:
     if stage is None:
         return list(range(2 * size))
     first = rank // size * size
-    return list(range(first, first + size)) if stage == "reduce_scatter" else [rank % size, rank % size + size]
+    return (
+        list(range(first, first + size))
+        if stage == "reduce_scatter"
+        else [rank % size, rank % size + size]
+    )
 
 
 def _same_as_without(kind: str, way: str, stages: tuple[str | None, ...], **options: Any) -> None:
@@ -135,16 +154,24 @@ def _same_as_without(kind: str, way: str, stages: tuple[str | None, ...], **opti
         options["mesh"] = mesh
     with comms_wrapped_by(WIRES[way]):
         models = [KINDS[kind](**options) for _ in range(2)]
-    # The comms of the simulated accelerator launch in a thread. A hook that launches elsewhere needs another group there.
+    # The comms of the simulated accelerator launch in a thread. A hook that launches elsewhere
+    # needs another group there.
     groups: dict[Any, Any] = {None: dist.group.WORLD}
     if mesh is not None:
-        groups |= {"reduce_scatter": mesh["shard"].get_group(), "all_reduce": mesh["replicate"].get_group()}
+        groups |= {
+            "reduce_scatter": mesh["shard"].get_group(),
+            "all_reduce": mesh["replicate"].get_group(),
+        }
     calls = {stage: Calls(stage, _ranks_of(stage)) for stage in stages}
     handles = [
-        register_comm_hook(models[1], hook, groups[stage] if way == "accelerator" else None, stage=stage)
+        register_comm_hook(
+            models[1], hook, groups[stage] if way == "accelerator" else None, stage=stage
+        )
         for stage, hook in calls.items()
     ]
-    names = [f"Calls ({stage})" if stage else "Calls" for stage in sorted(stages, key=str, reverse=True)]
+    names = [
+        f"Calls ({stage})" if stage else "Calls" for stage in sorted(stages, key=str, reverse=True)
+    ]
     assert describe(models[1]).rows[0].comm_hook == ", ".join(names)
     exact = kind != "sharded" or dist.get_world_size() == 2
     for step in range(8):
@@ -166,18 +193,27 @@ def _same_as_without(kind: str, way: str, stages: tuple[str | None, ...], **opti
         assert hook.backwards.pop() == []
         names: dict[int, tuple[str, ...]] = {}
         over_replicas = stage == "all_reduce" or "replicated" in kind
-        assert len(hook.backwards) == (4 if over_replicas else 5)  # without steps 1, and 4 over replicas
+        # without steps 1, and 4 over replicas
+        assert len(hook.backwards) == (4 if over_replicas else 5)
         for backward in hook.backwards:
-            handed = [name for name, p in trained.items() if stage != "all_reduce" or p.to_local().numel()]
+            handed = [
+                name for name, p in trained.items() if stage != "all_reduce" or p.to_local().numel()
+            ]
             assert sorted(name for _, fqns in backward for name in fqns) == sorted(handed)
             for index, fqns in backward:
-                assert names.setdefault(index, fqns) == fqns, "what is kept by index lies in this order"
+                assert names.setdefault(index, fqns) == fqns, (
+                    "what is kept by index lies in this order"
+                )
             assert "replicated" in kind or dict(backward) == dict(hook.backwards[0])
         assert len(dict.fromkeys(tuple(sorted(fqns)) for fqns in names.values())) == len(names) >= 3
 
 
 _WAYS: Final = [
-    *[(2, kind, way, (None,)) for kind in ("replicated", "replicated units", "sharded") for way in WIRES],
+    *[
+        (2, kind, way, (None,))
+        for kind in ("replicated", "replicated units", "sharded")
+        for way in WIRES
+    ],
     (4, "sharded", "messages", (None,)),
     *[(4, "hybrid", "messages", stages) for stages in STAGES],
     *[(4, "hybrid", way, BOTH) for way in ("ordered", "accelerator")],
@@ -194,22 +230,33 @@ def test_a_hook_that_makes_means_changes_no_bit_and_sees_each_gradient_once(
 
 _PRECISIONS: Final = {
     "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-    "bfloat16, summed in float32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bfloat16, summed in float32": MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    ),
     "summed in bfloat16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
 }
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind", "stages"), [(2, "replicated", (None,)), (2, "sharded", (None,)), (4, "hybrid", BOTH)]
+    ("ranks", "kind", "stages"),
+    [(2, "replicated", (None,)), (2, "sharded", (None,)), (4, "hybrid", BOTH)],
 )
 @pytest.mark.parametrize("precision", _PRECISIONS)
 def test_hooks_see_gradients_in_the_dtype_that_they_are_summed_in(
     pool: Pool, precision: str, ranks: int, kind: str, stages: tuple[str | None, ...]
 ) -> None:
-    pool.run(ranks, _same_as_without, kind, "messages", stages, device="cpu", mp_policy=_PRECISIONS[precision])
+    pool.run(
+        ranks,
+        _same_as_without,
+        kind,
+        "messages",
+        stages,
+        device="cpu",
+        mp_policy=_PRECISIONS[precision],
+    )
 
 
-# --- what hooks do to shards ----------------------------------------------------------------------------------------------
+# --- what hooks do to shards --------------------------------------------------------------------
 
 _DTYPES: Final[dict[str, tuple[Callable[..., Any], torch.dtype]]] = {
     "all-reduce": (allreduce_hook, torch.float32),
@@ -254,7 +301,10 @@ def test_a_hook_over_replicas_gets_the_means_of_its_replica_and_makes_means(name
         for model in (*models, plain):
             model.zero_grad()
             loss_of(model, step, spare=True).backward()
-        given = [{name: parameter.grad for name, parameter in model.named_parameters()} for model in models]
+        given = [
+            {name: parameter.grad for name, parameter in model.named_parameters()}
+            for model in models
+        ]
         for name, parameter in plain.named_parameters():
             left, made = (shards[name] for shards in given)
             if parameter.grad is None:
@@ -266,11 +316,17 @@ def test_a_hook_over_replicas_gets_the_means_of_its_replica_and_makes_means(name
             assert made.to_local().equal(_mean_of(rows, mesh["replicate"].get_group(), dtype)), name
 
 
-@pytest.mark.parametrize(("ranks", "kind", "stage"), [(2, "sharded", None), *((4, "hybrid", stage) for stage in BOTH)])
+@pytest.mark.parametrize(
+    ("ranks", "kind", "stage"), [(2, "sharded", None), *((4, "hybrid", stage) for stage in BOTH)]
+)
 @spmd()
-def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(kind: str, stage: str | None) -> None:
+def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(
+    kind: str, stage: str | None
+) -> None:
     models = [KINDS[kind]() for _ in range(2)]
-    state = PowerSGDState(None, matrix_approximation_rank=7, start_powerSGD_iter=2, min_compression_rate=0.1)
+    state = PowerSGDState(
+        None, matrix_approximation_rank=7, start_powerSGD_iter=2, min_compression_rate=0.1
+    )
     register_comm_hook(models[1], powerSGD_hook, state, stage=stage)
     for step in range(5):
         for model in models:
@@ -284,7 +340,7 @@ def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(kind: str
 
 
 @pytest.mark.beyond_sim("PowerSGD gives NaN there, under DistributedDataParallel as well")
-# --- groups, results, and where there is nothing to reduce --------------------------------------------------------------------
+# --- groups, results, and where there is nothing to reduce ----------------------------------------
 
 
 @spmd(ranks=4)

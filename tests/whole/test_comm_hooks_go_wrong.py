@@ -1,4 +1,6 @@
-"""Communication hooks that are refused, and those that fail: no rank waits, and the next step is as good as any."""
+"""Communication hooks that are refused, and those that fail: no rank waits, and the next step is as
+good as any.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from composable import fully_shard, no_sync, register_comm_hook, replicate
 from composable.errors import CommHookError, CommunicationError
 from tests.helpers.compare import full
-from tests.helpers.hooked_models import BOTH, KINDS, Fails, assert_same, fail, loss_of, mesh_of, model_of
+from tests.helpers.hooked_models import (
+    BOTH,
+    KINDS,
+    Fails,
+    assert_same,
+    fail,
+    loss_of,
+    mesh_of,
+    model_of,
+)
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device
 
@@ -25,7 +36,9 @@ from tests.helpers.world import Pool, current_device
 def _in_backward(model: nn.Module) -> str:
     told = []
     output = model(torch.ones(1, 6, device=current_device()))
-    output.register_hook(lambda _: told.append(refusal(lambda: register_comm_hook(model, noop_hook))))
+    output.register_hook(
+        lambda _: told.append(refusal(lambda: register_comm_hook(model, noop_hook)))
+    )
     output.sum().backward()
     return told[0]
 
@@ -80,40 +93,63 @@ def _refusals(which: str) -> str:
 
 
 _IN_A_STEP: Final = (
-    "PhaseError: register_comm_hook: unit '(root)' is in the middle of a step: in a forward or backward, between them, or in "
-    "no_sync, with accumulated gradients. Do it between two steps; what is not trained on belongs under torch.no_grad()"
+    "PhaseError: register_comm_hook: unit '(root)' is in the middle of a step: in a forward or"
+    " backward, between them, or in no_sync, with accumulated gradients. Do it between two steps;"
+    " what is not trained on belongs under torch.no_grad()"
 )
 _OF_FSDP1: Final = (
-    "AnnotationError: register_comm_hook: torch.distributed.algorithms._comm_hooks.default_hooks.{} is made for FSDP1, which "
-    "calls it with a tensor and not with a bucket. Use the hooks of torch.distributed.algorithms.ddp_comm_hooks"
+    "AnnotationError: register_comm_hook: torch.distributed.algorithms._comm_hooks.default_hooks.{}"
+    " is made for FSDP1, which calls it with a tensor and not with a bucket. Use the hooks of"
+    " torch.distributed.algorithms.ddp_comm_hooks"
 )
 _TEXTS: Final = {
-    "not annotated": "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module) or "
-    "fully_shard(module) first. Of units without a module around them, each takes a hook of its own",
-    "between annotated ones": "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module) or "
-    "fully_shard(module) first. Of units without a module around them, each takes a hook of its own",
-    "state first": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and dict cannot be called. "
-    "It stands before its state: register_comm_hook(module, hook, state)",
-    "one argument": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and <lambda> takes "
-    "(bucket). Bind other arguments with functools.partial",
+    "not annotated": (
+        "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module)"
+        " or fully_shard(module) first. Of units without a module around them, each takes a hook of"
+        " its own"
+    ),
+    "between annotated ones": (
+        "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module)"
+        " or fully_shard(module) first. Of units without a module around them, each takes a hook of"
+        " its own"
+    ),
+    "state first": (
+        "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and dict"
+        " cannot be called. It stands before its state: register_comm_hook(module, hook, state)"
+    ),
+    "one argument": (
+        "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and <lambda>"
+        " takes (bucket). Bind other arguments with functools.partial"
+    ),
     "of FSDP1": _OF_FSDP1.format("bf16_compress_hook"),
     "of FSDP1, bound": _OF_FSDP1.format("reduce_scatter_hook"),
-    "unknown stage": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce; stage= must name "
-    "the one that the hook replaces, got 'all_gather'",
-    "stage of shards": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce; stage= must "
-    "name the one that the hook replaces, got 'reduce_scatter'",
-    "twice": "AlreadyAnnotatedError: register_comm_hook: unit '(root)' has the communication hook 'noop_hook' already. Remove "
-    "it first, by the handle that registering it returned",
+    "unknown stage": (
+        "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce;"
+        " stage= must name the one that the hook replaces, got 'all_gather'"
+    ),
+    "stage of shards": (
+        "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce;"
+        " stage= must name the one that the hook replaces, got 'reduce_scatter'"
+    ),
+    "twice": (
+        "AlreadyAnnotatedError: register_comm_hook: unit '(root)' has the communication hook"
+        " 'noop_hook' already. Remove it first, by the handle that registering it returned"
+    ),
     "before backward": _IN_A_STEP,
     "in a window": _IN_A_STEP,
     "in backward": _IN_A_STEP,
-    "sparse": "AnnotationError: register_comm_hook: the gradient of parameter '0.weight' of unit '(root)' is sparse, and hooks "
-    "take dense ones. Make its embedding with sparse=False, or leave it to a unit without a hook",
+    "sparse": (
+        "AnnotationError: register_comm_hook: the gradient of parameter '0.weight' of unit '(root)'"
+        " is sparse, and hooks take dense ones. Make its embedding with sparse=False, or leave it"
+        " to a unit without a hook"
+    ),
     "removed in a window": _IN_A_STEP.replace("register_comm_hook", "remove a communication hook"),
 }
 
 
-@pytest.mark.parametrize("which", [pytest.param(n, marks=pytest.mark.sparse) if n == "sparse" else n for n in _TEXTS])
+@pytest.mark.parametrize(
+    "which", [pytest.param(n, marks=pytest.mark.sparse) if n == "sparse" else n for n in _TEXTS]
+)
 def test_what_cannot_be_is_refused_by_name(pool: Pool, which: str) -> None:
     assert same_on_all(pool.run(2, _refusals, which)) == _TEXTS[which]
 
@@ -124,7 +160,11 @@ def _refusals_of_shards(which: str) -> str:
         model = model_of()
         fully_shard(model.head)
         fully_shard(model, mesh=mesh_of())
-    stage = {"one stage": "all_reduce", "one within": "reduce_scatter", "no such": "all_gather"}.get(which)
+    stage = {
+        "one stage": "all_reduce",
+        "one within": "reduce_scatter",
+        "no such": "all_gather",
+    }.get(which)
     if which == "window":
         with no_sync(model):
             return refusal(lambda: register_comm_hook(model, allreduce_hook))
@@ -140,17 +180,31 @@ def _refusals_of_shards(which: str) -> str:
 
 
 _TEXTS_OF_SHARDS: Final = {
-    "one stage": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by reduce_scatter; stage= must "
-    "name the one that the hook replaces, got 'all_reduce'",
+    "one stage": (
+        "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by"
+        " reduce_scatter; stage= must name the one that the hook replaces, got 'all_reduce'"
+    ),
     "window": _TEXTS["in a window"],
     "twice": _TEXTS["twice"].replace("(root)", "head").replace("noop_hook", "allreduce_hook"),
-    "neither": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by reduce_scatter and then by "
-    "all_reduce; stage= must name the one that the hook replaces, got None",
-    "no such": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by reduce_scatter and then by "
-    "all_reduce; stage= must name the one that the hook replaces, got 'all_gather'",
-    "one within": "MeshError: register_comm_hook: unit 'head' is on another mesh than the module that the hook is for. "
-    "Register a hook for each, with a state of its own",
-    "a stage twice": _TEXTS["twice"].replace("(root)", "head").replace("'noop_hook'", "'allreduce_hook' for all_reduce"),
+    "neither": (
+        "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by"
+        " reduce_scatter and then by all_reduce; stage= must name the one that the hook replaces,"
+        " got None"
+    ),
+    "no such": (
+        "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by"
+        " reduce_scatter and then by all_reduce; stage= must name the one that the hook replaces,"
+        " got 'all_gather'"
+    ),
+    "one within": (
+        "MeshError: register_comm_hook: unit 'head' is on another mesh than the module that the"
+        " hook is for. Register a hook for each, with a state of its own"
+    ),
+    "a stage twice": (
+        _TEXTS["twice"]
+        .replace("(root)", "head")
+        .replace("'noop_hook'", "'allreduce_hook' for all_reduce")
+    ),
 }
 
 
@@ -163,10 +217,11 @@ def test_ranks_that_name_different_stages_are_told(pool: Pool) -> None:
     for rank, text in enumerate(pool.run(4, _refusals_of_shards, "differs")):
         other = 0 if rank == 3 else 3
         stages = ["all_reduce" if number == 3 else "reduce_scatter" for number in (other, rank)]
-        assert text == (
-            f"RanksDisagreeError: register_comm_hook: rank {other} registers allreduce_hook for {stages[0]}, and rank {rank} "
-            f"registers allreduce_hook for {stages[1]}; no rank registers a hook. All ranks register the same hooks, in the same "
-            "order"
+        assert (
+            text
+            == f"RanksDisagreeError: register_comm_hook: rank {other} registers allreduce_hook for"
+            f" {stages[0]}, and rank {rank} registers allreduce_hook for {stages[1]}; no rank"
+            " registers a hook. All ranks register the same hooks, in the same order"
         )
 
 
@@ -181,16 +236,21 @@ def _on_one_rank(what: str) -> str:
 
 def test_what_one_rank_refuses_no_rank_registers(pool: Pool) -> None:
     first, second = pool.run(2, _on_one_rank, "refused")
-    assert first.startswith("RanksDisagreeError: register_comm_hook: rank 1 refuses: register_comm_hook: a hook is called as")
+    assert first.startswith(
+        "RanksDisagreeError: register_comm_hook: rank 1 refuses: register_comm_hook: a hook is"
+        " called as"
+    )
     assert second.startswith("AnnotationError: ")
     first, _ = pool.run(2, _on_one_rank, "another")
-    assert first == (
-        "RanksDisagreeError: register_comm_hook: rank 1 registers allreduce_hook, and rank 0 registers noop_hook; no rank "
-        "registers a hook. All ranks register the same hooks, in the same order"
+    assert (
+        first
+        == "RanksDisagreeError: register_comm_hook: rank 1 registers allreduce_hook, and rank 0"
+        " registers noop_hook; no rank registers a hook. All ranks register the same hooks, in"
+        " the same order"
     )
 
 
-# --- hooks that fail ------------------------------------------------------------------------------------------------------
+# --- hooks that fail ----------------------------------------------------------------------------
 
 
 def _spoiled(model: Any) -> Tensor:
@@ -204,7 +264,9 @@ def _spoiled(model: Any) -> Tensor:
 
 
 def _fails_and_goes_on(how: str, kind: str, failing: str | None) -> str:
-    """The second model's first backward fails; then it trains on like the first, which did not. Returns what it raised."""
+    """The second model's first backward fails; then it trains on like the first, which did not.
+    Returns what it raised.
+    """
     models = [KINDS[kind]() for _ in range(2)]
     for stage in BOTH if kind == "hybrid" else (None,):
         register_comm_hook(models[0], allreduce_hook, stage=stage)
@@ -217,7 +279,10 @@ def _fails_and_goes_on(how: str, kind: str, failing: str | None) -> str:
         loss.backward()
     except (MemoryError, CommHookError, CommunicationError) as error:
         said = type(error).__name__
-    assert all(torch.equal(full(parameter), old) for parameter, old in zip(models[1].parameters(), before, strict=True))
+    assert all(
+        torch.equal(full(parameter), old)
+        for parameter, old in zip(models[1].parameters(), before, strict=True)
+    )
     for step in range(1, 4):
         for model in models:
             model.zero_grad()
@@ -243,4 +308,7 @@ _OUTCOMES: Final = {
 def test_after_a_hook_that_failed_on_all_ranks_the_next_step_works(
     pool: Pool, how: str, ranks: int, kind: str, stage: str | None
 ) -> None:
-    assert pool.run(ranks, _fails_and_goes_on, how, kind, stage, device="cpu") == [_OUTCOMES[how]] * ranks
+    assert (
+        pool.run(ranks, _fails_and_goes_on, how, kind, stage, device="cpu")
+        == [_OUTCOMES[how]] * ranks
+    )

@@ -1,6 +1,8 @@
-"""torch.compile before and after annotation: the same training, graphs that are made once, nothing of ours in them.
+"""torch.compile before and after annotation: the same training, graphs that are made once, nothing
+of ours in them.
 
-What torch.compile made can be annotated, before or after it ran; what cannot work is refused and leaves no harm.
+What torch.compile made can be annotated, before or after it ran; what cannot work is refused and
+leaves no harm.
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ from composable import (
     reshard,
     unshard,
 )
-from composable.errors import AlreadyAnnotatedError, AnnotationError, DifferentiationError, NotAnnotatedError
+from composable.errors import (
+    AlreadyAnnotatedError,
+    AnnotationError,
+    DifferentiationError,
+    NotAnnotatedError,
+)
 from tests.helpers.compare import full_gradients, full_parameters
 from tests.helpers.compiled import (
     ARMED_FROM,
@@ -49,7 +56,7 @@ from tests.helpers.compiled import (
 )
 from tests.helpers.world import Pool, current_device, spmd
 
-# --- parity -----------------------------------------------------------------------------------------------------------
+# --- parity --------------------------------------------------------------------------------------
 
 
 def _train(scheme: str, compiler: str, order: str, backend: str) -> None:
@@ -65,11 +72,17 @@ def _train(scheme: str, compiler: str, order: str, backend: str) -> None:
         if "block" in compiler:
             assert graphs == 1, "blocks of one class share their graph"
         else:
-            assert graphs == 4, "one graph before, between and behind the units, and one that the units share"
+            assert graphs == 4, (
+                "one graph before, between and behind the units, and one that the units share"
+            )
 
 
 _WAYS: Final = [("each block", "before"), ("each block", "after"), ("the model", "after")]
-_OTHER_WAYS: Final = [("each block, wrapped", "before"), ("the model", "before"), ("the model, in place", "after")]
+_OTHER_WAYS: Final = [
+    ("each block, wrapped", "before"),
+    ("the model", "before"),
+    ("the model, in place", "after"),
+]
 _CASES: Final = [
     *((scheme, *way) for scheme in SCHEMES for way in _WAYS),
     *(("fully_shard and checkpoint", *way) for way in _OTHER_WAYS),
@@ -89,7 +102,10 @@ _HEADERS: Final = Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
 @pytest.mark.beyond_sim("inductor does not know the device")
-@pytest.mark.skipif(_COMPILER is None or not _HEADERS.exists(), reason="inductor needs a C++ compiler and Python's headers")
+@pytest.mark.skipif(
+    _COMPILER is None or not _HEADERS.exists(),
+    reason="inductor needs a C++ compiler and Python's headers",
+)
 @pytest.mark.parametrize(
     ("scheme", "compiler", "order"),
     [
@@ -97,11 +113,13 @@ _HEADERS: Final = Path(sysconfig.get_paths()["include"]) / "Python.h"
         ("replicate and checkpoint", "the model", "before"),
     ],
 )
-def test_inductor_trains_as_one_process_too(pool: Pool, scheme: str, compiler: str, order: str) -> None:
+def test_inductor_trains_as_one_process_too(
+    pool: Pool, scheme: str, compiler: str, order: str
+) -> None:
     pool.run(2, _train, scheme, compiler, order, "inductor", timeout=300)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------
 
 
 def _saved_by_compiled_nodes(tensor: Tensor) -> list[Tensor]:
@@ -131,15 +149,22 @@ def test_compiled_graphs_keep_no_copies_of_parameters_for_backward() -> None:
         unshard(model)  # of what is not there autograd shows nothing
         saved = _saved_by_compiled_nodes(loss)
         reshard(model)
-        assert any(tensor.numel() in sizes for tensor in saved), "parameters are among what is saved, or nothing is shown here"
-        left = [tensor.shape for tensor in saved if tensor.numel() in sizes and tensor.untyped_storage().nbytes()]
-        # The root keeps its parameters until the outermost forward is done; blocks have given theirs back.
+        assert any(tensor.numel() in sizes for tensor in saved), (
+            "parameters are among what is saved, or nothing is shown here"
+        )
+        left = [
+            tensor.shape
+            for tensor in saved
+            if tensor.numel() in sizes and tensor.untyped_storage().nbytes()
+        ]
+        # The root keeps its parameters until the outermost forward is done; blocks have given
+        # theirs back.
         assert left == []
         del saved
         loss.backward()
 
 
-# --- what is traced ---------------------------------------------------------------------------------------------------
+# --- what is traced -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["fully_shard and checkpoint", "replicate around fully_shard"])
@@ -178,7 +203,8 @@ def test_a_compiled_function_may_run_forward_and_backward(scheme: str) -> None:
             optimizer.zero_grad()
 
 
-# It does not call what is to be called at its end: no gradient would be averaged, and nobody would know.
+# It does not call what is to be called at its end: no gradient would be averaged, and nobody would
+# know.
 @pytest.mark.parametrize("scheme", ["fully_shard without resharding", "fully_shard"])
 @spmd(ranks=2, everywhere=True)
 def test_a_backward_that_compiled_autograd_runs_is_refused(scheme: str) -> None:
@@ -195,13 +221,20 @@ def test_a_backward_that_compiled_autograd_runs_is_refused(scheme: str) -> None:
         for each in (model, plain):
             each.zero_grad()
             each(batch).square().mean().backward()
-        torch.testing.assert_close(full_gradients(model), full_gradients(plain), rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(
+            full_gradients(model), full_gradients(plain), rtol=1e-9, atol=1e-11
+        )
 
 
 def test_importing_the_library_does_not_import_dynamo() -> None:
-    seen = "import sys, composable; print([name for name in sys.modules if name.startswith('torch._dynamo')])"
+    seen = (
+        "import sys, composable; print([name for name in sys.modules if"
+        " name.startswith('torch._dynamo')])"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(composable.__file__).parent.parent)}
-    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", seen], capture_output=True, text=True, check=True, env=environment
+    )
     assert done.stdout == "[]\n"
 
 
@@ -217,7 +250,7 @@ def test_a_marked_function_is_never_compiled() -> None:
         assert namespace["inner"].__code__ not in asked
 
 
-# --- annotation of what is compiled -----------------------------------------------------------------------------------
+# --- annotation of what is compiled -------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -228,7 +261,9 @@ def test_what_torch_compile_returned_can_be_annotated_in_place_of_the_module() -
         assert fully_shard(called, policy={Block}) is called
         assert fully_shard.state(called) is fully_shard.state(model) is not None
         assert list(registry(model)) == ["fully_shard"]
-        assert [row.unit for row in describe(called).rows] == [row.unit for row in describe(model).rows]
+        assert [row.unit for row in describe(called).rows] == [
+            row.unit for row in describe(model).rows
+        ]
         with pytest.raises(AlreadyAnnotatedError):
             fully_shard(called)
         assert_trains_as_one_process(model, called)
@@ -270,7 +305,9 @@ def test_methods_of_a_compiled_model_can_be_registered() -> None:
 @pytest.mark.parametrize("scheme", ["fully_shard", "replicate and checkpoint"])
 @spmd(ranks=2, everywhere=True)
 def test_a_model_that_ran_compiled_can_be_annotated(scheme: str) -> None:
-    """Graphs do not notice hooks that come later: those of a replicated or checkpointed module would be left out."""
+    """Graphs do not notice hooks that come later: those of a replicated or checkpointed module
+    would be left out.
+    """
     with fresh_compiler():
         model = CASE.model(0, 0, current_device())
         called = torch.compile(model, backend="aot_eager")
@@ -279,10 +316,12 @@ def test_a_model_that_ran_compiled_can_be_annotated(scheme: str) -> None:
         model.zero_grad()
         gc.collect()
         SCHEMES[scheme](model)
-        assert assert_trains_as_one_process(model, called) > 1, "the graph of the whole model is used no more"
+        assert assert_trains_as_one_process(model, called) > 1, (
+            "the graph of the whole model is used no more"
+        )
 
 
-# --- what cannot work -------------------------------------------------------------------------------------------------
+# --- what cannot work ---------------------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -292,7 +331,9 @@ def test_one_graph_for_the_whole_model_is_refused_with_advice_and_leaves_the_mod
         fully_shard(model, policy={Block})
         called = torch.compile(model, fullgraph=True, backend="aot_eager")
         (batch,) = CASE.inputs(0, 0, 0, current_device())
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="composable gathers parameters") as caught:
+        with pytest.raises(
+            torch._dynamo.exc.Unsupported, match="composable gathers parameters"
+        ) as caught:
             called(batch)
         assert "for block in model.blocks: block.compile(fullgraph=True)" in str(caught.value)
         assert_trains_as_one_process(model, each_block(model, backend="aot_eager"))
@@ -311,8 +352,12 @@ def test_a_compiled_forward_that_raises_leaves_the_model_usable() -> None:
         assert full_gradients(model).keys() == full_parameters(model).keys()
 
 
-def test_annotating_resets_no_compiler_that_has_compiled_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Optimizers import Dynamo. To reset it imports inductor, which takes seconds, and warns on some versions."""
+def test_annotating_resets_no_compiler_that_has_compiled_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Optimizers import Dynamo. To reset it imports inductor, which takes seconds, and warns on
+    some versions.
+    """
     with fresh_compiler():
         monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("reset"))
         fully_shard(torch.nn.Linear(2, 2))

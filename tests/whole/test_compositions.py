@@ -1,4 +1,6 @@
-"""Features that are right alone are right together: every two values of two axes meet, on 2 and 4 ranks."""
+"""Features that are right alone are right together: every two values of two axes meet, on 2 and 4
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from tests.helpers.world import Pool, need_devices
 _PARTS = 4  # of all combinations, so that a run shows progress and a failure repeats quickly
 _DRAWN = {ranks: combinations_of(ranks) for ranks in (2, 4)}
 _TASKS = [
-    pytest.param(ranks, part, id=f"{ranks} ranks, {len(_DRAWN[ranks][part::_PARTS])} of {len(_DRAWN[ranks])} combinations")
+    pytest.param(
+        ranks,
+        part,
+        id=(
+            f"{ranks} ranks, {len(_DRAWN[ranks][part::_PARTS])} of {len(_DRAWN[ranks])}"
+            " combinations"
+        ),
+    )
     for ranks in (2, 4)
     for part in range(_PARTS)
 ]
@@ -25,11 +34,16 @@ def test_combinations_compute_what_they_say(
     need_devices(device, ranks)
     for results in pool.run(ranks, run, _DRAWN[ranks][part::_PARTS], device=device):
         assert [(combination, found) for combination, found in results if found] == []
-    record_property(f"combinations of features computed what they say, on {ranks} ranks", len(_DRAWN[ranks][part::_PARTS]))
+    record_property(
+        f"combinations of features computed what they say, on {ranks} ranks",
+        len(_DRAWN[ranks][part::_PARTS]),
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_two_values_that_can_meet_do(ranks: int, record_property: Callable[[str, object], None]) -> None:
+def test_every_two_values_that_can_meet_do(
+    ranks: int, record_property: Callable[[str, object], None]
+) -> None:
     met = {pair for combination in _DRAWN[ranks] for pair in combination.pairs}
     assert [pair for pair in pairs_of(ranks) if pair not in met] == []
     record_property(f"pairs of features met in them, on {ranks} ranks", len(pairs_of(ranks)))

@@ -1,4 +1,6 @@
-"""Copies of annotated models are annotated alike and train apart from the original; replicated ones pickle as plain models."""
+"""Copies of annotated models are annotated alike and train apart from the original; replicated ones
+pickle as plain models.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ from tests.helpers.compare import (
 from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import current_device, spmd
 
-# --- every way to annotate --------------------------------------------------------------------------------------------
+# --- every way to annotate -----------------------------------------------------------------------
 
 _CASES: Final = ("transformer with tied embedding", "odd sizes")
 
@@ -69,17 +71,21 @@ def test_a_copy_and_its_original_train_apart_as_one_process_does(scheme: str) ->
         sent = ledger_of(dist.group.WORLD).count
         twin = copy.deepcopy(model)
         assert ledger_of(dist.group.WORLD).count == sent, "a copy sends nothing"
-        assert [[*registry(module)] for module in twin.modules()] == [[*registry(module)] for module in model.modules()]
+        assert [[*registry(module)] for module in twin.modules()] == [
+            [*registry(module)] for module in model.modules()
+        ]
         expected = replica_trainings(case, ranks, 2, 0, how.replicated)[dist.get_rank()]
         found = differences_in_anatomy(anatomy(model), anatomy(twin))
         for each in (model, twin):
             found += differences_in_training(expected, distributed_training(case, each, 2, 0))
         third = copy.deepcopy(twin)
-        assert all(map(torch.equal, all_full([*third.parameters()]), all_full([*twin.parameters()])))
+        assert all(
+            map(torch.equal, all_full([*third.parameters()]), all_full([*twin.parameters()]))
+        )
         assert not found, f"{name}: {found[:5]}"
 
 
-# --- programs that copy -----------------------------------------------------------------------------------------------
+# --- programs that copy -------------------------------------------------------------------------
 
 _PLANS: Final[dict[str, Callable[[nn.Sequential], Any]]] = {
     "fully_shard": lambda model: fully_shard(model, policy={nn.Linear}),
@@ -102,11 +108,15 @@ def _annotated(plan: str) -> nn.Sequential:
 
 
 def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(current_device())
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(
+        current_device()
+    )
 
 
 def _losses(model: nn.Module, step: int) -> list[Tensor]:
-    """On an annotated model that of this rank; on a plain one what makes the mean over all ranks."""
+    """On an annotated model that of this rank; on a plain one what makes the mean over all
+    ranks.
+    """
     if any(registry(module) for module in model.modules()):
         return [model(_batch(step, dist.get_rank())).square().mean()]
     ranks = dist.get_world_size()
@@ -162,7 +172,9 @@ def test_gradients_held_by_no_sync_stay_with_the_original(plan: str) -> None:
     with no_sync(model):
         _backward(model, 0)
         twin = copy.deepcopy(model)
-    assert all(parameter.grad is None for parameter in twin.parameters()), "as torch copies parameters"
+    assert all(parameter.grad is None for parameter in twin.parameters()), (
+        "as torch copies parameters"
+    )
     _assert_trains_as_plain(twin)
     _backward(expected, 0)
     for each in (model, expected):
@@ -190,7 +202,9 @@ def test_a_copy_where_one_rank_edits_is_refused() -> None:
     model = _annotated("fully_shard")
     with (
         unsharded(model, rank0_only=True),
-        pytest.raises(PhaseError, match=r"^copy\.deepcopy of unit '.*' inside of unsharded\(rank0_only=True\)"),
+        pytest.raises(
+            PhaseError, match=r"^copy\.deepcopy of unit '.*' inside of unsharded\(rank0_only=True\)"
+        ),
     ):
         copy.deepcopy(model)
     _assert_trains_as_plain(copy.deepcopy(model))
@@ -314,7 +328,10 @@ def _remove_all(model: nn.Module) -> None:
 def _attributes(model: nn.Module) -> list[tuple[list[str], list[int]]]:
     """The attributes of all modules, and how many entries each table has."""
     return [
-        (sorted(vars(module)), [len(value) for _, value in sorted(vars(module).items()) if isinstance(value, dict)])
+        (
+            sorted(vars(module)),
+            [len(value) for _, value in sorted(vars(module).items()) if isinstance(value, dict)],
+        )
         for module in model.modules()
     ]
 
@@ -349,7 +366,7 @@ def test_arguments_hold_for_the_copy() -> None:
     _assert_same(twin, expected)
 
 
-# --- parts, and several models ----------------------------------------------------------------------------------------
+# --- parts, and several models ------------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -408,8 +425,12 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize("embedding_first", [True, False])
 @pytest.mark.parametrize("replicated", [True, False])
 @spmd(ranks=2)
-def test_tied_parameters_stay_tied_and_can_be_removed(replicated: bool, embedding_first: bool) -> None:
-    model, expected = (_Tied(embedding_first=embedding_first).to(current_device()) for _ in range(2))
+def test_tied_parameters_stay_tied_and_can_be_removed(
+    replicated: bool, embedding_first: bool
+) -> None:
+    model, expected = (
+        _Tied(embedding_first=embedding_first).to(current_device()) for _ in range(2)
+    )
     if replicated:
         replicate(model.table)
     fully_shard(model, policy={nn.Linear})
@@ -458,14 +479,16 @@ def test_methods_and_communication_hooks_are_those_of_the_copy() -> None:
     assert calls["called"] == 0
     model(x).sum().backward()
     assert calls["called"] == 1
-    assert all(map(torch.equal, *(all_full([p.grad for p in each.parameters()]) for each in (model, twin))))
+    assert all(
+        map(torch.equal, *(all_full([p.grad for p in each.parameters()]) for each in (model, twin)))
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
         assert twin.generate(x).abs().sum() > 0
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -473,12 +496,14 @@ def test_states_of_hooks_and_modules_that_cannot_be_copied_are_refused_by_name()
     model = _annotated("replicate")
     register_comm_hook(model, lambda state, bucket: bucket.buffer(), [dist.group.WORLD])
     with pytest.raises(
-        CommHookError, match=r"^copy\.deepcopy: the state of the communication hook '<lambda>' cannot be copied"
+        CommHookError,
+        match=r"^copy\.deepcopy: the state of the communication hook '<lambda>' cannot be copied",
     ):
         copy.deepcopy(model)
     traced = fully_shard(torch.fx.symbolic_trace(_plain()))
     with pytest.raises(
-        AnnotationError, match=r"^copy\.deepcopy of Sequential: the __deepcopy__ of Sequential leaves out hooks"
+        AnnotationError,
+        match=r"^copy\.deepcopy of Sequential: the __deepcopy__ of Sequential leaves out hooks",
     ):
         copy.deepcopy(traced)
     _assert_trains_as_plain(traced)
@@ -490,13 +515,16 @@ def test_shards_are_not_pickled() -> None:
         model = _annotated(plan)
         for part in (model, nn.ModuleList([model]), model[2]):
             with pytest.raises(
-                AnnotationError, match=r"^the annotated unit '.*' is spread over process groups, and cannot be pickled"
+                AnnotationError,
+                match=(
+                    r"^the annotated unit '.*' is spread over process groups, and cannot be pickled"
+                ),
             ):
                 pickle.dumps(part)
         _assert_trains_as_plain(model)
 
 
-# --- pickling ---------------------------------------------------------------------------------------------------------
+# --- pickling -----------------------------------------------------------------------------------
 
 
 def _pickled_and_loaded(model: Any) -> Any:

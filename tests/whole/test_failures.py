@@ -100,7 +100,9 @@ def _loss(model: nn.Module, number: int = 0) -> Tensor:
 
 
 def _assert_good_step(model: Model, *, skipped: int = -1) -> None:
-    """A step has the gradients of a plain model with the same parameters, which are those of a new one."""
+    """A step has the gradients of a plain model with the same parameters, which are those of a new
+    one.
+    """
     model.zero_grad()
     plain = Model()
     plain.skipped = skipped
@@ -123,7 +125,7 @@ def _lose_step(model: Model, where: str, kind: type[BaseException] = MemoryError
     setattr(block, f"in_{where}", None)
 
 
-# --- all ranks raise --------------------------------------------------------------------------------------------------
+# --- all ranks raise ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -141,14 +143,17 @@ def test_reset_frees_and_drops_everything_at_once(where: str, verb: str) -> None
         _lose_step(model, where)
     reset(model)
     assert {row.state for row in describe(model).rows} <= {"SHARDED", "-"}
-    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
+    assert [
+        name for name, parameter in model.named_parameters() if parameter.grad is not None
+    ] == []
     with logged() as lines:
         _assert_good_step(model)
     assert lines == [], "nothing is left to reset"
 
 
 @pytest.mark.parametrize(
-    ("where", "what"), [("forward", "its forward raised MemoryError"), ("backward", "its backward did not finish")]
+    ("where", "what"),
+    [("forward", "its forward raised MemoryError"), ("backward", "its backward did not finish")],
 )
 @spmd(ranks=2, everywhere=True)
 def test_a_failed_step_is_reported_once_with_its_unit(where: str, what: str) -> None:
@@ -179,19 +184,30 @@ def test_where_a_failed_backward_is_caught_modules_hold_what_they_hold_at_rest(v
     for name, value in found.items():
         assert type(value) is type(before[name])
         assert not isinstance(value, DTensor) or value.placements == before[name].placements
-        assert torch.equal(*(each.to_local() if isinstance(each, DTensor) else each for each in (value, before[name])))
-    assert all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
+        assert torch.equal(
+            *(
+                each.to_local() if isinstance(each, DTensor) else each
+                for each in (value, before[name])
+            )
+        )
+    assert all(
+        parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]
+    )
     _assert_good_step(model)
 
 
-# --- one rank ends ----------------------------------------------------------------------------------------------------
+# --- one rank ends ------------------------------------------------------------------------------
 
 
 def _end_alone(verb: str, where: str, how: str) -> None:
     model = _annotated(verb)
     _assert_good_step(model)
     if dist.get_rank() == 1:
-        end = (lambda: os._exit(3)) if how == "ends" else (lambda: os.kill(os.getpid(), signal.SIGKILL))
+        end = (
+            (lambda: os._exit(3))
+            if how == "ends"
+            else (lambda: os.kill(os.getpid(), signal.SIGKILL))
+        )
         setattr(model.blocks[1], f"in_{where}", end)
     with mock.patch.object(ledger, "REPORT_SECONDS", 1.0):
         try:
@@ -211,22 +227,31 @@ def _end_alone(verb: str, where: str, how: str) -> None:
         ("both", "forward", "is killed"),
     ],
 )
-def test_when_one_rank_ends_the_others_are_told_what_they_waited_for(pool: Pool, verb: str, where: str, how: str) -> None:
+def test_when_one_rank_ends_the_others_are_told_what_they_waited_for(
+    pool: Pool, verb: str, where: str, how: str
+) -> None:
     with mock.patch.object(world, "GRACE", 30.0), pytest.raises(RanksFailed) as failed:
         pool.run(3, _end_alone, verb, where, how)
     of_ranks = re.split(r"--- rank (\d):\n", str(failed.value))
     texts = dict(zip(of_ranks[1::2], of_ranks[2::2], strict=True))
     assert texts["1"].startswith(f"died with exit code {3 if how == 'ends' else -9}")
     for rank in "02":
-        said = re.search(rf"^rank {rank}: the [a-z -]* of unit '[\w.()]+'.* failed: \S", texts[rank], re.MULTILINE)
+        said = re.search(
+            rf"^rank {rank}: the [a-z -]* of unit '[\w.()]+'.* failed: \S",
+            texts[rank],
+            re.MULTILINE,
+        )
         assert said, texts[rank]
         _, cure, mine, *rest = texts[rank][said.start() :].splitlines()
         assert "look for the first error among all ranks" in cure
         assert re.match(rf"Last launches of rank {rank} \(\d+ in all\): ", mine)
-        assert re.search(r"rank (0, |)1(, 2|): no report within 1 s: ended, or did not fail so far", "".join(rest)), texts[rank]
+        assert re.search(
+            r"rank (0, |)1(, 2|): no report within 1 s: ended, or did not fail so far",
+            "".join(rest),
+        ), texts[rank]
 
 
-# --- ranks that run other things --------------------------------------------------------------------------------------
+# --- ranks that run other things ----------------------------------------------------------------
 
 
 def _skip_a_unit_alone() -> str:
@@ -250,7 +275,9 @@ def test_a_unit_that_one_rank_skips_later_ends_with_what_each_rank_launched(pool
 
 @pytest.mark.parametrize("verb", VERBS)
 @spmd(ranks=3, everywhere=True)
-def test_ranks_may_run_other_numbers_of_forwards_without_gradients_where_nothing_is_gathered(verb: str) -> None:
+def test_ranks_may_run_other_numbers_of_forwards_without_gradients_where_nothing_is_gathered(
+    verb: str,
+) -> None:
     model = _annotated(verb)
     for _ in range(2):
         _assert_good_step(model)
@@ -260,12 +287,17 @@ def test_ranks_may_run_other_numbers_of_forwards_without_gradients_where_nothing
                 model(_batch(number))
 
 
-# --- one process ------------------------------------------------------------------------------------------------------
+# --- one process --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("verbs", [(fully_shard,), (replicate,), (checkpoint, fully_shard), (offload_activations, fully_shard)])
-def test_the_cell_of_a_notebook_that_was_interrupted_can_be_run_again(verbs: tuple[Any, ...], where: str) -> None:
+@pytest.mark.parametrize(
+    "verbs",
+    [(fully_shard,), (replicate,), (checkpoint, fully_shard), (offload_activations, fully_shard)],
+)
+def test_the_cell_of_a_notebook_that_was_interrupted_can_be_run_again(
+    verbs: tuple[Any, ...], where: str
+) -> None:
     assert not dist.is_initialized()
     model = Model()
     plain = copy.deepcopy(model)
@@ -273,7 +305,8 @@ def test_the_cell_of_a_notebook_that_was_interrupted_can_be_run_again(verbs: tup
         verb(model, policy={Block})
     for _ in range(2):
         _lose_step(model, where, KeyboardInterrupt)
-        for each in (model, plain):  # first the one that was interrupted: torch goes on saving tensors for its checkpoint
+        # first the one that was interrupted: torch goes on saving tensors for its checkpoint
+        for each in (model, plain):
             each.zero_grad()
             _loss(each).backward()
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):

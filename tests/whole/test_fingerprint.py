@@ -1,4 +1,6 @@
-"""Fingerprints of values differ where values do, wherever these lie, and agree where values do, whatever their layout."""
+"""Fingerprints of values differ where values do, wherever these lie, and agree where values do,
+whatever their layout.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def fingerprint(tensor: Tensor) -> int:
 
 def _changed() -> dict[str, tuple[Tensor, Tensor]]:
     one = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
-    alike = torch.stack([torch.arange(8.0).roll(shift) for shift in range(6)])  # rows with equal sums
+    # rows with equal sums
+    alike = torch.stack([torch.arange(8.0).roll(shift) for shift in range(6)])
     long = torch.arange(600_000, dtype=torch.float32)
     odd = torch.ones(3, dtype=torch.bfloat16)
     other_end = odd.clone()
@@ -34,7 +37,10 @@ def _changed() -> dict[str, tuple[Tensor, Tensor]]:
         "distant blocks swapped": (long, torch.cat([long[300_000:], long[:300_000]])),
         "one bit": (torch.zeros(5), torch.tensor([0, 0, 0, 0, -0.0])),
         "the last element of an odd number of short ones": (odd, other_end),
-        "bytes": (torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([2, 1, 3], dtype=torch.uint8)),
+        "bytes": (
+            torch.tensor([1, 2, 3], dtype=torch.uint8),
+            torch.tensor([2, 1, 3], dtype=torch.uint8),
+        ),
     }
 
 
@@ -55,9 +61,18 @@ def test_all_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = []
     item, tolist = Tensor.item, Tensor.tolist
     monkeypatch.setattr(Tensor, "item", lambda tensor: (reads.append("item"), item(tensor))[1])
-    monkeypatch.setattr(Tensor, "__int__", lambda tensor: (reads.append("int"), int(item(tensor)))[1])
-    monkeypatch.setattr(Tensor, "tolist", lambda tensor: (reads.append("tolist"), tolist(tensor))[1])
-    tensors = [torch.arange(7.0), torch.empty(0), torch.empty(3, device="meta"), torch.ones(300_000, dtype=torch.bfloat16)]
+    monkeypatch.setattr(
+        Tensor, "__int__", lambda tensor: (reads.append("int"), int(item(tensor)))[1]
+    )
+    monkeypatch.setattr(
+        Tensor, "tolist", lambda tensor: (reads.append("tolist"), tolist(tensor))[1]
+    )
+    tensors = [
+        torch.arange(7.0),
+        torch.empty(0),
+        torch.empty(3, device="meta"),
+        torch.ones(300_000, dtype=torch.bfloat16),
+    ]
     found = fingerprints(tensors)
     assert reads == ["tolist"]
     assert found == [fingerprint(tensor) for tensor in tensors]
@@ -65,7 +80,9 @@ def test_all_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operation makes, in other memory than that of `tensor`."""
+    """The bytes of the largest tensor that an operation makes, in other memory than that of
+    `tensor`.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -88,7 +105,9 @@ def test_a_large_parameter_takes_a_few_mib_of_memory() -> None:
 
 def _large_tensors() -> int:
     gc.collect()
-    return sum(issubclass(type(item), Tensor) and item.nbytes >= 1 << 20 for item in gc.get_objects())
+    return sum(
+        issubclass(type(item), Tensor) and item.nbytes >= 1 << 20 for item in gc.get_objects()
+    )
 
 
 def test_nothing_of_it_stays_in_memory() -> None:

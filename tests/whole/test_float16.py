@@ -1,4 +1,6 @@
-"""float16 gradients are divided in two steps, before and after the sum: neither loses what the two together keep."""
+"""float16 gradients are divided in two steps, before and after the sum: neither loses what the two
+together keep.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LARGEST: Final = 2.0**14  # of which float16 can add up three, but not four
 
 
 class Weights(nn.Module):
-    """Gradients are what it is called with: of a weight that travels by itself, and of one that shares a message."""
+    """Gradients are what it is called with: of a weight that travels by itself, and of one that
+    shares a message.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,25 +40,39 @@ def _gradients(how: str, grad_reduce: str | float, *terms: float) -> dict[str, l
     if how == "replicate":
         replicate(model, grad_reduce=grad_reduce)
     else:
-        replicas = {"fully_shard": 0, "two replicas": 2, "as many replicas as ranks": dist.get_world_size()}[how]
-        mesh = init_device_mesh(current_device().type, (replicas, dist.get_world_size() // replicas)) if replicas else None
+        replicas = {
+            "fully_shard": 0,
+            "two replicas": 2,
+            "as many replicas as ranks": dist.get_world_size(),
+        }[how]
+        mesh = (
+            init_device_mesh(current_device().type, (replicas, dist.get_world_size() // replicas))
+            if replicas
+            else None
+        )
         fully_shard(model, mesh=mesh, grad_reduce=grad_reduce)
     model(torch.tensor(terms[dist.get_rank()], dtype=torch.float16)).backward()
-    return {name: torch.unique(g).tolist() for name, g in full_gradients(model).items() if g is not None}
+    return {
+        name: torch.unique(g).tolist() for name, g in full_gradients(model).items() if g is not None
+    }
 
 
 @pytest.mark.parametrize("grad_reduce", ["mean", 4.0])
-@pytest.mark.parametrize("how", ["fully_shard", "two replicas", "as many replicas as ranks", "replicate"])
+@pytest.mark.parametrize(
+    "how", ["fully_shard", "two replicas", "as many replicas as ranks", "replicate"]
+)
 def test_neither_the_smallest_nor_large_gradients_are_lost_and_ranks_round_alike(
     pool: Pool, how: str, grad_reduce: str | float, device: str
 ) -> None:
     need_devices(device, 4)
-    # By the square root of four ranks: half of the second smallest number is the smallest, a quarter of it is nothing.
+    # By the square root of four ranks: half of the second smallest number is the smallest, a
+    # quarter of it is nothing.
     for value in (2 * SMALLEST, LARGEST):
         for gradients in pool.run(4, _gradients, how, grad_reduce, *[value] * 4, device=device):
             assert gradients == {"large": [value], "small": [value]}
     summed = pool.run(4, _gradients, how, "sum", *[SMALLEST] * 4, device=device)
     assert summed == [{"large": [4 * SMALLEST], "small": [4 * SMALLEST]}] * 4
-    # An odd number of the smallest, halved, is rounded; whoever does not round it where the other one does ends up apart.
+    # An odd number of the smallest, halved, is rounded; whoever does not round it where the other
+    # one does ends up apart.
     one, other = pool.run(2, _gradients, how, grad_reduce, SMALLEST, 2 * SMALLEST, device=device)
     assert one == other

@@ -1,4 +1,6 @@
-"""Optimizers that hold parameters which nothing trains are told so at their step, and optimizers that do not are left alone."""
+"""Optimizers that hold parameters which nothing trains are told so at their step, and optimizers
+that do not are left alone.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.helpers.world import Pool, current_device, spmd
 def _model() -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
     device = current_device()
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(device), torch.ones(2, 3, device=device)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(device), torch.ones(
+        2, 3, device=device
+    )
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -81,27 +85,44 @@ MADE: Final[dict[str, tuple[Callable[[], tuple[nn.Module, torch.optim.Optimizer]
         _before_the_annotation,
         "parameter 'weight' of unit '0' was replaced on its module, by an annotation",
     ),
-    "before parameters were replaced": (_before_parameters_were_replaced, "parameter 'weight' of unit '0' was replaced on"),
-    "before an assignment was adopted": (_before_an_assignment_was_adopted, "parameter 'weight' of unit '0' was replaced on"),
+    "before parameters were replaced": (
+        _before_parameters_were_replaced,
+        "parameter 'weight' of unit '0' was replaced on",
+    ),
+    "before an assignment was adopted": (
+        _before_an_assignment_was_adopted,
+        "parameter 'weight' of unit '0' was replaced on",
+    ),
     "before the annotation was removed": (
         _before_the_annotation_was_removed,
-        "parameter '0.weight' of unit '(root)' was replaced when the annotation was removed. Make the optimizer anew",
+        (
+            "parameter '0.weight' of unit '(root)' was replaced when the annotation was removed."
+            " Make the optimizer anew"
+        ),
     ),
     "before an annotation came around both": (
         _before_an_annotation_came_around_both,
-        "parameter 'weight' of unit '0' is what modules compute with: the optimizer was made inside a forward or backward, or before "
-        "an annotation came around both replicated and sharded modules. Make it after annotating, and between steps,",
+        (
+            "parameter 'weight' of unit '0' is what modules compute with: the optimizer was made"
+            " inside a forward or backward, or before an annotation came around both replicated and"
+            " sharded modules. Make it after annotating, and between steps,"
+        ),
     ),
     "inside a forward": (
         _inside_a_forward,
-        "parameter '0.weight' of unit '(root)' is what modules compute with: the optimizer was made inside a forward",
+        (
+            "parameter '0.weight' of unit '(root)' is what modules compute with: the optimizer was"
+            " made inside a forward"
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("when", MADE)
 @spmd(ranks=2)
-def test_an_optimizer_that_would_train_nothing_is_refused_and_its_parameters_are_not_clipped(when: str) -> None:
+def test_an_optimizer_that_would_train_nothing_is_refused_and_its_parameters_are_not_clipped(
+    when: str,
+) -> None:
     model, optimizer = MADE[when][0]()
     x = _model()[1]
     with torch.no_grad():
@@ -109,16 +130,24 @@ def test_an_optimizer_that_would_train_nothing_is_refused_and_its_parameters_are
     model(x).sum().backward()
     stale = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [
-        None if parameter.grad is None else full(parameter.grad).clone() for parameter in (*stale, *model.parameters())
+        None if parameter.grad is None else full(parameter.grad).clone()
+        for parameter in (*stale, *model.parameters())
     ]
-    with pytest.raises(ClippingError, match=r"parameter '(0\.)?weight' of unit .* is not the one that is trained"):
+    with pytest.raises(
+        ClippingError, match=r"parameter '(0\.)?weight' of unit .* is not the one that is trained"
+    ):
         clip_grad_norm_(stale, 1e-3)
-    after = [None if parameter.grad is None else full(parameter.grad) for parameter in (*stale, *model.parameters())]
+    after = [
+        None if parameter.grad is None else full(parameter.grad)
+        for parameter in (*stale, *model.parameters())
+    ]
     torch.testing.assert_close(after, gradients, rtol=0, atol=0)
     with pytest.raises(OptimizerError) as caught:
         optimizer.step()
     assert str(caught.value).startswith(f"SGD.step: {MADE[when][1]}")
-    assert str(caught.value).endswith("from model.parameters(), or call rebind_optimizer(). The step would train nothing")
+    assert str(caught.value).endswith(
+        "from model.parameters(), or call rebind_optimizer(). The step would train nothing"
+    )
     with torch.no_grad():
         torch.testing.assert_close(model(x), before, rtol=0, atol=0)
     assert clip_grad_norm_(model, 1e-3) > 0
@@ -135,7 +164,11 @@ def test_an_optimizer_of_a_parameter_that_was_assigned_trains_once_it_is_rebound
     if plan == "replicate beside shards":
         replicate(model[0])
     hybrid = init_device_mesh(x.device.type, (2, 1), mesh_dim_names=("replicate", "shard"))
-    replicate(model) if plan == "replicate" else fully_shard(model, mesh=hybrid if plan == "hybrid" else None)
+    (
+        replicate(model)
+        if plan == "replicate"
+        else fully_shard(model, mesh=hybrid if plan == "hybrid" else None)
+    )
     model(x).sum().backward()
     model.zero_grad()
     assigned = model[0].weight = nn.Parameter(full(model[0].weight.detach()) * 2)
@@ -176,6 +209,8 @@ def _made_before(verb: Callable[..., nn.Module]) -> None:
     optimizer.step()
 
 
-def test_an_optimizer_made_before_the_users_own_parameters_were_annotated_trains(pool: Pool) -> None:
+def test_an_optimizer_made_before_the_users_own_parameters_were_annotated_trains(
+    pool: Pool,
+) -> None:
     pool.run(2, _made_before, replicate)
     _made_before(fully_shard)  # without a group

@@ -1,4 +1,5 @@
-"""Frozen parameters: they cost no gradient, no memory for one and no reduction, and what they are when backward comes decides.
+"""Frozen parameters: they cost no gradient, no memory for one and no reduction, and what they are
+when backward comes decides.
 
 The parity of parameters that stay frozen is in test_compositions and the battery.
 """
@@ -29,7 +30,9 @@ class Adapted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.quantised = nn.Parameter(torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+        self.quantised = nn.Parameter(
+            torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False
+        )
         self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.down, self.up = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
@@ -46,7 +49,9 @@ class Base(nn.Sequential):
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
     base = [Base(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False) for _ in range(2)]
-    return nn.Sequential(Adapted(), base[0], Adapted(), base[1], nn.Linear(WIDTH, 2)).to(current_device())
+    return nn.Sequential(Adapted(), base[0], Adapted(), base[1], nn.Linear(WIDTH, 2)).to(
+        current_device()
+    )
 
 
 def _batch(rank: int, turn: int) -> Tensor:
@@ -65,7 +70,9 @@ def test_frozen_parameters_have_no_gradient_no_memory_for_one_and_no_reduction()
             assert group.state is ShardedState.SHARDED
     for unit in units_below([model]):
         for bucket in unit.buckets:
-            trained = [p for p, trains in zip(bucket.at_rest, bucket.trainable, strict=True) if trains]
+            trained = [
+                p for p, trains in zip(bucket.at_rest, bucket.trainable, strict=True) if trains
+            ]
             assert bool(bucket.reducer.plans) == bool(trained), "no reduction"
             local = sum(parameter.to_local().numel() for parameter in trained)  # type: ignore[attr-defined]
             whole = sum(parameter.numel() for parameter in trained)
@@ -86,7 +93,10 @@ def test_a_frozen_unit_that_is_kept_after_forward_sees_what_is_written_to_it() -
         with torch.no_grad():
             each[1][0].weight.mul_(2)  # type: ignore[index]
     torch.testing.assert_close(model(_batch(0, 1)), plain(_batch(0, 1)))
-    state = {name: full(tensor) * (3 if tensor.is_floating_point() else 1) for name, tensor in model.state_dict().items()}
+    state = {
+        name: full(tensor) * (3 if tensor.is_floating_point() else 1)
+        for name, tensor in model.state_dict().items()
+    }
     for each in (model, plain):
         each.load_state_dict(state)
     torch.testing.assert_close(model(_batch(0, 2)), plain(_batch(0, 2)))
@@ -100,11 +110,13 @@ def test_a_frozen_unit_that_is_kept_after_forward_sees_what_is_written_to_it() -
             torch.testing.assert_close(full(actual.grad), expected.grad, msg=name)
 
 
-# --- frozen and unfrozen in the middle of a step --------------------------------------------------------------------------
+# --- frozen and unfrozen in the middle of a step ------------------------------------------------
 
 
 class Adapters(nn.Module):
-    """A frozen base with an adapter that can be switched off, as PEFT's `disable_adapter` does: it freezes the adapter, too."""
+    """A frozen base with an adapter that can be switched off, as PEFT's `disable_adapter` does: it
+    freezes the adapter, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +219,12 @@ def _freeze_in_the_middle(program: str) -> None:
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
         for step in range(3):
             batches = [
-                torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + other), dtype=torch.float64)
+                torch.randn(
+                    3,
+                    5,
+                    generator=torch.Generator().manual_seed(10 * step + other),
+                    dtype=torch.float64,
+                )
                 for other in range(ranks)
             ]
             for x in batches:
@@ -219,12 +236,22 @@ def _freeze_in_the_middle(program: str) -> None:
             (PROGRAMS[program](model, x) / (2 if step == 2 else 1)).backward()
             found = [p.grad for p in model.parameters()]
             expected = [p.grad for p in plain.parameters()]
-            assert [g is None for g in found] == [g is None for g in expected], f"{name}, step {step}"
-            there = zip(all_full([g for g in found if g is not None]), [g for g in expected if g is not None], strict=True)
+            assert [g is None for g in found] == [g is None for g in expected], (
+                f"{name}, step {step}"
+            )
+            there = zip(
+                all_full([g for g in found if g is not None]),
+                [g for g in expected if g is not None],
+                strict=True,
+            )
             tolerance = (1e-4, 1e-6) if "cast" in name else (1e-9, 1e-11)
             for one, other in there:
                 torch.testing.assert_close(
-                    one.double(), other, rtol=tolerance[0], atol=tolerance[1], msg=f"{name}, step {step}"
+                    one.double(),
+                    other,
+                    rtol=tolerance[0],
+                    atol=tolerance[1],
+                    msg=f"{name}, step {step}",
                 )
             for optimizer in optimizers:
                 optimizer.step()
@@ -254,7 +281,9 @@ class Recomputed(nn.Module):
 
 @spmd(ranks=2)
 def test_a_recomputation_does_as_its_own_forward_did_and_not_as_the_last_one() -> None:
-    """Of a frozen unit's outputs: these need gradients in the second forward only, whose backward comes first."""
+    """Of a frozen unit's outputs: these need gradients in the second forward only, whose backward
+    comes first.
+    """
     torch.manual_seed(0)
     plain, ours = (Recomputed().to(current_device(), torch.float64) for _ in range(2))
     ours.load_state_dict(plain.state_dict())

@@ -1,4 +1,5 @@
-"""Random programs in which ranks and steps take different branches inside of units end as in one process.
+"""Random programs in which ranks and steps take different branches inside of units end as in one
+process.
 
 `python -m tests.whole.generated_branches --minutes 60` runs more of them.
 """

@@ -1,4 +1,5 @@
-"""Random trees of units and random programs, in which every rank leaves out what it likes, end as in one process.
+"""Random trees of units and random programs, in which every rank leaves out what it likes, end as
+in one process.
 
 `python -m tests.whole.generated --minutes 60` runs more of them.
 """
@@ -13,7 +14,9 @@ from tests.whole.generated import failures
 
 
 @pytest.mark.parametrize("comm", ["pairs", "ordered"])
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(20)), (4, range(100, 108))], ids=["2 ranks", "4 ranks"])
+@pytest.mark.parametrize(
+    ("ranks", "seeds"), [(2, range(20)), (4, range(100, 108))], ids=["2 ranks", "4 ranks"]
+)
 def test_programs_end_with_the_numbers_of_one_process_and_the_same_launches(
     pool: Pool, ranks: int, seeds: range, comm: str
 ) -> None:

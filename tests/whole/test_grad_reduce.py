@@ -1,4 +1,6 @@
-"""`grad_reduce`: means, sums and sums divided by a number of the user's, against plain models whose gradients are added up."""
+"""`grad_reduce`: means, sums and sums divided by a number of the user's, against plain models whose
+gradients are added up.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,13 @@ def mixed(model: Model, value: str | float) -> None:
     fully_shard(model, policy={nn.Linear}, grad_reduce=value)
 
 
-SCHEMES: Final[tuple[Callable[[Model, str | float], None], ...]] = (by_policy, hybrid, replicated, small_buckets, mixed)
+SCHEMES: Final[tuple[Callable[[Model, str | float], None], ...]] = (
+    by_policy,
+    hybrid,
+    replicated,
+    small_buckets,
+    mixed,
+)
 
 
 def batch(rank: int, number: int) -> Tensor:
@@ -73,7 +81,9 @@ def once(model: Model, rank: int) -> None:
 
 
 def twice(model: Model, rank: int) -> None:
-    """What is there already is neither summed again nor divided again, also of what one rank, or none, uses later."""
+    """What is there already is neither summed again nor divided again, also of what one rank, or
+    none, uses later.
+    """
     model(batch(rank, 0), spare=True).sum().backward()
     model(batch(rank, 1), spare=rank == 0).sum().backward()
     model(batch(rank, 2)).sum().backward()
@@ -119,16 +129,22 @@ def _expected(value: str | float, program: Callable[[Model, int], None]) -> dict
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("program", PROGRAMS)
 @spmd(ranks=[2, 4])
-def test_sums_are_divided_as_asked_for(program: Callable[[Model, int], None], value: str | float) -> None:
+def test_sums_are_divided_as_asked_for(
+    program: Callable[[Model, int], None], value: str | float
+) -> None:
     expected = _expected(value, program)
     for scheme in SCHEMES:
         model = _model()
         scheme(model, value)
         program(model, dist.get_rank())
         found = full_gradients(model)
-        assert {name for name, gradient in found.items() if gradient is not None} == expected.keys(), scheme.__name__
+        assert {
+            name for name, gradient in found.items() if gradient is not None
+        } == expected.keys(), scheme.__name__
         for name, wanted in expected.items():
-            torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-11, msg=f"{scheme.__name__}, '{name}'")
+            torch.testing.assert_close(
+                found[name], wanted, rtol=1e-9, atol=1e-11, msg=f"{scheme.__name__}, '{name}'"
+            )
 
 
 def test_on_one_process_there_is_nothing_to_sum_and_a_number_divides_all_the_same() -> None:
@@ -144,7 +160,9 @@ def test_on_one_process_there_is_nothing_to_sum_and_a_number_divides_all_the_sam
 
 
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
-def test_what_was_removed_is_divided_no_longer_and_what_is_unfrozen_is(verb: Callable[..., nn.Module]) -> None:
+def test_what_was_removed_is_divided_no_longer_and_what_is_unfrozen_is(
+    verb: Callable[..., nn.Module],
+) -> None:
     model = nn.Linear(1, 1)
     model.bias.requires_grad_(False)
     verb(model, grad_reduce=4.0)
@@ -160,7 +178,9 @@ def test_what_was_removed_is_divided_no_longer_and_what_is_unfrozen_is(verb: Cal
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 @pytest.mark.parametrize("value", ["average", 0, -1.0, float("nan"), float("inf"), True, None])
 def test_other_values_are_refused(verb: Callable[..., nn.Module], value: object) -> None:
-    with pytest.raises(AnnotationError, match="grad_reduce must be 'mean', 'sum' or a positive number"):
+    with pytest.raises(
+        AnnotationError, match="grad_reduce must be 'mean', 'sum' or a positive number"
+    ):
         verb(nn.Linear(1, 1), grad_reduce=value)
 
 

@@ -1,4 +1,6 @@
-"""Hooks that users register on sharded parameters: called once per backward, with what all ranks make of the gradient."""
+"""Hooks that users register on sharded parameters: called once per backward, with what all ranks
+make of the gradient.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def test_hooks_are_called_unit_by_unit_as_gradients_land_and_can_be_removed() ->
         assert parameter.grad is None
         hook = lambda p, name=name: calls.append(name if p.grad is not None else "no gradient")  # noqa: E731
         handles.append(parameter.register_post_accumulate_grad_hook(hook))
-    for called, expected in ((model, NAMES[2:] + NAMES[:2]), (model, NAMES[2:] + NAMES[:2]), (model[0], NAMES[:2])):
+    for called, expected in (
+        (model, NAMES[2:] + NAMES[:2]),
+        (model, NAMES[2:] + NAMES[:2]),
+        (model[0], NAMES[:2]),
+    ):
         calls.clear()
         called(x).sum().backward()
         assert calls == expected
@@ -62,14 +68,19 @@ def _annotated(how: str) -> nn.Module:
         mesh = init_device_mesh(current_device().type, shape, mesh_dim_names=("replicate", "shard"))
     if how == "mixed":
         replicate(model.between)
-    fully_shard(model, mesh=mesh, policy={nn.Linear}, reshard_after_forward=False if how == "kept" else None)
+    fully_shard(
+        model, mesh=mesh, policy={nn.Linear}, reshard_after_forward=False if how == "kept" else None
+    )
     return model
 
 
 @spmd(ranks=[2, 4])
 def test_hooks_of_both_kinds_are_called_once_after_the_reduction_in_every_composition() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
-    batches = [torch.randn(2, 4, generator=torch.Generator().manual_seed(r)).to(current_device()) for r in range(size)]
+    batches = [
+        torch.randn(2, 4, generator=torch.Generator().manual_seed(r)).to(current_device())
+        for r in range(size)
+    ]
     for how in ("units", "checkpointed", "hybrid", "kept", "mixed"):
         for micro_batches in (1, 3):
             torch.manual_seed(0)
@@ -79,8 +90,12 @@ def test_hooks_of_both_kinds_are_called_once_after_the_reduction_in_every_compos
             names = [name for name, _ in plain.named_parameters()]
             hooked, accumulated = ({name: list[Tensor]() for name in names} for _ in range(2))
             for name, parameter in model.named_parameters():
-                parameter.register_hook(lambda gradient, seen=hooked[name]: seen.append(gradient.clone()))
-                parameter.register_post_accumulate_grad_hook(lambda p, seen=accumulated[name]: seen.append(p.grad.clone()))
+                parameter.register_hook(
+                    lambda gradient, seen=hooked[name]: seen.append(gradient.clone())
+                )
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, seen=accumulated[name]: seen.append(p.grad.clone())
+                )
             for number in range(micro_batches):
                 with nullcontext() if number == micro_batches - 1 else no_sync(model):
                     model(batches[rank]).square().mean().backward()
@@ -97,11 +112,15 @@ def test_hooks_go_with_parameters_that_are_sharded_and_with_those_that_come_back
     batches = [torch.full((1, 4), 1.0 + r, device=current_device()) for r in range(size)]
     seen: list[tuple[str, Tensor]] = []
     halves = model.weight.register_hook(lambda gradient: gradient * 0.5)
-    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("before", p.grad.clone())))
+    model.weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append(("before", p.grad.clone()))
+    )
     fully_shard(model, sync_module_states="broadcast")
     plain.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
     (sum(plain(x).square().sum() for x in batches) / size).backward()  # type: ignore[union-attr]
-    after = model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("after", p.grad.clone())))
+    after = model.weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append(("after", p.grad.clone()))
+    )
     model(batches[rank]).square().sum().backward()
     assert [who for who, _ in seen] == ["before", "after"]
     for _, gradient in seen:

@@ -1,4 +1,6 @@
-"""An infinity on one rank only, in a gradient of any kind, and all ranks skip the step; the norm of a pipeline's stages."""
+"""An infinity on one rank only, in a gradient of any kind, and all ranks skip the step; the norm of
+a pipeline's stages.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ class Model(nn.Module):
 
 
 def _model() -> Model:
-    """Units over the rows, over the columns and over all of a mesh, copied over one of the two, replicated, and left alone."""
+    """Units over the rows, over the columns and over all of a mesh, copied over one of the two,
+    replicated, and left alone.
+    """
     torch.manual_seed(0)
     model = Model().to(current_device())
     size = dist.get_world_size()
-    grid = init_device_mesh(current_device().type, (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    grid = init_device_mesh(
+        current_device().type, (2, size // 2), mesh_dim_names=("replicate", "shard")
+    )
     replicate(model.replicated)
     fully_shard(model.rows, mesh=grid["shard"], sync_module_states="broadcast")
     fully_shard(model.columns, mesh=grid["replicate"], sync_module_states="broadcast")
@@ -64,7 +70,10 @@ def test_all_ranks_skip_a_step_if_one_rank_has_an_infinity_in_a_gradient_of_any_
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        stepped = [not torch.equal(one, full(other)) for one, other in zip(before, model.parameters(), strict=True)]
+        stepped = [
+            not torch.equal(one, full(other))
+            for one, other in zip(before, model.parameters(), strict=True)
+        ]
         assert stepped == [kind is None] * len(KINDS), (kind, rank)
         assert scaler.get_scale() == (8.0 if kind is None else 4.0)
 
@@ -95,13 +104,19 @@ def test_the_norm_of_a_pipeline_is_that_of_all_stages(order: float) -> None:
     layers = [nn.Linear(4, 4).to(current_device()) for _ in range(2)]
     for number, layer in enumerate(layers):
         layer(torch.full((2, 4), 1.0 + number, device=current_device())).square().sum().backward()
-    expected = torch.nn.utils.clip_grad_norm_([p for layer in layers for p in layer.parameters()], 1.0, order)
+    expected = torch.nn.utils.clip_grad_norm_(
+        [p for layer in layers for p in layer.parameters()], 1.0, order
+    )
     clipped = [p.grad for p in layers[rank // (size // 2)].parameters()]
     mine = nn.Linear(4, 4).to(current_device())
     mine.load_state_dict(layers[rank // (size // 2)].state_dict())
     fully_shard(mine, mesh=stages["dp"])
-    mine(torch.full((2, 4), 1.0 + rank // (size // 2), device=current_device())).square().sum().backward()
-    torch.testing.assert_close(clip_grad_norm_(mine, 1.0, order, pp_group=stages["pp"].get_group()), expected)
+    mine(
+        torch.full((2, 4), 1.0 + rank // (size // 2), device=current_device())
+    ).square().sum().backward()
+    torch.testing.assert_close(
+        clip_grad_norm_(mine, 1.0, order, pp_group=stages["pp"].get_group()), expected
+    )
     for one, other in zip(clipped, mine.parameters(), strict=True):
         assert other.grad is not None
         torch.testing.assert_close(full(other.grad), one)
@@ -113,9 +128,13 @@ def test_the_norm_of_a_pipeline_is_that_of_all_stages(order: float) -> None:
 @spmd(ranks=4)
 def test_a_group_that_is_no_pipelines_is_refused() -> None:
     grid = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("pp", "dp"))
-    model = fully_shard(nn.Linear(4, 4).to(current_device()), mesh=grid["dp"], sync_module_states="broadcast")
+    model = fully_shard(
+        nn.Linear(4, 4).to(current_device()), mesh=grid["dp"], sync_module_states="broadcast"
+    )
     model(torch.ones(2, 4, device=current_device())).sum().backward()
     with pytest.raises(ClippingError, match="parameters are sharded over pp_group"):
         clip_grad_norm_(model, 1.0, pp_group=grid["dp"].get_group())
-    with pytest.raises(ClippingError, match=re.escape('got a DeviceMesh. Of a mesh, pass mesh["pp"].get_group()')):
+    with pytest.raises(
+        ClippingError, match=re.escape('got a DeviceMesh. Of a mesh, pass mesh["pp"].get_group()')
+    ):
         clip_grad_norm_(model, 1.0, pp_group=grid["pp"])  # type: ignore[arg-type]

@@ -45,7 +45,10 @@ def test_gradients_equal_ddps_bit_for_bit(name: str, scheme: str) -> None:
     SCHEMES[scheme].annotate(annotated, case)
     rival_optimizer, optimizer = sgd(plain), sgd(annotated)
     for step in range(4):
-        inputs = [t.float() if t.is_floating_point() else t for t in case.inputs(0, step, dist.get_rank(), device)]
+        inputs = [
+            t.float() if t.is_floating_point() else t
+            for t in case.inputs(0, step, dist.get_rank(), device)
+        ]
         if step == 2:
             with rival.no_sync(), no_sync(annotated):
                 for loss in (case.loss(rival, *inputs), case.loss(annotated, *inputs)):

@@ -1,4 +1,6 @@
-"""Outputs that cannot be looked into, and tensors that take another way, train or are refused, and never lose gradients."""
+"""Outputs that cannot be looked into, and tensors that take another way, train or are refused, and
+never lose gradients.
+"""
 
 from __future__ import annotations
 
@@ -91,12 +93,20 @@ class Escaping(nn.Module):
         return self.head(hidden.detach()) * stashed.sum()
 
 
-_HIDDEN = {"opaque": lambda: Unboxing(Opaque), "sealed": lambda: Unboxing(Sealed), "escaping": Escaping}
+_HIDDEN = {
+    "opaque": lambda: Unboxing(Opaque),
+    "sealed": lambda: Unboxing(Sealed),
+    "escaping": Escaping,
+}
 _SEALED = re.escape(
-    "unit 'hiding': forward returned Sealed, in which no tensor that requires grad was found, so backward cannot be followed to the "
-    "unit. Return tensors, containers, dataclasses or objects with attributes"
+    "unit 'hiding': forward returned Sealed, in which no tensor that requires grad was found, so"
+    " backward cannot be followed to the unit. Return tensors, containers, dataclasses or objects"
+    " with attributes"
 )
-_ABSENT = r"modified by an inplace operation: \[[\w.]+ \[6, 6\]\].* is at version 2147483647; expected version"
+_ABSENT = (
+    r"modified by an inplace operation: \[[\w.]+ \[6, 6\]\].* is at version 2147483647; expected"
+    r" version"
+)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +124,9 @@ _ABSENT = r"modified by an inplace operation: \[[\w.]+ \[6, 6\]\].* is at versio
 def test_outputs_that_cannot_be_looked_into_are_refused_or_train_but_never_lose_gradients(
     kind: str, reshard: bool, refused: str
 ) -> None:
-    case = Case(kind, _HIDDEN[kind], BATTERY["nested"].batch, BATTERY["nested"].loss, (Hiding, Stashing))
+    case = Case(
+        kind, _HIDDEN[kind], BATTERY["nested"].batch, BATTERY["nested"].loss, (Hiding, Stashing)
+    )
 
     def annotate(model: nn.Module, case: Case) -> None:
         fully_shard(model, policy=set(case.units), reshard_after_forward=reshard)
@@ -122,12 +134,18 @@ def test_outputs_that_cannot_be_looked_into_are_refused_or_train_but_never_lose_
     def program(model: nn.Module, x: Tensor) -> None:
         model(x).square().mean().backward()
 
-    with pytest.raises(OutputError if kind == "sealed" else RuntimeError, match=refused) if refused else nullcontext():
+    with (
+        pytest.raises(OutputError if kind == "sealed" else RuntimeError, match=refused)
+        if refused
+        else nullcontext()
+    ):
         assert_same_gradients(case, annotate, program)
 
 
 class Penalised(nn.Module):
-    """Leaves a penalty on its parameters on itself, which backward comes to before the output if it is made after that."""
+    """Leaves a penalty on its parameters on itself, which backward comes to before the output if it
+    is made after that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +166,9 @@ def _loss_with_penalties(model: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("reshard", [None, True])
 @spmd(ranks=[2, 4], everywhere=True)
-def test_a_penalty_that_is_made_after_the_output_is_refused_and_one_before_it_trains(reshard: bool | None) -> None:
+def test_a_penalty_that_is_made_after_the_output_is_refused_and_one_before_it_trains(
+    reshard: bool | None,
+) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*[Penalised() for _ in range(4)])
     model = fully_shard(copy.deepcopy(plain), policy={Penalised}, reshard_after_forward=reshard)

@@ -27,7 +27,7 @@ def _penalty(model: nn.Module, x: Tensor) -> Tensor:
     return (gradient.norm(dim=1) - 1).square().mean()
 
 
-# --- a discriminator, as adversarial networks train it ----------------------------------------------------------------
+# --- a discriminator, as adversarial networks train it ------------------------------------------
 
 
 def a_penalty_alone(model: nn.Module, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def a_penalty_after_a_backward_that_retains_the_graph(model: nn.Module, x: Tenso
     return gradient
 
 
-# --- transforms -------------------------------------------------------------------------------------------------------
+# --- transforms ---------------------------------------------------------------------------------
 
 
 def a_transformed_gradient(model: nn.Module, x: Tensor) -> Tensor:
@@ -118,7 +118,8 @@ def a_jacobian_by_rows(model: nn.Module, x: Tensor) -> Tensor:
 
 def _forward_mode(transform: Callable[[], Tensor]) -> Tensor:
     with warnings.catch_warnings():
-        for kind in (DeprecationWarning, FutureWarning):  # torch's own, when it first loads what forward mode needs
+        # torch's own, when it first loads what forward mode needs
+        for kind in (DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)
         return transform()
 
@@ -180,7 +181,11 @@ _DISCRIMINATOR: Final = Case("discriminator", Discriminator, rows(4, 6), mean_sq
 _TRANSFORMS: Final = [name for name in PROGRAMS if "penalt" not in name]
 _RUNS: Final = [
     *((program, scheme) for scheme in SHARDED for program in PROGRAMS),
-    *((program, scheme) for scheme in ("replicate", "replicate inside fully_shard") for program in _TRANSFORMS),
+    *(
+        (program, scheme)
+        for scheme in ("replicate", "replicate inside fully_shard")
+        for program in _TRANSFORMS
+    ),
 ]
 
 
@@ -190,7 +195,7 @@ def test_gradients_are_those_of_the_plain_model(program: str, scheme: str) -> No
     assert_same_gradients(_DISCRIMINATOR, SCHEMES[scheme].annotate, PROGRAMS[program])
 
 
-# --- gradients that a forward asks for ----------------------------------------------------------------------------------
+# --- gradients that a forward asks for ----------------------------------------------------------
 
 
 class Forces(nn.Module):
@@ -238,13 +243,15 @@ def gradients_that_nothing_goes_through(model: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("scheme", SHARDED)
-@pytest.mark.parametrize("program", [two_forwards_and_one_backward, gradients_that_nothing_goes_through])
+@pytest.mark.parametrize(
+    "program", [two_forwards_and_one_backward, gradients_that_nothing_goes_through]
+)
 @spmd(ranks=2)
 def test_a_forward_may_ask_for_gradients(program: Callable[..., None], scheme: str) -> None:
     assert_same_gradients(_MOLECULE, SCHEMES[scheme].annotate, program)
 
 
-# --- what is kept for penalties ----------------------------------------------------------------------------------------
+# --- what is kept for penalties -----------------------------------------------------------------
 
 
 def _unsharded(model: nn.Module) -> list[str]:
@@ -253,7 +260,9 @@ def _unsharded(model: nn.Module) -> list[str]:
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["", "with evaluations between them"])
 @spmd(ranks=2)
-def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_kept(evaluates: bool) -> None:
+def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_kept(
+    evaluates: bool,
+) -> None:
     device = current_device()
     plain, model = _DISCRIMINATOR.model(0, 0, device), _DISCRIMINATOR.model(0, 0, device)
     fully_shard(model, policy={Layer})
@@ -265,7 +274,8 @@ def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_
         kept.clear()
         for each in (plain, model):
             penalties = [_penalty(each, x), _penalty(each, x.cos())]
-            # In the first forward nothing is left of the step before; in the second one the first one's graph keeps all.
+            # In the first forward nothing is left of the step before; in the second one the first
+            # one's graph keeps all.
             assert each is plain or kept == [["", "first"], ["", "first", "second", "third"]]
             for penalty in penalties:
                 penalty.backward()
@@ -289,9 +299,12 @@ def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_
         (replicate, ""),
         (
             fully_shard,
-            "parameter 'first.up.weight' of unit '(root)' was replaced by a DTensor that is no nn.Parameter, as "
-            "torch.func.functional_call does inside torch.func.grad; nothing would gather it. Gradients of sharded parameters come by "
-            "backward(); transforms over inputs, torch.func.grad(...)(x), work",
+            (
+                "parameter 'first.up.weight' of unit '(root)' was replaced by a DTensor that is no"
+                " nn.Parameter, as torch.func.functional_call does inside torch.func.grad; nothing"
+                " would gather it. Gradients of sharded parameters come by backward(); transforms"
+                " over inputs, torch.func.grad(...)(x), work"
+            ),
         ),
     ],
 )
@@ -303,9 +316,9 @@ def test_gradients_over_parameters_are_those_of_the_rank_or_refused_by_name(
     annotate(model)
     (x,) = _DISCRIMINATOR.inputs(0, 0, dist.get_rank())
     expected, gradients = [
-        lambda each=each: torch.func.grad(lambda p: torch.func.functional_call(each, p, (x,)).square().mean())(
-            dict(each.named_parameters())
-        )
+        lambda each=each: torch.func.grad(
+            lambda p: torch.func.functional_call(each, p, (x,)).square().mean()
+        )(dict(each.named_parameters()))
         for each in (plain, model)
     ]
     if refused:
@@ -328,8 +341,10 @@ def test_gradients_of_parameters_are_not_differentiated(annotate: Any, unit: str
     for _ in range(2):  # the order of buckets is agreed in the second
         model(x).square().mean().backward()
         model.zero_grad()
-    assert refusal(lambda: model(x).square().mean().backward(create_graph=True)) == (
-        f"DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit '{unit}'. They are reduced outside "
-        "of autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, "
-        "torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
+    assert (
+        refusal(lambda: model(x).square().mean().backward(create_graph=True))
+        == "DifferentiationError: backward(create_graph=True) brought gradients to parameters of"
+        f" unit '{unit}'. They are reduced outside of autograd's graph, so nothing could be"
+        " differentiated through them. Ask for gradients of inputs only,"
+        " torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
     )

@@ -1,4 +1,6 @@
-"""No step makes the host wait for an accelerator, be it a simulated one. Skipped where there is none."""
+"""No step makes the host wait for an accelerator, be it a simulated one. Skipped where there is
+none.
+"""
 
 from __future__ import annotations
 

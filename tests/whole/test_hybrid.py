@@ -1,4 +1,6 @@
-"""Hybrid sharding: shards within a replica, and replicas that stay the same, on meshes of every shape."""
+"""Hybrid sharding: shards within a replica, and replicas that stay the same, on meshes of every
+shape.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh(current_device().type, shape, mesh_dim_names=names)
 
 
-# --- parity -----------------------------------------------------------------------------------------------------------
+# --- parity -------------------------------------------------------------------------------------
 
 
 def _by_policy(mesh: DeviceMesh, **options: Any) -> Annotate:
@@ -63,14 +65,20 @@ def _hybrid_around_replicated(mesh: DeviceMesh) -> Annotate:
 
 
 def _ways_to_annotate() -> list[Annotate]:
-    """By the number of ranks: every shape, every way to name it, and every way to reshard. Generated programs mix these."""
+    """By the number of ranks: every shape, every way to name it, and every way to reshard.
+    Generated programs mix these.
+    """
     if dist.get_world_size() == 2:
         flat = [
             _by_policy(_mesh(*shape), reshard_after_forward=after)
             for shape in ((1, 2), (2, 1))
             for after in (None, True, False, 1)
         ]
-        return [*flat, _other_mesh_around_hybrid(_mesh(2, 1)), _other_mesh_around_hybrid(_mesh(1, 2))]
+        return [
+            *flat,
+            _other_mesh_around_hybrid(_mesh(2, 1)),
+            _other_mesh_around_hybrid(_mesh(1, 2)),
+        ]
     return [
         _by_policy(_mesh(2, 2)),
         _by_policy(_mesh(2, 2), reshard_after_forward=True),
@@ -85,7 +93,11 @@ def _ways_to_annotate() -> list[Annotate]:
     ]
 
 
-_CASES: Final = ("transformer with tied embedding", "unused units and parameters", "a unit used several times")
+_CASES: Final = (
+    "transformer with tied embedding",
+    "unused units and parameters",
+    "a unit used several times",
+)
 
 
 @spmd(ranks=[2, 4])
@@ -114,7 +126,7 @@ def test_it_does_not_depend_on_when_collectives_arrive_or_which_ones_are_launche
         assert_same_training(BATTERY[case], annotate)
 
 
-# --- launch points ----------------------------------------------------------------------------------------------------
+# --- launch points ------------------------------------------------------------------------------
 
 
 class Block(nn.Linear):
@@ -136,7 +148,9 @@ class Branches(nn.Module):
 
 
 def _train_branches(*shape: int, ordered: bool) -> list[str]:
-    """The launches of a backward in which ranks use different parameters; gradients are those of plain models."""
+    """The launches of a backward in which ranks use different parameters; gradients are those of
+    plain models.
+    """
     torch.manual_seed(0)
     plain = Branches().to(current_device())
     model, log = copy.deepcopy(plain), Log()
@@ -147,7 +161,9 @@ def _train_branches(*shape: int, ordered: bool) -> list[str]:
         fully_shard(model, policy={Block}, mesh=_mesh(*shape))
     for step in range(2):
         log.events.clear()
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(dist.get_rank())).to(current_device())
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(dist.get_rank())).to(
+            current_device()
+        )
         for each in (plain, model):
             each(x).square().sum().backward()
         assert_mean_gradients(plain, model, step, rtol=1.3e-6, atol=1e-5)
@@ -157,14 +173,20 @@ def _train_branches(*shape: int, ordered: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["pairs", "collectives"])
-def test_launches_do_not_depend_on_which_gradients_a_rank_has(pool: Pool, ordered: bool, device: str) -> None:
+def test_launches_do_not_depend_on_which_gradients_a_rank_has(
+    pool: Pool, ordered: bool, device: str
+) -> None:
     need_devices(device, 4)
     logs = pool.run(4, _train_branches, 2, 2, ordered=ordered, device=device)
     assert logs == [logs[0]] * 4
     sums = [label for label in logs[0] if "reduction" in label]
-    first, second = "gradient reduction of unit '{}'", "gradient reduction of unit '{}' over replicas"
+    first, second = (
+        "gradient reduction of unit '{}'",
+        "gradient reduction of unit '{}' over replicas",
+    )
     units = ["blocks.4", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "(root)"]
-    # The second hop of a unit comes when there is no room for its first one any more, and before any other second hop.
+    # The second hop of a unit comes when there is no room for its first one any more, and before
+    # any other second hop.
     assert sums == [
         first.format(units[0]),
         first.format(units[1]),
@@ -185,7 +207,7 @@ def test_whole_replicas_tell_each_other_who_has_a_gradient() -> None:
     _train_branches(1, 4, ordered=False)
 
 
-# --- what a mesh means ------------------------------------------------------------------------------------------------
+# --- what a mesh means --------------------------------------------------------------------------
 
 
 @spmd(ranks=4)
@@ -197,7 +219,10 @@ def test_parameters_are_replicated_over_one_dimension_and_cut_over_the_other() -
         (_mesh(2, 2, names=("replicate", "shard")), (same, shard)),
         (_mesh(2, 2, names=("DP_Shard", "hsdp_replicate")), (shard, same)),
         (_mesh(4, 1), (same, shard)),
-        (_mesh(1, 2, 2, names=("pp", "dp_replicate", "dp_shard"))["dp_replicate", "dp_shard"], (same, shard)),
+        (
+            _mesh(1, 2, 2, names=("pp", "dp_replicate", "dp_shard"))["dp_replicate", "dp_shard"],
+            (same, shard),
+        ),
     ):
         model = nn.Linear(4, 4).to(current_device())
         model.scale = nn.Parameter(torch.ones((), device=current_device()))

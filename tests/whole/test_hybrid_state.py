@@ -1,4 +1,6 @@
-"""What users do with the parameters and gradients of hybrid models beside training them: load, clip, undo."""
+"""What users do with the parameters and gradients of hybrid models beside training them: load,
+clip, undo.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _batches(step: int) -> list[Tensor]:
     return list(rows.to(current_device()))
 
 
-def _train(plain: nn.Module, model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 2) -> None:
+def _train(
+    plain: nn.Module, model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 2
+) -> None:
     """The plain model on everybody's batches, the other one on this rank's."""
     for step in range(steps):
         for optimizer in optimizers:
@@ -70,7 +74,9 @@ def _train(plain: nn.Module, model: nn.Module, *optimizers: torch.optim.Optimize
 
 def _assert_same(model: nn.Module, plain: nn.Module) -> None:
     for name, value in full_parameters(model).items():
-        torch.testing.assert_close(value, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -91,7 +97,9 @@ def test_whole_state_dicts_and_shards_are_loaded(assign: bool) -> None:
 
 @spmd(ranks=4)
 def test_a_norm_counts_every_gradient_once() -> None:
-    """Also next to plain units and to plain parameters, with our function; with torch's where all are on one mesh."""
+    """Also next to plain units and to plain parameters, with our function; with torch's where all
+    are on one mesh.
+    """
     mixed = _plain()
     fully_shard(mixed.first, mesh=_mesh(2, 2))
     fully_shard(mixed, policy={nn.Linear}, ignored_params=["scale"])
@@ -137,7 +145,7 @@ def test_it_is_described_with_all_ranks_and_both_placements() -> None:
     assert units[0]["bytes_per_rank"] == (4 if dist.get_rank() < 2 else 3) * 7 * 4
 
 
-# --- agreement of all ranks -------------------------------------------------------------------------------------------
+# --- agreement of all ranks ---------------------------------------------------------------------
 
 
 @spmd(ranks=4)
@@ -147,7 +155,8 @@ def test_parameters_are_compared_and_copied_over_all_ranks_and_not_within_a_repl
         with torch.no_grad():
             model.last.bias.add_(1)
     with pytest.raises(
-        RanksDisagreeError, match=r"^fully_shard: the ranks differ in values: rank 0 has parameter 'last\.bias'"
+        RanksDisagreeError,
+        match=r"^fully_shard: the ranks differ in values: rank 0 has parameter 'last\.bias'",
     ):
         fully_shard(model, mesh=_mesh(2, 2))
     fully_shard(model, mesh=_mesh(2, 2), sync_module_states="broadcast")
@@ -157,8 +166,10 @@ def test_parameters_are_compared_and_copied_over_all_ranks_and_not_within_a_repl
 @spmd(ranks=4)
 def test_a_rank_that_arranges_the_mesh_otherwise_is_named() -> None:
     meshes = [_mesh(2, 2), _mesh(2, 2, names=None)]
-    assert refusal(lambda: fully_shard(_plain(), mesh=meshes[dist.get_rank() == 3])) == (
-        "RanksDisagreeError: fully_shard: the ranks differ in arguments: rank 0 has for 'scale' unit '(root)', "
-        "reshard_after_forward=None, over ranks [[0, 2], [1, 3]], dimension None, rank 3 has for 'scale' unit '(root)', "
-        "reshard_after_forward=None, over ranks [[0, 1], [2, 3]], dimension None. Pass the same arguments on every rank."
+    assert (
+        refusal(lambda: fully_shard(_plain(), mesh=meshes[dist.get_rank() == 3]))
+        == "RanksDisagreeError: fully_shard: the ranks differ in arguments: rank 0 has for 'scale'"
+        " unit '(root)', reshard_after_forward=None, over ranks [[0, 2], [1, 3]], dimension"
+        " None, rank 3 has for 'scale' unit '(root)', reshard_after_forward=None, over ranks"
+        " [[0, 1], [2, 3]], dimension None. Pass the same arguments on every rank."
     )

@@ -1,4 +1,6 @@
-"""A unit that is removed while annotations around it stay, and an annotation that is removed from around a unit."""
+"""A unit that is removed while annotations around it stay, and an annotation that is removed from
+around a unit.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,10 @@ def _assert_means(model: Any, *, frozen: bool = False) -> None:
 
 def _assert_refused(model: nn.Module, names: str = _NAMES) -> None:
     for _ in range(2):
-        with pytest.raises(AnnotationError, match=rf"^unit '\(root\)' \(\w+\): no unit manages {names}, added below"):
+        with pytest.raises(
+            AnnotationError,
+            match=rf"^unit '\(root\)' \(\w+\): no unit manages {names}, added below",
+        ):
             _step(model)
 
 
@@ -87,7 +92,9 @@ def _assert_refused(model: nn.Module, names: str = _NAMES) -> None:
 @around
 @pytest.mark.parametrize("steps", [0, 1])
 @spmd(ranks=2)
-def test_parameters_of_a_removed_unit_are_refused_while_they_would_train_apart(inner: Verb, around: str, steps: int) -> None:
+def test_parameters_of_a_removed_unit_are_refused_while_they_would_train_apart(
+    inner: Verb, around: str, steps: int
+) -> None:
     model = _model(inner, around)
     for _ in range(steps):
         _assert_means(model)
@@ -108,7 +115,9 @@ def test_parameters_of_a_removed_unit_are_refused_while_they_would_train_apart(i
 @inner
 @pytest.mark.parametrize("around", ["fully_shard", "replicate"])
 @spmd(ranks=2)
-def test_parameters_that_no_annotation_is_around_any_more_train_as_users_like(inner: Verb, around: str) -> None:
+def test_parameters_that_no_annotation_is_around_any_more_train_as_users_like(
+    inner: Verb, around: str
+) -> None:
     verb, plain = _verb(around), _plain()
     _step(plain)
     for first, last in ((0, 1), (1, 0)):
@@ -131,7 +140,9 @@ def test_parameters_that_no_annotation_is_around_any_more_train_as_users_like(in
 @inner
 @around
 @spmd(ranks=2)
-def test_a_forward_that_raises_around_a_unit_that_was_removed_brings_nothing_of_it_back(inner: Verb, around: str) -> None:
+def test_a_forward_that_raises_around_a_unit_that_was_removed_brings_nothing_of_it_back(
+    inner: Verb, around: str
+) -> None:
     model = _model(inner, around)
     _step(model)
     remove(model.block, inner)
@@ -140,15 +151,22 @@ def test_a_forward_that_raises_around_a_unit_that_was_removed_brings_nothing_of_
     def refuse(*_: object) -> None:
         raise ValueError
 
-    with model.head.register_forward_hook(refuse), pytest.raises(ValueError, match=r"^$"), no_sync(model):
+    with (
+        model.head.register_forward_hook(refuse),
+        pytest.raises(ValueError, match=r"^$"),
+        no_sync(model),
+    ):
         model(_batch())
     _assert_means(model, frozen=True)
 
 
 @spmd(ranks=2)
-def test_units_inside_go_on_when_what_is_around_them_is_removed_and_know_what_is_annotated_around_them_next() -> None:
+def test_units_inside_go_on_when_what_is_around_them_is_removed_and_know_what_is_annotated_around_them_next() -> (
+    None
+):
     model, plain = _plain(), _plain()
-    x = torch.ones(2, 4, dtype=torch.float64, device=current_device())  # the same on both ranks: the head is on its own
+    # the same on both ranks: the head is on its own
+    x = torch.ones(2, 4, dtype=torch.float64, device=current_device())
     fully_shard(model.block)
     for _ in range(2):
         fully_shard(model)

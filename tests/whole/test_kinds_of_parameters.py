@@ -1,4 +1,6 @@
-"""Parameters of other kinds: of integers, with attributes of their own, of classes of their own, on devices they leave."""
+"""Parameters of other kinds: of integers, with attributes of their own, of classes of their own, on
+devices they leave.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ from tests.helpers.world import current_device, spmd
 
 
 class Quantised(nn.Module):
-    """A weight of small integers and its scale, a table of indices, a mask, and a layer that trains."""
+    """A weight of small integers and its scale, a table of indices, a mask, and a layer that
+    trains.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.arange(-15, 15, dtype=torch.int8).view(5, 6), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.arange(-15, 15, dtype=torch.int8).view(5, 6), requires_grad=False
+        )
         self.zeros = nn.Parameter(torch.full((5,), 3, dtype=torch.uint8), requires_grad=False)
         self.order = nn.Parameter(torch.tensor([4, 2, 0, 1, 3]), requires_grad=False)
         self.mask = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
@@ -36,16 +42,27 @@ class Quantised(nn.Module):
 
 
 class Waves(nn.Module):
-    """Complex parameters, the second of which only some ranks use, and a third one nobody; a real one in another order of memory."""
+    """Complex parameters, the second of which only some ranks use, and a third one nobody; a real
+    one in another order of memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Parameter(torch.randn(5, 3, dtype=torch.complex64)) for _ in range(3))
+        self.first, self.second, self.third = (
+            nn.Parameter(torch.randn(5, 3, dtype=torch.complex64)) for _ in range(3)
+        )
         self.turned = nn.Parameter(torch.randn(5, 3).t())
 
     def forward(self, x: Tensor, *, both: bool) -> Tensor:
-        out = torch.view_as_real(x.to(torch.complex64) @ self.first).square().sum() + (x @ self.turned.t()).square().sum()
-        return out + torch.view_as_real(x.to(torch.complex64) @ self.second).square().sum() if both else out
+        out = (
+            torch.view_as_real(x.to(torch.complex64) @ self.first).square().sum()
+            + (x @ self.turned.t()).square().sum()
+        )
+        return (
+            out + torch.view_as_real(x.to(torch.complex64) @ self.second).square().sum()
+            if both
+            else out
+        )
 
 
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
@@ -119,7 +136,8 @@ class Own(nn.Parameter):
 def test_a_parameter_of_a_class_of_its_own_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = Own(torch.ones(4, 4))
-    assert refused(model, lambda: fully_shard(model, policy={nn.Linear}, sync_module_states="off")) == (
-        "AnnotationError: parameter '1.weight' is of class Own; only a plain nn.Parameter can be cut, and what its class adds "
-        "would be lost. Leave it out with ignored_params"
+    assert (
+        refused(model, lambda: fully_shard(model, policy={nn.Linear}, sync_module_states="off"))
+        == "AnnotationError: parameter '1.weight' is of class Own; only a plain nn.Parameter can be"
+        " cut, and what its class adds would be lost. Leave it out with ignored_params"
     )

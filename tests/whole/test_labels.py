@@ -1,4 +1,6 @@
-"""A profiler shows what the library does in a step, by the names of units; without one nothing is labelled."""
+"""A profiler shows what the library does in a step, by the names of units; without one nothing is
+labelled.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ def test_a_profiler_shows_launches_and_waits_by_unit(verb: str) -> None:
     with profiler.profile() as profile:
         model(x).sum().backward()
     events = sorted(profile.function_events, key=lambda event: event.time_range.start)
-    found = [event.name.removeprefix(LABEL_PREFIX) for event in events if event.name.startswith(LABEL_PREFIX)]
+    found = [
+        event.name.removeprefix(LABEL_PREFIX)
+        for event in events
+        if event.name.startswith(LABEL_PREFIX)
+    ]
     if verb == "replicate":
-        assert list(dict.fromkeys(found)) == _around("gradient all-reduce of unit '(root)' ('1.bias' to '0.weight')")
+        assert list(dict.fromkeys(found)) == _around(
+            "gradient all-reduce of unit '(root)' ('1.bias' to '0.weight')"
+        )
         return
     gathers = [_around(f"all-gather of unit '{unit}'") for unit in "01"]
     reductions = [_around(f"gradient reduction of unit '{unit}'") for unit in "10"]

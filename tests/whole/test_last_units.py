@@ -1,4 +1,5 @@
-"""By default only those units stay unsharded after forward that backward needs first: who ran last, and the units around it.
+"""By default only those units stay unsharded after forward that backward needs first: who ran last,
+and the units around it.
 
 What stays is nobody else's: who comes out of turn gathers anew, as all other ranks do.
 """
@@ -63,7 +64,9 @@ def layers_and_head() -> nn.Sequential:
 
 
 def batch(number: int = 0) -> Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * dist.get_rank() + number))
+    return torch.randn(
+        2, WIDTH, generator=torch.Generator().manual_seed(10 * dist.get_rank() + number)
+    )
 
 
 def unsharded_units(model: nn.Module) -> list[str]:
@@ -79,12 +82,16 @@ def recorded(model: nn.Module, **options: Any) -> Log:
 
 def gathers(log: Log) -> list[str]:
     """The units that were gathered since the last look, in order."""
-    found = [label.removeprefix("all-gather of unit ").strip("'") for label in log.labels() if "gather" in label]
+    found = [
+        label.removeprefix("all-gather of unit ").strip("'")
+        for label in log.labels()
+        if "gather" in label
+    ]
     log.events.clear()
     return found
 
 
-# --- what is gathered -------------------------------------------------------------------------------------------------
+# --- what is gathered ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,7 +161,7 @@ def test_who_ran_last_is_known_in_the_forward_that_runs_whatever_ran_before() ->
         assert gathers(log) == backward
 
 
-# --- when they are freed ------------------------------------------------------------------------------------------------
+# --- when they are freed ------------------------------------------------------------------------
 
 
 @spmd(ranks=2, everywhere=True)
@@ -189,12 +196,28 @@ def _evaluation_in_a_scope(model: nn.Module) -> None:
         model(batch(2))
 
 
-# What follows a forward, what it gathers and leaves unsharded, and what the backward of both gathers.
+# What follows a forward, what it gathers and leaves unsharded, and what the backward of both
+# gathers.
 _FOLLOWING: Final[dict[str, tuple[Callable[[Any], object], list[str], list[str], list[str]]]] = {
-    "another": (lambda model: model(batch(1)).sum(), FORWARD, ["", "3"], ["2", "1", "0", "3", "2", "1", "0"]),
-    "one of a part": (lambda model: model[1](batch(1)).sum(), ["1", "2"], ["1"], ["(root)", "3", "2", "1", "0"]),
+    "another": (
+        lambda model: model(batch(1)).sum(),
+        FORWARD,
+        ["", "3"],
+        ["2", "1", "0", "3", "2", "1", "0"],
+    ),
+    "one of a part": (
+        lambda model: model[1](batch(1)).sum(),
+        ["1", "2"],
+        ["1"],
+        ["(root)", "3", "2", "1", "0"],
+    ),
     "an evaluation": (_evaluation, FORWARD, [], ["(root)", "3", "2", "1", "0"]),
-    "an evaluation in a scope": (_evaluation_in_a_scope, FORWARD, [], ["(root)", "3", "2", "1", "0"]),
+    "an evaluation in a scope": (
+        _evaluation_in_a_scope,
+        FORWARD,
+        [],
+        ["(root)", "3", "2", "1", "0"],
+    ),
     "none, but all are unsharded": (unshard, FORWARD, ["", "0", "1", "2", "3"], []),
 }
 
@@ -265,7 +288,7 @@ def test_units_over_other_ranks_which_not_all_ranks_run_free_nothing() -> None:
     assert_mean_gradients(plain.layer, model.layer, rtol=0.0, atol=1e-6)
 
 
-# --- who comes out of turn ------------------------------------------------------------------------------------------------
+# --- who comes out of turn ----------------------------------------------------------------------
 
 Reshard = bool | None
 
@@ -438,17 +461,24 @@ _PROGRAMS: Final[dict[str, Callable[[Reshard], None]]] = {
     "recomputed after a write": _recomputed,
     "a unit that stays, looked at by one rank": _kept_one_looked_at,
     "a unit without parameters, looked at by one rank": _one_without_parameters_looked_at,
-    "a unit that each rank has whole, looked at by one rank": _one_that_each_rank_has_whole_looked_at,
+    "a unit that each rank has whole, looked at by one rank": (
+        _one_that_each_rank_has_whole_looked_at
+    ),
     "another model that is unsharded, looked at by one rank": _teacher_looked_at,
     "another model in a scope, looked at by one rank": partial(_teacher_looked_at, in_a_scope=True),
     "unsharded after a forward with grad on one rank": _with_grad_on_one_rank,
 }
-_ALL: Final = [*((name, reshard) for name in _PROGRAMS for reshard in (True, None)), ("removed after a write", False)]
+_ALL: Final = [
+    *((name, reshard) for name in _PROGRAMS for reshard in (True, None)),
+    ("removed after a write", False),
+]
 
 
 @pytest.mark.parametrize(("name", "reshard"), _ALL)
 @spmd(ranks=2, everywhere=True)
-def test_whoever_comes_out_of_turn_computes_as_in_one_process_and_keeps_no_rank_waiting(name: str, reshard: Reshard) -> None:
+def test_whoever_comes_out_of_turn_computes_as_in_one_process_and_keeps_no_rank_waiting(
+    name: str, reshard: Reshard
+) -> None:
     _PROGRAMS[name](reshard)
 
 

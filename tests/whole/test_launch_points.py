@@ -1,6 +1,8 @@
-"""Replicated units that ranks use in different ways, next to shards: which collectives there are does not depend on gradients.
+"""Replicated units that ranks use in different ways, next to shards: which collectives there are
+does not depend on gradients.
 
-Sharded units of which ranks leave out different layers, units in units and recomputations are in the generated programs.
+Sharded units of which ranks leave out different layers, units in units and recomputations are in
+the generated programs.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Block(nn.Linear):
 
 
 class Chain(nn.Module):
-    """Five layers, of which the last one, whose gradients come first, is left out by all ranks but the first."""
+    """Five layers, of which the last one, whose gradients come first, is left out by all ranks but
+    the first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +116,12 @@ def _train(kind: type[nn.Module], annotate: Callable[..., None], ordered: bool) 
     ],
 )
 def test_all_ranks_launch_what_one_launches_and_what_is_sharded_in_one_order(
-    pool: Pool, ranks: int, kind: type[nn.Module], annotate: Callable[..., None], ordered: bool, device: str
+    pool: Pool,
+    ranks: int,
+    kind: type[nn.Module],
+    annotate: Callable[..., None],
+    ordered: bool,
+    device: str,
 ) -> None:
     need_devices(device, ranks)
     labels = pool.run(ranks, _train, kind, annotate, ordered, device=device)
@@ -137,5 +146,11 @@ def _part_later() -> str:
 @pytest.mark.beyond_sim("an accelerator compares what is launched in debug mode only")
 def test_ranks_that_come_to_use_different_replicated_units_are_told_on_a_host(pool: Pool) -> None:
     for rank, text in enumerate(pool.run(2, _part_later)):
-        assert f"reduction of unit 'heads.{rank}': the ranks brought gradients of different units or steps. Before it, " in text
-        assert f"rank {1 - rank} accumulated 0 backwards before its gradient reduction of unit 'heads.{1 - rank}'" in text
+        assert (
+            f"reduction of unit 'heads.{rank}': the ranks brought gradients of different units or"
+            " steps. Before it, " in text
+        )
+        assert (
+            f"rank {1 - rank} accumulated 0 backwards before its gradient reduction of unit"
+            f" 'heads.{1 - rank}'" in text
+        )

@@ -1,4 +1,6 @@
-"""Models on the host whose ranks communicate on an accelerator: what is sent is there, and who forgot them is told."""
+"""Models on the host whose ranks communicate on an accelerator: what is sent is there, and who
+forgot them is told.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,9 @@ def _told(backends: dict[str, str]) -> list[str]:
 
 def test_who_forgot_the_model_on_the_host_is_told_once(pool: Pool) -> None:
     told = (
-        "WARNING: a module that is being annotated is on the host, and so it trains there, though its process group serves cuda, too; "
-        "if it should train there, call module.to('cuda') first, or pass a mesh of that device"
+        "WARNING: a module that is being annotated is on the host, and so it trains there, though"
+        " its process group serves cuda, too; if it should train there, call module.to('cuda')"
+        " first, or pass a mesh of that device"
     )
     assert pool.run(2, _told, {"cpu": "gloo", "cuda": "nccl"}, device="cpu") == [[told]] * 2
 

@@ -1,4 +1,6 @@
-"""State dicts of plain tensors, or spread in any way, are loaded into sharded models, which go on like the plain one."""
+"""State dicts of plain tensors, or spread in any way, are loaded into sharded models, which go on
+like the plain one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.helpers.world import current_device, spmd
 
 
 class Tied(nn.Module):
-    """An embedding that is the head's weight, a layer, a buffer, a parameter without dimensions and one cut elsewhere."""
+    """An embedding that is the head's weight, a layer, a buffer, a parameter without dimensions and
+    one cut elsewhere.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +45,11 @@ def _made(seed: int, device: torch.device | str | None = None) -> Tied:
 
 
 def _shard(model: Tied) -> Tied:
-    return fully_shard(model, policy={nn.Linear}, shard_placement_fn=lambda p: Shard(1) if p.shape == (6, 5) else None)
+    return fully_shard(
+        model,
+        policy={nn.Linear},
+        shard_placement_fn=lambda p: Shard(1) if p.shape == (6, 5) else None,
+    )
 
 
 def _train(model: nn.Module, steps: int = 2) -> None:
@@ -58,7 +66,9 @@ def _assert_trains_like(model: nn.Module, plain: nn.Module) -> None:
     _train(plain)
     expected = plain.state_dict()
     for name, value in model.state_dict().items():
-        assert isinstance(value, DTensor) is (name in dict(model.named_parameters(remove_duplicate=False))), name
+        assert isinstance(value, DTensor) is (
+            name in dict(model.named_parameters(remove_duplicate=False))
+        ), name
         torch.testing.assert_close(full(value), expected[name], msg=name)
 
 
@@ -70,7 +80,11 @@ def _files() -> dict[str, Callable[[Tied], dict[str, Any]]]:
 
     def spread(placement: Any) -> Callable[[Tied], dict[str, Any]]:
         def form(plain: Tied) -> dict[str, Any]:
-            mesh = next(p.device_mesh for p in _shard(copy.deepcopy(plain)).parameters() if isinstance(p, DTensor))
+            mesh = next(
+                p.device_mesh
+                for p in _shard(copy.deepcopy(plain)).parameters()
+                if isinstance(p, DTensor)
+            )
             return {
                 name: distribute_tensor(value, mesh, [placement]) if value.ndim == 2 else value
                 for name, value in plain.state_dict().items()
@@ -80,7 +94,11 @@ def _files() -> dict[str, Callable[[Tied], dict[str, Any]]]:
 
     return {
         "plain tensors": lambda plain: plain.state_dict(),
-        "parameters": lambda plain: dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers()),
+        "parameters": (
+            lambda plain: (
+                dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers())
+            )
+        ),
         "shards": sharded,
         "cut along columns": spread(Shard(1)),
         "replicated": spread(Replicate()),
@@ -97,7 +115,8 @@ _LOOSE: Final = ("one place of the tied weight", "with keys that nobody knows")
 
 @pytest.mark.parametrize("form", _FILES)
 @pytest.mark.parametrize(
-    ("assign", "start"), [(False, "fresh"), (False, "after a step"), (True, "after a step"), (True, "meta")]
+    ("assign", "start"),
+    [(False, "fresh"), (False, "after a step"), (True, "after a step"), (True, "meta")],
 )
 @spmd(ranks=2)
 def test_a_loaded_model_goes_on_like_the_plain_one(form: str, assign: bool, start: str) -> None:
@@ -110,7 +129,9 @@ def test_a_loaded_model_goes_on_like_the_plain_one(form: str, assign: bool, star
     if start == "after a step":
         _train(model)
     found = model.load_state_dict(file, strict=form not in _LOOSE, assign=assign)
-    assert found.missing_keys == (["embed.weight"] if form == "one place of the tied weight" else [])
+    assert found.missing_keys == (
+        ["embed.weight"] if form == "one place of the tied weight" else []
+    )
     assert found.unexpected_keys == (["more"] if form == "with keys that nobody knows" else [])
     assert model.head.weight is model.embed.weight
     assert isinstance(model.embed.weight, DTensor)
@@ -121,7 +142,9 @@ def test_a_loaded_model_goes_on_like_the_plain_one(form: str, assign: bool, star
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
-    assert {parameter.is_meta for parameter in kept} == {start == "meta"}, "those that a user has kept do not move"
+    assert {parameter.is_meta for parameter in kept} == {start == "meta"}, (
+        "those that a user has kept do not move"
+    )
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -134,7 +157,9 @@ def test_parts_of_a_model_and_what_contains_it_load_by_their_own_names(assign: b
         expected = plain.state_dict()[name] if name.startswith("body.") else before[name]
         assert torch.equal(full(value), expected), name
     wrapper = nn.ModuleDict({"inner": model})
-    wrapper.load_state_dict({f"inner.{name}": value for name, value in plain.state_dict().items()}, assign=assign)
+    wrapper.load_state_dict(
+        {f"inner.{name}": value for name, value in plain.state_dict().items()}, assign=assign
+    )
     _assert_trains_like(model, plain)
     second = _made(2)
     model.load_state_dict(second.state_dict(), assign=assign)
@@ -143,7 +168,9 @@ def test_parts_of_a_model_and_what_contains_it_load_by_their_own_names(assign: b
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.float64), (4, torch.float32)])
 @spmd()
-def test_assigned_parameters_are_cast_and_cut_also_where_ranks_own_nothing(dtype: torch.dtype) -> None:
+def test_assigned_parameters_are_cast_and_cut_also_where_ranks_own_nothing(
+    dtype: torch.dtype,
+) -> None:
     plain, model = _made(1), _shard(_made(0))
     model.load_state_dict(plain.state_dict(), assign=True)
     _assert_trains_like(model.to(dtype), plain.to(dtype))
@@ -166,34 +193,50 @@ def test_what_does_not_fit_is_named(assign: bool) -> None:
 
     fails(
         {"body.0.weight": torch.ones(5, 7)},
-        "size mismatch for body.0.weight: copying a param with shape torch.Size([5, 7]) from checkpoint, the shape in current "
-        "model is torch.Size([5, 6]).",
+        "size mismatch for body.0.weight: copying a param with shape torch.Size([5, 7]) from"
+        " checkpoint, the shape in current model is torch.Size([5, 6]).",
     )
     other = init_device_mesh(current_device().type, (1, 2), mesh_dim_names=("a", "b"))
     fails(
         {"body.2.weight": distribute_tensor(torch.ones(6, 5), other, [Replicate(), Replicate()])},
-        '"body.2.weight" is a DTensor over the (1, 2) any mesh of ranks 0, 1, the parameter is sharded over '
-        "the (2,) any mesh of ranks 0, 1; load its full_tensor() in place of it",
+        '"body.2.weight" is a DTensor over the (1, 2) any mesh of ranks 0, 1, the parameter is'
+        " sharded over the (2,) any mesh of ranks 0, 1; load its full_tensor() in place of it",
     )
     untied = {"head.weight": torch.ones(7, 6)}
     if assign:
-        fails(untied, '"head.weight" and "embed.weight" are one parameter, and the state dict has different values for them')
+        fails(
+            untied,
+            '"head.weight" and "embed.weight" are one parameter, and the state dict has different'
+            " values for them",
+        )
     else:
         model.load_state_dict(plain.state_dict() | untied)
-        assert torch.equal(full(model.embed.weight), torch.ones(7, 6)), "as in a plain model, the last entry counts"
+        assert torch.equal(full(model.embed.weight), torch.ones(7, 6)), (
+            "as in a plain model, the last entry counts"
+        )
     model.load_state_dict(plain.state_dict(), assign=assign)
     _assert_trains_like(model, plain)
 
 
 _OURS: Final = "(Shard(dim=0),) over the (2,) any mesh of ranks 0, 1"
 _CURE: Final = "Register its full_tensor(), or load it with load_state_dict()"
-_SPREAD: Final = "parameter 'weight' of unit 'body.0' was replaced by a DTensor that is spread otherwise:"
+_SPREAD: Final = (
+    "parameter 'weight' of unit 'body.0' was replaced by a DTensor that is spread otherwise:"
+)
 _REFUSED: Final = {
-    "another placement": f"{_SPREAD} (Shard(dim=1),) over the (2,) any mesh of ranks 0, 1, where the unit has {_OURS}. {_CURE}",
-    "another mesh": f"{_SPREAD} (Replicate(), Shard(dim=0)) over the (1, 2) any mesh of ranks 0, 1, where the unit has "
-    f"{_OURS}. {_CURE}",
-    "two for a tied one": "parameter 'embed.weight' of unit '(root)' is tied: it has 2 places, and different parameters were "
-    "registered at them. Register one parameter at all of them; to untie them, call remove() on the annotated modules first",
+    "another placement": (
+        f"{_SPREAD} (Shard(dim=1),) over the (2,) any mesh of ranks 0, 1, where the unit has"
+        f" {_OURS}. {_CURE}"
+    ),
+    "another mesh": (
+        f"{_SPREAD} (Replicate(), Shard(dim=0)) over the (1, 2) any mesh of ranks 0, 1, where the"
+        f" unit has {_OURS}. {_CURE}"
+    ),
+    "two for a tied one": (
+        "parameter 'embed.weight' of unit '(root)' is tied: it has 2 places, and different"
+        " parameters were registered at them. Register one parameter at all of them; to untie them,"
+        " call remove() on the annotated modules first"
+    ),
 }
 
 
@@ -204,10 +247,14 @@ def test_a_foreign_parameter_that_cannot_be_the_units_own_is_refused_by_name(wha
     mesh = model.body[0].weight.device_mesh
     kept = model.body[0].weight, model.embed.weight
     if what == "another placement":
-        model.body[0].weight = nn.Parameter(distribute_tensor(torch.ones(6, 6)[:5], mesh, [Shard(1)]))
+        model.body[0].weight = nn.Parameter(
+            distribute_tensor(torch.ones(6, 6)[:5], mesh, [Shard(1)])
+        )
     elif what == "another mesh":
         other = init_device_mesh(current_device().type, (1, 2), mesh_dim_names=("a", "b"))
-        model.body[0].weight = nn.Parameter(distribute_tensor(torch.ones(5, 6), other, [Replicate(), Shard(0)]))
+        model.body[0].weight = nn.Parameter(
+            distribute_tensor(torch.ones(5, 6), other, [Replicate(), Shard(0)])
+        )
     else:
         model.embed.weight = nn.Parameter(torch.ones(7, 6))
         model.head.weight = nn.Parameter(torch.ones(7, 6))

@@ -1,4 +1,6 @@
-"""Models that are annotated before they have values, or get new ones, in place: made, loaded, initialised."""
+"""Models that are annotated before they have values, or get new ones, in place: made, loaded,
+initialised.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,20 @@ _UNITS: Final = {
 @pytest.mark.parametrize("cure", ["load", "to_empty"])
 @pytest.mark.parametrize("verb", _VERBS)
 @spmd(ranks=2)
-def test_a_forward_on_the_meta_device_is_refused_by_name_and_trains_once_there_are_values(verb: str, cure: str) -> None:
+def test_a_forward_on_the_meta_device_is_refused_by_name_and_trains_once_there_are_values(
+    verb: str, cure: str
+) -> None:
     model = _blank(_VERBS[verb])
     assert isinstance(model, nn.Sequential)
     x = torch.ones(2, 4, device=current_device())
 
     def assert_refused(parameter: str) -> None:
-        assert refusal(lambda: model(x)) == (
-            f"PhaseError: parameter '{parameter}' is still on the meta device: it has a shape, but no values to compute with. "
-            "Materialise the model before its first forward: call model.to_empty(device=...) and initialise it, or "
-            "model.load_state_dict(state_dict, assign=True)"
+        assert (
+            refusal(lambda: model(x))
+            == f"PhaseError: parameter '{parameter}' is still on the meta device: it has a shape,"
+            " but no values to compute with. Materialise the model before its first forward:"
+            " call model.to_empty(device=...) and initialise it, or"
+            " model.load_state_dict(state_dict, assign=True)"
         )
 
     first, second = _UNITS[verb]
@@ -81,10 +87,11 @@ def test_a_forward_on_the_meta_device_is_refused_by_name_and_trains_once_there_a
         torch.testing.assert_close(full(one), other.detach())
 
 
-# --- initialisation in place ------------------------------------------------------------------------------------------
+# --- initialisation in place --------------------------------------------------------------------
 
 
-# No fewer than 48 numbers in each: the spread of a dozen lies outside the bounds below once in 30 draws.
+# No fewer than 48 numbers in each: the spread of a dozen lies outside the bounds below once in 30
+# draws.
 _RESETS: Final[dict[str, Callable[[], nn.Module]]] = {
     "Linear": lambda: nn.Linear(64, 48),
     "Embedding": lambda: nn.Embedding(48, 16),
@@ -97,7 +104,11 @@ _RESETS: Final[dict[str, Callable[[], nn.Module]]] = {
 
 
 def _reset(module: nn.Module) -> None:
-    again = module._reset_parameters if isinstance(module, nn.MultiheadAttention) else module.reset_parameters
+    again = (
+        module._reset_parameters
+        if isinstance(module, nn.MultiheadAttention)
+        else module.reset_parameters
+    )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
         again()  # type: ignore[operator]
@@ -106,7 +117,9 @@ def _reset(module: nn.Module) -> None:
 @pytest.mark.parametrize("dim", [0, 1])
 @spmd(ranks=2)
 def test_modules_reset_their_sharded_parameters(dim: int) -> None:
-    """Every rank draws its shards from a seed of its own; together they look as one process draws them."""
+    """Every rank draws its shards from a seed of its own; together they look as one process draws
+    them.
+    """
     for name, make in _RESETS.items():
         torch.manual_seed(0)
         plain, model = (make().to(current_device()) for _ in range(2))
@@ -117,7 +130,9 @@ def test_modules_reset_their_sharded_parameters(dim: int) -> None:
         torch.manual_seed(1 + dist.get_rank())
         _reset(model)
         _reset(plain)
-        for (fqn, one), other in zip(model.named_parameters(), map(torch.detach, plain.parameters()), strict=True):
+        for (fqn, one), other in zip(
+            model.named_parameters(), map(torch.detach, plain.parameters()), strict=True
+        ):
             if fqn == "out_proj.weight":
                 continue  # a MultiheadAttention leaves it as its Linear made it
             assert isinstance(one, DTensor)
@@ -143,10 +158,12 @@ def test_a_shard_that_was_resized_is_named_and_as_it_was() -> None:
     if "no valid sharding strategy" in str(caught.value):
         pytest.skip("this torch refuses before anything is resized")
     assert "not resizable" in str(caught.value)
-    assert refusal(lambda: model(x)) == (
-        "ForeignParameterError: parameter 'weight' of unit '1': its shard was resized by an operator with out=, as "
-        "torch.nn.init.eye_ calls one. The shard has its shape and its values again. Initialise the parameter before fully_shard, "
-        "or load_state_dict() the whole tensor"
+    assert (
+        refusal(lambda: model(x))
+        == "ForeignParameterError: parameter 'weight' of unit '1': its shard was resized by an"
+        " operator with out=, as torch.nn.init.eye_ calls one. The shard has its shape and its"
+        " values again. Initialise the parameter before fully_shard, or load_state_dict() the"
+        " whole tensor"
     )
     for parameter, former in zip(model.parameters(), before, strict=True):
         assert torch.equal(full(parameter), former)

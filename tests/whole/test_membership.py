@@ -1,4 +1,6 @@
-"""Modules and parameters that come into an annotated model afterwards: refused by name, unless they do no harm."""
+"""Modules and parameters that come into an annotated model afterwards: refused by name, unless they
+do no harm.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ class Adapter(nn.Module):
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+        self.base, self.down, self.up = (
+            base,
+            nn.Linear(4, 2, bias=False),
+            nn.Linear(2, 4, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
@@ -64,28 +70,41 @@ def _adapt_a_layer(model: Model) -> None:
 
 
 def _register_one_more(model: Model) -> None:
-    model.block[1].register_parameter("slope", nn.Parameter(torch.ones(1, device=model.scale.device)))
+    model.block[1].register_parameter(
+        "slope", nn.Parameter(torch.ones(1, device=model.scale.device))
+    )
 
 
 def _tied(where: str, name: str, unit: str) -> str:
     return (
-        f"{where} was tied to parameter '{name}' of unit '{unit}' after the annotation, and would not be gathered or cast with "
-        "it. Call remove() with the module and its verb, tie the parameters, and annotate again"
+        f"{where} was tied to parameter '{name}' of unit '{unit}' after the annotation, and would"
+        " not be gathered or cast with it. Call remove() with the module and its verb, tie the"
+        " parameters, and annotate again"
     )
 
 
 def _came(names: str) -> str:
     return (
-        f"unit '(root)' (fully_shard): no unit manages {names}, added below it, or left by remove(), after the annotation: every "
-        "rank would train its own. Call remove(module, fully_shard) and annotate again, with ignored_params= for those that are "
-        "to be trained as they are"
+        f"unit '(root)' (fully_shard): no unit manages {names}, added below it, or left by"
+        " remove(), after the annotation: every rank would train its own. Call remove(module,"
+        " fully_shard) and annotate again, with ignored_params= for those that are to be trained"
+        " as they are"
     )
 
 
 CHANGES: Final[dict[str, tuple[Callable[[Model], None], str]]] = {
-    "weights of two units tied": (_tie_units, _tied("parameter 'weight' of unit 'head'", "weight", "emb")),
-    "weights of one unit tied": (_tie_in_a_unit, _tied("parameter 'scale' of unit '(root)'", "block.0.bias", "(root)")),
-    "a new layer tied": (_tie_what_is_new, _tied("'head.weight' below unit '(root)'", "weight", "emb")),
+    "weights of two units tied": (
+        _tie_units,
+        _tied("parameter 'weight' of unit 'head'", "weight", "emb"),
+    ),
+    "weights of one unit tied": (
+        _tie_in_a_unit,
+        _tied("parameter 'scale' of unit '(root)'", "block.0.bias", "(root)"),
+    ),
+    "a new layer tied": (
+        _tie_what_is_new,
+        _tied("'head.weight' below unit '(root)'", "weight", "emb"),
+    ),
     "a layer exchanged": (_exchange_a_layer, _came("'block.0.weight', 'block.0.bias'")),
     "a layer adapted": (_adapt_a_layer, _came("'block.0.down.weight', 'block.0.up.weight'")),
     "a parameter more": (_register_one_more, _came("'block.1.slope'")),
@@ -124,7 +143,9 @@ def test_what_would_train_apart_is_refused_at_the_next_forward(
     for _ in range(2):  # nothing is half done after the first
         with pytest.raises((AnnotationError, ForeignParameterError)) as caught:
             model(x)
-        assert str(caught.value) == (text.replace("fully_shard", "replicate") if annotate is replicate else text)
+        assert str(caught.value) == (
+            text.replace("fully_shard", "replicate") if annotate is replicate else text
+        )
 
 
 @spmd(ranks=2)
@@ -139,7 +160,10 @@ def test_what_does_no_harm_may_come_into_replicas() -> None:
     model.head.weight = model.emb.weight  # tied: its gradient is averaged where it was
     model(x).sum().backward()
     model.block[0].up.requires_grad_(True)
-    with pytest.raises(AnnotationError, match=r"^unit '\(root\)' \(replicate\): no unit manages 'block\.0\.up\.weight'"):
+    with pytest.raises(
+        AnnotationError,
+        match=r"^unit '\(root\)' \(replicate\): no unit manages 'block\.0\.up\.weight'",
+    ):
         model(x)
     remove(model, replicate)
     replicate(model, ignored_params=())(x).sum().backward()

@@ -1,4 +1,6 @@
-"""Training leaves nothing behind, neither while it goes on nor when the model is dropped: no tensors, objects, hooks, pages."""
+"""Training leaves nothing behind, neither while it goes on nor when the model is dropped: no
+tensors, objects, hooks, pages.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def test_nothing_grows_over_two_hundred_steps(scheme: str) -> None:
     optimizer = sgd(model)
     for group in optimizer.param_groups:
         group["lr"] = 1e-4
-        group["foreach"] = False  # with DTensors of torch 2.11 every such call leaks: pytorch/pytorch#178276
+        # with DTensors of torch 2.11 every such call leaks: pytorch/pytorch#178276
+        group["foreach"] = False
     seen = []
     for step in range(STEPS):
         inputs = case.inputs(0, step, dist.get_rank(), current_device())
@@ -83,7 +86,15 @@ def test_nothing_grows_over_two_hundred_steps(scheme: str) -> None:
         if step + 1 in (WARM_UP, STEPS):
             del loss, inputs
             seen.append((*_live(), _resident_bytes(), _hooks(model)))
-    (tensors_before, objects_before, resident_before, hooks_before), (tensors, objects, resident, hooks) = seen
+    (
+        (tensors_before, objects_before, resident_before, hooks_before),
+        (
+            tensors,
+            objects,
+            resident,
+            hooks,
+        ),
+    ) = seen
     assert tensors <= tensors_before
     assert objects <= objects_before + 50  # caches of the interpreter; a leak would be one per step
     assert resident <= resident_before + SLACK_BYTES
@@ -97,7 +108,7 @@ def test_a_leaked_tensor_per_step_would_be_seen() -> None:
     assert _live()[0] - before == len(kept) == STEPS
 
 
-# --- between steps ----------------------------------------------------------------------------------------------------
+# --- between steps ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
@@ -105,11 +116,15 @@ def test_a_leaked_tensor_per_step_would_be_seen() -> None:
 def test_a_host_keeps_nothing_unsharded_and_no_idle_memory_between_steps(verb: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    {"fully_shard": fully_shard, "replicate": replicate}[verb](model, policy={nn.Linear}, mp_policy="bf16")
+    {"fully_shard": fully_shard, "replicate": replicate}[verb](
+        model, policy={nn.Linear}, mp_policy="bf16"
+    )
     x = torch.ones(2, 64)
 
     def fail(*_: object) -> None:
-        assert verb != "fully_shard" or idle_bytes() > 0, "what is freed within a step serves the next unit"
+        assert verb != "fully_shard" or idle_bytes() > 0, (
+            "what is freed within a step serves the next unit"
+        )
         raise MemoryError
 
     def accumulate() -> None:
@@ -131,7 +146,7 @@ def test_a_host_keeps_nothing_unsharded_and_no_idle_memory_between_steps(verb: s
         assert {row.state for row in describe(model).rows} <= {"SHARDED", "-"}
 
 
-# --- models that are dropped ------------------------------------------------------------------------------------------
+# --- models that are dropped --------------------------------------------------------------------
 
 
 def _train_and_drop(scheme: str) -> list[weakref.ref[nn.Module | torch.Tensor]]:

@@ -1,4 +1,6 @@
-"""Annotations and arguments that cannot be are refused at once, with words that say what to do, and leave the module as it was."""
+"""Annotations and arguments that cannot be are refused at once, with words that say what to do, and
+leave the module as it was.
+"""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -58,20 +60,32 @@ def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 def test_parameters_of_torchscript_are_refused_by_name(verb: Verb) -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
-    assert refused(model, lambda: verb(model)) == (
-        f"AnnotationError: {verb.__name__}: parameter '1.weight' of a RecursiveScriptModule cannot be managed: modules of TorchScript "
-        "register parameters in their own way. Annotate a module that is not scripted, or leave it out with ignored_params"
+    assert (
+        refused(model, lambda: verb(model))
+        == f"AnnotationError: {verb.__name__}: parameter '1.weight' of a RecursiveScriptModule"
+        " cannot be managed: modules of TorchScript register parameters in their own way."
+        " Annotate a module that is not scripted, or leave it out with ignored_params"
     )
 
 
-# --- order and repetition ---------------------------------------------------------------------------------------------
+# --- order and repetition -----------------------------------------------------------------------
 
 
 @says(
-    *["AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy="] * 2,
-    *["AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first"] * 2,
-    *["AnnotationError: 'blocks.0' is inside already-replicated '(root)'; annotate children first, or use policy="] * 2,
-    *["AnnotationError: 'blocks.0' is inside already-replicated '(root)'; annotate children first"] * 2,
+    *[
+        "AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first,"
+        " or use policy="
+    ]
+    * 2,
+    *["AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first"]
+    * 2,
+    *[
+        "AnnotationError: 'blocks.0' is inside already-replicated '(root)'; annotate children"
+        " first, or use policy="
+    ]
+    * 2,
+    *["AnnotationError: 'blocks.0' is inside already-replicated '(root)'; annotate children first"]
+    * 2,
 )
 def a_child_after_its_parent() -> list[str]:
     said = []
@@ -89,7 +103,8 @@ def a_child_after_its_parent() -> list[str]:
 
 @says(
     *[
-        f"AlreadyAnnotatedError: {verb} was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, {verb}) first"
+        f"AlreadyAnnotatedError: {verb} was already applied to 'blocks.1' (at FILE:LINE); to apply"
+        f" it anew, call remove(module, {verb}) first"
         for verb in ("fully_shard", "replicate", "checkpoint")
     ]
 )
@@ -99,22 +114,29 @@ def the_same_verb_twice() -> list[str]:
         model = _transformer()
         verb(model.blocks[1])
         verb(model.blocks[0])
-        said += _refused_by(lambda _, verb=verb, model=model: verb(model.blocks[1]), {}, model=model)
+        said += _refused_by(
+            lambda _, verb=verb, model=model: verb(model.blocks[1]), {}, model=model
+        )
     return said
 
 
 @says(
-    "ClashError: 'blocks.0' is managed by replicate; a module can be sharded or replicated, not both. Call remove(module, replicate) first",
-    "ClashError: 'blocks.1' is managed by fully_shard; a module can be sharded or replicated, not both. Call remove(module, fully_shard) first",
+    "ClashError: 'blocks.0' is managed by replicate; a module can be sharded or replicated, not"
+    " both. Call remove(module, replicate) first",
+    "ClashError: 'blocks.1' is managed by fully_shard; a module can be sharded or replicated, not"
+    " both. Call remove(module, fully_shard) first",
 )
 def a_module_both_sharded_and_replicated() -> list[str]:
     model = _transformer()
     replicate(model.blocks[0])
     fully_shard(model.blocks[1])
-    return [refused(model, lambda: fully_shard(model.blocks[0])), refused(model, lambda: replicate(model.blocks[1]))]
+    return [
+        refused(model, lambda: fully_shard(model.blocks[0])),
+        refused(model, lambda: replicate(model.blocks[1])),
+    ]
 
 
-# --- what cannot be a unit --------------------------------------------------------------------------------------------
+# --- what cannot be a unit ----------------------------------------------------------------------
 
 
 @spmd(ranks=[1, 2])
@@ -128,23 +150,33 @@ def test_a_parameter_in_two_units_of_a_policy_goes_to_the_module_around_both() -
 
 @says(
     *[
-        "TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules alike, as one unit: fully_shard([a, b]) or replicate([a, b]); or name the units in policy=, which keeps tied parameters together"
+        "TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was"
+        " sharded as part of another unit already. Annotate both modules alike, as one unit:"
+        " fully_shard([a, b]) or replicate([a, b]); or name the units in policy=, which keeps tied"
+        " parameters together"
     ]
     * 2
 )
 def a_parameter_in_two_units_by_hand() -> list[str]:
     model = _transformer()
     fully_shard(model.embedding)
-    return [refused(model, lambda: fully_shard(model)), refused(model, lambda: fully_shard(model.head))]
+    return [
+        refused(model, lambda: fully_shard(model)),
+        refused(model, lambda: fully_shard(model.head)),
+    ]
 
 
-_NOT_GATHERED: Final = "has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy="
+_NOT_GATHERED: Final = (
+    "has no forward, so its parameters cannot be gathered around one; annotate its children, or"
+    " pass policy="
+)
 
 
 @says(
     f"AnnotationError: ModuleList 'blocks' {_NOT_GATHERED}",
     f"AnnotationError: ModuleList 'blocks' {_NOT_GATHERED}",
-    "AnnotationError: ModuleList 'blocks' has no forward, so there is no forward to run again; annotate its children, or pass policy=",
+    "AnnotationError: ModuleList 'blocks' has no forward, so there is no forward to run again;"
+    " annotate its children, or pass policy=",
     f"AnnotationError: ModuleDict {_NOT_GATHERED}",
     f"AnnotationError: ModuleList 'blocks' {_NOT_GATHERED}",
 )
@@ -152,7 +184,10 @@ def containers_without_a_forward() -> list[str]:
     model = _transformer()
     heads = nn.ModuleDict({"a": nn.Linear(2, 2)})
     return [
-        *[refused(model, lambda verb=verb: verb(model.blocks)) for verb in (fully_shard, replicate, checkpoint)],
+        *[
+            refused(model, lambda verb=verb: verb(model.blocks))
+            for verb in (fully_shard, replicate, checkpoint)
+        ],
         refused(heads, lambda: fully_shard(heads)),
         refused(model, lambda: fully_shard(model, policy={nn.ModuleList})),
     ]
@@ -165,10 +200,13 @@ def test_a_policy_passes_over_containers_without_a_forward() -> None:
         with logged() as lines:
             verb(model, policy=lambda _: True)
         assert lines == [
-            f"WARNING: {verb.__name__}: the policy picks ModuleList 'blocks'; containers without a forward are passed over"
+            f"WARNING: {verb.__name__}: the policy picks ModuleList 'blocks'; containers without a"
+            " forward are passed over"
         ]
         assert not registry(model.blocks)
-        assert all(verb.__name__ in registry(module) for module in (model, model.embedding, *model.blocks))
+        assert all(
+            verb.__name__ in registry(module) for module in (model, model.embedding, *model.blocks)
+        )
 
 
 class _CallableList(nn.ModuleList):
@@ -186,7 +224,8 @@ def test_a_container_with_a_forward_is_a_unit() -> None:
 
 
 @says(
-    "AnnotationError: fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being called, so nothing would gather its parameters; annotate the MultiheadAttention instead"
+    "AnnotationError: fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without"
+    " being called, so nothing would gather its parameters; annotate the MultiheadAttention instead"
 )
 def the_projection_that_attention_reads_itself() -> list[str]:
     model = nn.MultiheadAttention(4, 2).to(current_device())
@@ -196,17 +235,26 @@ def the_projection_that_attention_reads_itself() -> list[str]:
 @spmd(ranks=2)
 def test_the_projection_that_attention_reads_itself_is_merged_under_a_policy() -> None:
     model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).to(current_device())
-    fully_shard(model, policy={nn.Linear, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear})
+    fully_shard(
+        model,
+        policy={
+            nn.Linear,
+            nn.MultiheadAttention,
+            nn.modules.linear.NonDynamicallyQuantizableLinear,
+        },
+    )
     model(torch.ones(1, 3, 4, device=current_device())).sum().backward()
     assert [row.unit for row in describe(model).rows] == ["", "self_attn", "linear1", "linear2"]
 
 
-# --- ranks that differ ------------------------------------------------------------------------------------------------
+# --- ranks that differ --------------------------------------------------------------------------
 
 
 @says(
     *[
-        f"RanksDisagreeError: {verb}: the ranks differ in values: rank 0 has parameter '1.weight' with fingerprint 0, rank 1 has parameter '1.weight' with fingerprint 4ed118cf600. Pass sync_module_states='broadcast', or seed equally."
+        f"RanksDisagreeError: {verb}: the ranks differ in values: rank 0 has parameter '1.weight'"
+        " with fingerprint 0, rank 1 has parameter '1.weight' with fingerprint 4ed118cf600. Pass"
+        " sync_module_states='broadcast', or seed equally."
         for verb in ("fully_shard", "replicate")
     ]
 )
@@ -216,14 +264,22 @@ def different_weights() -> list[str]:
         for number, layer in enumerate(model):
             for parameter in layer.parameters():
                 parameter.fill_(number * dist.get_rank())
-    return [refused(model, lambda verb=verb: verb(model, sync_module_states="check")) for verb in (fully_shard, replicate)]
+    return [
+        refused(model, lambda verb=verb: verb(model, sync_module_states="check"))
+        for verb in (fully_shard, replicate)
+    ]
 
 
 @says(
-    "RanksDisagreeError: replicate: the ranks differ in verbs: rank 0 has replicate, rank 1 has fully_shard. Every rank must call the same verbs."
+    "RanksDisagreeError: replicate: the ranks differ in verbs: rank 0 has replicate, rank 1 has"
+    " fully_shard. Every rank must call the same verbs."
 )
 def different_verbs() -> list[str]:
-    return _refused_by(fully_shard if dist.get_rank() else replicate, {}, model=nn.Linear(2, 2).to(current_device()))
+    return _refused_by(
+        fully_shard if dist.get_rank() else replicate,
+        {},
+        model=nn.Linear(2, 2).to(current_device()),
+    )
 
 
 def _different_modules(how: str) -> str:
@@ -253,32 +309,51 @@ _PLACES: Final = {
     "order": "rank 0 has 'body.weight' (3, 3) float32, rank 1 has 'head.weight' (2, 3) float32",
     "shapes": "rank 0 has 'head.weight' (2, 3) float32, rank 1 has 'head.weight' (4, 3) float32",
     "dtypes": "rank 0 has 'head.weight' (2, 3) float32, rank 1 has 'head.weight' (2, 3) float64",
-    "frozen": "rank 0 has 'head.weight' (2, 3) float32, rank 1 has 'head.weight' (2, 3) float32, frozen",
+    "frozen": (
+        "rank 0 has 'head.weight' (2, 3) float32, rank 1 has 'head.weight' (2, 3) float32, frozen"
+    ),
 }
 
 
 @pytest.mark.parametrize("how", _PLACES)
-def test_different_parameters_are_refused_with_the_first_difference_not_a_hang(pool: Pool, how: str) -> None:
-    assert same_on_all(pool.run(2, _different_modules, how)) == (
-        f"RanksDisagreeError: fully_shard: the ranks differ in parameters: {_PLACES[how]}. Every rank must build the same module in the same order."
+def test_different_parameters_are_refused_with_the_first_difference_not_a_hang(
+    pool: Pool, how: str
+) -> None:
+    assert (
+        same_on_all(pool.run(2, _different_modules, how))
+        == f"RanksDisagreeError: fully_shard: the ranks differ in parameters: {_PLACES[how]}. Every"
+        " rank must build the same module in the same order."
     )
 
 
-# --- meshes -----------------------------------------------------------------------------------------------------------
+# --- meshes -------------------------------------------------------------------------------------
 
 _ONE_OR_TWO: Final = (
-    "fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard over; this one has 3"
+    "fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard"
+    " over; this one has 3"
 )
-_TO_FLATTEN: Final = "To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, pass a slice, mesh[...]."
-_WHICH: Final = "MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this one, {}, do not say which: let one contain 'replicate' and the other one 'shard'. To shard over one dimension alone, pass {}."
-_ASCENDING: Final = "MeshError: fully_shard: the mesh {} does not list its ranks in ascending order along dimension 0, which is sharded over, as process groups do. Make it by init_device_mesh, or of mesh.mesh.sort(0).values."
+_TO_FLATTEN: Final = (
+    "To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten());"
+    " to train a model on each part of them, pass a slice, mesh[...]."
+)
+_WHICH: Final = (
+    "MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one"
+    " replicated over. The names of this one, {}, do not say which: let one contain 'replicate' and"
+    " the other one 'shard'. To shard over one dimension alone, pass {}."
+)
+_ASCENDING: Final = (
+    "MeshError: fully_shard: the mesh {} does not list its ranks in ascending order along dimension"
+    " 0, which is sharded over, as process groups do. Make it by init_device_mesh, or of"
+    " mesh.mesh.sort(0).values."
+)
 
 
 @says(
     f"MeshError: {_ONE_OR_TWO}: ('x', 'y', 'z'). {_TO_FLATTEN}",
     f"MeshError: {_ONE_OR_TWO}: ('pp', 'dp_shard', 'dp_replicate'). {_TO_FLATTEN}",
     f"MeshError: {_ONE_OR_TWO}. {_TO_FLATTEN}",
-    f"MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). {_TO_FLATTEN}",
+    "MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z')."
+    f" {_TO_FLATTEN}",
     f"MeshError: replicate takes a mesh of one dimension; this one has 3. {_TO_FLATTEN}",
     _WHICH.format("('dp', 'tp')", 'mesh["dp"] or mesh["tp"]'),
     _WHICH.format("('dp_shard', 'cp_shard')", 'mesh["dp_shard"] or mesh["cp_shard"]'),
@@ -290,7 +365,9 @@ def meshes_of_too_many_dimensions_or_of_two_that_do_not_say_which_is_which() -> 
         *_refused_by(fully_shard, {"mesh": three}, {"mesh": four}, {"mesh": unnamed}),
         *_refused_by(replicate, {"mesh": three}, {"mesh": unnamed}),
         *_refused_by(
-            fully_shard, {"mesh": _mesh(1, 2, names=("dp", "tp"))}, {"mesh": _mesh(2, 1, names=("dp_shard", "cp_shard"))}
+            fully_shard,
+            {"mesh": _mesh(1, 2, names=("dp", "tp"))},
+            {"mesh": _mesh(2, 1, names=("dp_shard", "cp_shard"))},
         ),
     ]
 
@@ -309,20 +386,32 @@ def what_is_no_mesh() -> list[str]:
 
 @says(_ASCENDING.format("[1, 0]"), _ASCENDING.format("[[1], [0]]"))
 def meshes_that_list_ranks_otherwise_than_process_groups() -> list[str]:
-    """Loading a state dict would cut for the rank that the mesh says, and a gather take the pieces in the group's order."""
+    """Loading a state dict would cut for the rank that the mesh says, and a gather take the pieces
+    in the group's order.
+    """
     kind = current_device().type
-    backwards, column = DeviceMesh(kind, [1, 0]), DeviceMesh(kind, [[1], [0]], mesh_dim_names=("shard", "replicate"))
+    backwards, column = (
+        DeviceMesh(kind, [1, 0]),
+        DeviceMesh(kind, [[1], [0]], mesh_dim_names=("shard", "replicate")),
+    )
     return _refused_by(fully_shard, {"mesh": backwards}, {"mesh": column})
 
 
 @says(
-    *["MeshError: reshard_after_forward=3: parameters are sharded over 2 ranks, which 3 does not divide."] * 2,
-    "AnnotationError: reshard_after_forward must be None, True, False or a number of ranks, got the str 'yes'",
+    *[
+        "MeshError: reshard_after_forward=3: parameters are sharded over 2 ranks, which 3 does not"
+        " divide."
+    ]
+    * 2,
+    "AnnotationError: reshard_after_forward must be None, True, False or a number of ranks, got the"
+    " str 'yes'",
 )
 def numbers_of_ranks_that_do_not_divide_the_mesh() -> list[str]:
     mesh = _mesh(1, 2, names=("replicate", "shard"))
     given = {"reshard_after_forward": 3}
-    return _refused_by(fully_shard, given, {"mesh": mesh, **given}, {"reshard_after_forward": "yes"})
+    return _refused_by(
+        fully_shard, given, {"mesh": mesh, **given}, {"reshard_after_forward": "yes"}
+    )
 
 
 def _as_a_stranger(verb: Verb) -> list[str]:
@@ -333,19 +422,24 @@ def _as_a_stranger(verb: Verb) -> list[str]:
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 def test_a_group_without_this_rank_is_refused(pool: Pool, verb: Verb) -> None:
     assert pool.run(2, _as_a_stranger, verb)[1] == [
-        f"MeshError: {verb.__name__}: expected a DeviceMesh, a ProcessGroup or None as mesh, got int, which new_group() returns on ranks outside of the group: annotate the module on the ranks of the group alone."
+        f"MeshError: {verb.__name__}: expected a DeviceMesh, a ProcessGroup or None as mesh, got"
+        " int, which new_group() returns on ranks outside of the group: annotate the module on the"
+        " ranks of the group alone."
     ]
 
 
 @spmd(ranks=3)
-def test_a_mesh_of_several_dimensions_over_some_ranks_may_be_flattened_as_the_refusal_says() -> None:
+def test_a_mesh_of_several_dimensions_over_some_ranks_may_be_flattened_as_the_refusal_says() -> (
+    None
+):
     """On the first two of three ranks; every rank takes part in making meshes."""
     mesh = DeviceMesh(current_device().type, torch.tensor([[0], [1]]))
     flat = DeviceMesh(mesh.device_type, mesh.mesh.flatten())
     if dist.get_rank() < 2:
         model = _transformer()
-        assert refused(model, lambda: replicate(model, mesh=mesh)) == (
-            f"MeshError: replicate takes a mesh of one dimension; this one has 2. {_TO_FLATTEN}"
+        assert (
+            refused(model, lambda: replicate(model, mesh=mesh))
+            == f"MeshError: replicate takes a mesh of one dimension; this one has 2. {_TO_FLATTEN}"
         )
         replicate(model, mesh=flat)
         assert describe(model).rows[0].ranks == 2
@@ -364,28 +458,39 @@ def test_a_dimension_picked_by_name_and_a_process_group_are_meshes() -> None:
                 assert torch.equal(value, expected[name])
 
 
-def test_without_a_process_group_several_processes_are_asked_to_form_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_process_group_several_processes_are_asked_to_form_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for verb in (fully_shard, replicate):
         monkeypatch.setenv("WORLD_SIZE", "1")
         verb(Layer())
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert _refused_by(verb, {}, model=Layer()) == [
-            f"MeshError: {verb.__name__}: WORLD_SIZE is 2, but there is no process group. Call torch.distributed.init_process_group first."
+            f"MeshError: {verb.__name__}: WORLD_SIZE is 2, but there is no process group. Call"
+            " torch.distributed.init_process_group first."
         ]
     assert not dist.is_initialized()
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------------------------
 
 
 @says(
     "UnknownArgumentError: fully_shard() has no argument 'auto_wrap_policy'; use policy= instead",
-    "UnknownArgumentError: fully_shard() has no argument 'use_orig_params'; parameters always keep their identity and names; leave it out",
-    "UnknownArgumentError: fully_shard() has no argument 'sharding_strategy'; write reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or call replicate()",
-    "UnknownArgumentError: fully_shard() has no argument 'device_id'; the mesh says which device; leave it out",
-    "UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, prefetch, mp_policy, offload_policy, shard_placement_fn, grad_reduce, ignored_params, sync_module_states, dp_mesh_dims",
-    "UnknownArgumentError: fully_shard() has no argument 'cpu_offload'; use offload_policy=CPUOffloadPolicy() instead",
-    "UnknownArgumentError: fully_shard() has no argument 'find_unused_parameters'; unused parameters need no flag; leave it out",
+    "UnknownArgumentError: fully_shard() has no argument 'use_orig_params'; parameters always keep"
+    " their identity and names; leave it out",
+    "UnknownArgumentError: fully_shard() has no argument 'sharding_strategy'; write"
+    " reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or call replicate()",
+    "UnknownArgumentError: fully_shard() has no argument 'device_id'; the mesh says which device;"
+    " leave it out",
+    "UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean"
+    " 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, prefetch, mp_policy,"
+    " offload_policy, shard_placement_fn, grad_reduce, ignored_params, sync_module_states,"
+    " dp_mesh_dims",
+    "UnknownArgumentError: fully_shard() has no argument 'cpu_offload'; use"
+    " offload_policy=CPUOffloadPolicy() instead",
+    "UnknownArgumentError: fully_shard() has no argument 'find_unused_parameters'; unused"
+    " parameters need no flag; leave it out",
 )
 def keywords_that_fully_shard_does_not_have() -> list[str]:
     names = ("auto_wrap_policy", "use_orig_params", "sharding_strategy", "device_id", "reshard_after_froward", "cpu_offload",
@@ -394,28 +499,48 @@ def keywords_that_fully_shard_does_not_have() -> list[str]:
 
 
 @says(
-    "UnknownArgumentError: replicate() has no argument 'find_unused_parameters'; unused parameters need no flag; leave it out",
-    "UnknownArgumentError: replicate() has no argument 'device_ids'; the module's own device is used; leave it out",
+    "UnknownArgumentError: replicate() has no argument 'find_unused_parameters'; unused parameters"
+    " need no flag; leave it out",
+    "UnknownArgumentError: replicate() has no argument 'device_ids'; the module's own device is"
+    " used; leave it out",
     "AnnotationError: bucket_cap_mb must be a positive number of MiB, got 0",
-    "AnnotationError: sync_module_states must be one of check, broadcast, off, got True; what FSDP1 and DDP mean by that is 'broadcast'",
+    "AnnotationError: sync_module_states must be one of check, broadcast, off, got True; what FSDP1"
+    " and DDP mean by that is 'broadcast'",
 )
 def keywords_of_ddp() -> list[str]:
-    given: tuple[dict[str, Any], ...] = ({"find_unused_parameters": True}, {"device_ids": [0]}, {"bucket_cap_mb": 0})
+    given: tuple[dict[str, Any], ...] = (
+        {"find_unused_parameters": True},
+        {"device_ids": [0]},
+        {"bucket_cap_mb": 0},
+    )
     return _refused_by(replicate, *given, {"sync_module_states": True})
 
 
 @says(
     *[
-        "UnknownArgumentError: checkpoint() has no argument 'use_reentrant'; checkpointing is never reentrant here; leave it out, or use torch.utils.checkpoint.checkpoint"
+        "UnknownArgumentError: checkpoint() has no argument 'use_reentrant'; checkpointing is never"
+        " reentrant here; leave it out, or use torch.utils.checkpoint.checkpoint"
     ]
     * 2,
-    "UnknownArgumentError: checkpoint() has no argument 'preserve_rng'; did you mean 'preserve_rng_state'? It takes: policy, preserve_rng_state, context_fn, determinism_check, debug, early_stop",
+    "UnknownArgumentError: checkpoint() has no argument 'preserve_rng'; did you mean"
+    " 'preserve_rng_state'? It takes: policy, preserve_rng_state, context_fn, determinism_check,"
+    " debug, early_stop",
     "AnnotationError: determinism_check must be one of default, none, got 'sometimes'",
-    "AnnotationError: checkpoint: debug=True records with contexts of its own and cannot be given with context_fn",
+    "AnnotationError: checkpoint: debug=True records with contexts of its own and cannot be given"
+    " with context_fn",
 )
 def keywords_that_checkpoint_does_not_take() -> list[str]:
-    given: tuple[dict[str, Any], ...] = ({"use_reentrant": True}, {"use_reentrant": False}, {"preserve_rng": True})
-    return _refused_by(checkpoint, *given, {"determinism_check": "sometimes"}, {"debug": True, "context_fn": nullcontext})
+    given: tuple[dict[str, Any], ...] = (
+        {"use_reentrant": True},
+        {"use_reentrant": False},
+        {"preserve_rng": True},
+    )
+    return _refused_by(
+        checkpoint,
+        *given,
+        {"determinism_check": "sometimes"},
+        {"debug": True, "context_fn": nullcontext},
+    )
 
 
 @says(
@@ -427,14 +552,25 @@ def keywords_that_checkpoint_does_not_take() -> list[str]:
 )
 def ignored_parameters_that_match_nothing() -> list[str]:
     stranger = nn.Linear(2, 2)
-    given: list[dict[str, Any]] = [{"ignored_params": [each]} for each in ("embd.*", stranger, stranger.weight, 3)]
+    given: list[dict[str, Any]] = [
+        {"ignored_params": [each]} for each in ("embd.*", stranger, stranger.weight, 3)
+    ]
     return [*_refused_by(fully_shard, *given), *_refused_by(replicate, given[0])]
 
 
-@says(*["PolicyError: policy matched 0 modules; classes present: Nested x2, Linear x10, Sequential x2, ReLU x2, Layer x2"] * 3)
+@says(
+    *[
+        "PolicyError: policy matched 0 modules; classes present: Nested x2, Linear x10, Sequential"
+        " x2, ReLU x2, Layer x2"
+    ]
+    * 3
+)
 def policies_that_match_nothing() -> list[str]:
     model = Nested(1).to(current_device())
-    return [refused(model, lambda verb=verb: verb(model, policy={Block})) for verb in (fully_shard, replicate, checkpoint)]
+    return [
+        refused(model, lambda verb=verb: verb(model, policy={Block}))
+        for verb in (fully_shard, replicate, checkpoint)
+    ]
 
 
 def _refuse(what: str) -> list[str]:

@@ -1,4 +1,6 @@
-"""Uses of an annotated model that cannot work end at once with words that say what to do; those that can, work."""
+"""Uses of an annotated model that cannot work end at once with words that say what to do; those
+that can, work.
+"""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -59,7 +61,7 @@ def _good_step(model: nn.Module) -> None:
     assert_mean_gradients(plain, model)
 
 
-# --- calls that are no forward ----------------------------------------------------------------------------------------
+# --- calls that are no forward ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", [False, True])
@@ -92,13 +94,17 @@ def test_a_parameter_read_outside_of_its_unit_is_named_with_a_cure_that_cures() 
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
         annotated({nn.Linear})(_batch())
     assert caught.value.__notes__ == [
-        "a Reading in the forward of unit '(root)' reads a parameter of another unit ('1.mix') outside of that unit's forward, where it is sharded. Annotate the Reading as the unit in its place; with a policy, leave that one out"
+        "a Reading in the forward of unit '(root)' reads a parameter of another unit ('1.mix')"
+        " outside of that unit's forward, where it is sharded. Annotate the Reading as the unit in"
+        " its place; with a policy, leave that one out"
     ]
     annotated({Reading})(_batch())
 
 
 @spmd(ranks=[1, 2])
-@pytest.mark.parametrize("verb", ["fully_shard", "fully_shard by policy", "replicate", "replicate around shards"])
+@pytest.mark.parametrize(
+    "verb", ["fully_shard", "fully_shard by policy", "replicate", "replicate around shards"]
+)
 def test_registered_methods_compute_and_train_as_forward_does(verb: str) -> None:
     plain, model = _model(), _model()
     if verb == "replicate around shards":
@@ -123,7 +129,11 @@ def test_registered_methods_compute_and_train_as_forward_does(verb: str) -> None
 def test_registering_on_a_plain_module_or_a_misspelt_method_is_refused() -> None:
     model, plain = fully_shard(_model()), checkpoint(_model())
     for module, name, said in (
-        (model.head, "forward", "'head' is not annotated; call fully_shard or replicate on it first"),
+        (
+            model.head,
+            "forward",
+            "'head' is not annotated; call fully_shard or replicate on it first",
+        ),
         (plain, "generate", "Model is not annotated; call fully_shard or replicate on it first"),
         (model, "genrate", "no method 'genrate' on Model; did you mean 'generate'?"),
         (model, "head", "no method 'head' on Model"),
@@ -132,10 +142,12 @@ def test_registering_on_a_plain_module_or_a_misspelt_method_is_refused() -> None
         assert refused == f"NotAnnotatedError: register_forward_method: {said}"
 
 
-# --- what users do to modules -----------------------------------------------------------------------------------------
+# --- what users do to modules -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("unit", "after_a_step"), [("encoder", False), ("encoder", True), ("(root)", True)])
+@pytest.mark.parametrize(
+    ("unit", "after_a_step"), [("encoder", False), ("encoder", True), ("(root)", True)]
+)
 @spmd(ranks=2, everywhere=True)
 def test_removed_hooks_are_noticed_at_the_next_forward(unit: str, after_a_step: bool) -> None:
     model = fully_shard(_model(), policy={Layer})
@@ -144,8 +156,11 @@ def test_removed_hooks_are_noticed_at_the_next_forward(unit: str, after_a_step: 
         _good_step(model)
     module._forward_pre_hooks.clear()
     module._forward_hooks.clear()
-    assert refusal(lambda: model(_batch())) == (
-        f"HooksRemovedError: unit '{unit}': the forward hooks that the annotation needs were removed from its {type(module).__name__}. Remove hooks by their own handles; to take the annotation back, call remove()"
+    assert (
+        refusal(lambda: model(_batch()))
+        == f"HooksRemovedError: unit '{unit}': the forward hooks that the annotation needs were"
+        f" removed from its {type(module).__name__}. Remove hooks by their own handles; to take"
+        " the annotation back, call remove()"
     )
 
 
@@ -163,16 +178,24 @@ def test_functional_call_computes_with_the_tensors_that_it_is_given() -> None:
     gradients = torch.autograd.grad(expected.square().mean(), list(given.values()))
     actual = functional_call(model, given, (x,))
     assert torch.equal(actual, expected)
-    for one, other in zip(gradients, torch.autograd.grad(actual.square().mean(), list(given.values())), strict=True):
+    for one, other in zip(
+        gradients, torch.autograd.grad(actual.square().mean(), list(given.values())), strict=True
+    ):
         assert torch.equal(one, other)
     _good_step(model)
 
 
 def _other_order() -> str:
-    """Half of the ranks, of four those of the second replica, skip a unit in their first forward."""
+    """Half of the ranks, of four those of the second replica, skip a unit in their first
+    forward.
+    """
     size = dist.get_world_size()
     model = _model()
-    mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard")) if size == 4 else None
+    mesh = (
+        init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        if size == 4
+        else None
+    )
     fully_shard(model, policy={Layer}, mesh=mesh)
     if dist.get_rank() >= size // 2:
         model.forward = lambda x: model.head(model.decoder(x))  # type: ignore[method-assign]
@@ -180,13 +203,17 @@ def _other_order() -> str:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_run_different_units_are_told_so_by_name(pool: Pool, ranks: int, device: str) -> None:
+def test_ranks_that_run_different_units_are_told_so_by_name(
+    pool: Pool, ranks: int, device: str
+) -> None:
     need_devices(device, ranks)
     units = ["encoder"] * (ranks // 2) + ["decoder"] * (ranks // 2)
     seen = ", ".join(f"rank {rank} runs '{unit}'" for rank, unit in enumerate(units))
-    assert same_on_all(pool.run(ranks, _other_order, device=device, spoils=True)) == (
-        f"RanksDisagreeError: the ranks run different units in the first forward: {seen}. Every rank must run the same annotated "
-        "modules in the same order. If data decides what runs, annotate a module around it"
+    assert (
+        same_on_all(pool.run(ranks, _other_order, device=device, spoils=True))
+        == f"RanksDisagreeError: the ranks run different units in the first forward: {seen}. Every"
+        " rank must run the same annotated modules in the same order. If data decides what"
+        " runs, annotate a module around it"
     )
 
 
@@ -198,8 +225,11 @@ def test_a_backward_after_remove_says_that_its_parameters_are_gone(keep: bool) -
     x = torch.ones(1, 2, device=current_device())
     loss = model(x).sum()
     remove(model, fully_shard)
-    assert refusal(loss.backward) == (
-        "PhaseError: fully_shard was removed from unit '1' between a forward and its backward: the parameters that this backward goes to are no longer the module's. Run the backward first, or the forward again"
+    assert (
+        refusal(loss.backward)
+        == "PhaseError: fully_shard was removed from unit '1' between a forward and its backward:"
+        " the parameters that this backward goes to are no longer the module's. Run the backward"
+        " first, or the forward again"
     )
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,4 +1,6 @@
-"""Gradients and state of replicated parameters that rest as DTensors, as users see and change them; knows no bucket."""
+"""Gradients and state of replicated parameters that rest as DTensors, as users see and change them;
+knows no bucket.
+"""
 
 from __future__ import annotations
 
@@ -64,5 +66,7 @@ def test_moved_and_loaded_models_train_on(mix: str) -> None:
     for assign in (False, True):
         other.load_state_dict(copy.deepcopy(mixed.state_dict()), assign=assign)
         reference = make_model()
-        reference.load_state_dict({name: full(tensor) for name, tensor in mixed.state_dict().items()})
+        reference.load_state_dict(
+            {name: full(tensor) for name, tensor in mixed.state_dict().items()}
+        )
         train(reference, other, RECIPES["AdamW(fused=True)"])

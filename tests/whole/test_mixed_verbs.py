@@ -1,4 +1,6 @@
-"""`replicate` and `fully_shard` on one model: torch's own functions over all parameters do what they do in one process."""
+"""`replicate` and `fully_shard` on one model: torch's own functions over all parameters do what
+they do in one process.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ from tests.helpers.mixes import (
 from tests.helpers.world import current_device, spmd
 
 
-@pytest.mark.parametrize(("ranks", "mix"), [(1, "in_the_readme"), *((ranks, mix) for ranks in (2, 4) for mix in MIXES)])
+@pytest.mark.parametrize(
+    ("ranks", "mix"), [(1, "in_the_readme"), *((ranks, mix) for ranks in (2, 4) for mix in MIXES)]
+)
 @spmd()
 def test_torchs_optimizers_clipping_and_scalers_do_what_they_do_in_one_process(mix: str) -> None:
     train_all(mix)
 
 
-# --- which parameters are what ----------------------------------------------------------------------------------------
+# --- which parameters are what ------------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -57,7 +61,9 @@ def test_only_an_annotation_over_both_makes_replicated_parameters_dtensors() -> 
 
 @spmd(ranks=2)
 def test_removing_the_inner_of_two_annotations_around_both_leaves_dtensors() -> None:
-    model = nn.Sequential(make_model(), nn.Linear(WORDS, 2, dtype=torch.float64, device=current_device()))
+    model = nn.Sequential(
+        make_model(), nn.Linear(WORDS, 2, dtype=torch.float64, device=current_device())
+    )
     in_the_readme(model[0])  # type: ignore[arg-type]
     fully_shard(model)
     model(batch_of(0)).sum().backward()
@@ -104,7 +110,9 @@ def test_a_verb_that_fails_leaves_plain_parameters() -> None:
 
 @spmd(ranks=4)
 def test_replicas_of_other_ranks_than_the_shards_are_left_plain() -> None:
-    """Half of the ranks hold what is replicated: on a mesh of all ranks it is not the same everywhere."""
+    """Half of the ranks hold what is replicated: on a mesh of all ranks it is not the same
+    everywhere.
+    """
     half = dist.new_group([0, 1]), dist.new_group([2, 3])
     model = make_model()
     replicate(model.tok_emb, mesh=half[dist.get_rank() // 2])
@@ -118,13 +126,23 @@ def test_replicas_of_other_ranks_than_the_shards_are_left_plain() -> None:
             each.zero_grad()
         plain(batch).square().mean().backward()
         model(batch[rank : rank + 1]).square().mean().backward()
-        for found, (name, expected) in zip(model.parameters(), plain.named_parameters(), strict=True):
+        for found, (name, expected) in zip(
+            model.parameters(), plain.named_parameters(), strict=True
+        ):
             if isinstance(found, DTensor):
                 assert found.grad is not None
-                torch.testing.assert_close(full(found.grad), expected.grad, rtol=1e-9, atol=1e-11, msg=f"{name} in step {step}")
+                torch.testing.assert_close(
+                    full(found.grad),
+                    expected.grad,
+                    rtol=1e-9,
+                    atol=1e-11,
+                    msg=f"{name} in step {step}",
+                )
     plain.zero_grad()
     plain(batch[rank // 2 * 2 :][:2]).square().mean().backward()
-    torch.testing.assert_close(model.tok_emb.weight.grad, plain.tok_emb.weight.grad, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(
+        model.tok_emb.weight.grad, plain.tok_emb.weight.grad, rtol=1e-9, atol=1e-11
+    )
 
 
-# --- what modules compute with ----------------------------------------------------------------------------------------
+# --- what modules compute with ------------------------------------------------------------------

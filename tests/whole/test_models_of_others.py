@@ -1,4 +1,6 @@
-"""Models from other people's libraries, built from configurations, train annotated as they do in one process."""
+"""Models from other people's libraries, built from configurations, train annotated as they do in
+one process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.longt5.modeling_longt5 import LongT5Block
 from transformers.models.mamba.modeling_mamba import MambaBlock
-from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersBlock
+from transformers.models.switch_transformers.modeling_switch_transformers import (
+    SwitchTransformersBlock,
+)
 from transformers.models.t5.modeling_t5 import T5Block
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
 
@@ -45,7 +49,9 @@ _ENCODER_DECODER: Final[dict[str, Any]] = {
 
 
 def _translate(model: nn.Module, generator: torch.Generator) -> Tensor:
-    inputs, labels = (torch.randint(3, _WORDS, (2, length), generator=generator) for length in (12, 5))
+    inputs, labels = (
+        torch.randint(3, _WORDS, (2, length), generator=generator) for length in (12, 5)
+    )
     return model(input_ids=inputs.to(current_device()), labels=labels.to(current_device())).loss
 
 
@@ -65,18 +71,33 @@ def _t5() -> nn.Module:
 
 
 def _long_t5() -> nn.Module:
-    local = {"local_radius": 3, "encoder_attention_type": "transient-global", "global_block_size": 4}
-    return transformers.LongT5ForConditionalGeneration(transformers.LongT5Config(**_ENCODER_DECODER, **local))
+    local = {
+        "local_radius": 3,
+        "encoder_attention_type": "transient-global",
+        "global_block_size": 4,
+    }
+    return transformers.LongT5ForConditionalGeneration(
+        transformers.LongT5Config(**_ENCODER_DECODER, **local)
+    )
 
 
 def _switch() -> nn.Module:
-    experts = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2, "expert_capacity": 8}
-    config = transformers.SwitchTransformersConfig(**_ENCODER_DECODER, **experts, router_jitter_noise=0.0)
+    experts = {
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "num_experts": 2,
+        "expert_capacity": 8,
+    }
+    config = transformers.SwitchTransformersConfig(
+        **_ENCODER_DECODER, **experts, router_jitter_noise=0.0
+    )
     return transformers.SwitchTransformersForConditionalGeneration(config)
 
 
 def _mamba() -> nn.Module:
-    config = transformers.MambaConfig(vocab_size=_WORDS, hidden_size=16, state_size=4, num_hidden_layers=2, use_cache=False)
+    config = transformers.MambaConfig(
+        vocab_size=_WORDS, hidden_size=16, state_size=4, num_hidden_layers=2, use_cache=False
+    )
     return transformers.MambaForCausalLM(config)
 
 
@@ -115,7 +136,8 @@ def _dora() -> nn.Module:
     targets = ["q_proj", "v_proj", "up_proj"]
     config = LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=targets, lora_dropout=0.0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is going away
+        # peft asks transformers by a name that is going away
+        warnings.simplefilter("ignore", FutureWarning)
         return get_peft_model(_llama(), config)
 
 
@@ -124,7 +146,9 @@ class Critic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Conv1d(c, c + 2, 3, padding=1), nn.SiLU()) for c in (2, 4, 6)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Conv1d(c, c + 2, 3, padding=1), nn.SiLU()) for c in (2, 4, 6)]
+        )
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -135,10 +159,17 @@ class Critic(nn.Module):
 
 def _criticise(model: nn.Module, generator: torch.Generator) -> Tensor:
     dtype = next(model.parameters()).dtype
-    real, fake = (torch.randn(3, 2, 8, generator=generator, dtype=dtype).to(current_device()) for _ in range(2))
+    real, fake = (
+        torch.randn(3, 2, 8, generator=generator, dtype=dtype).to(current_device())
+        for _ in range(2)
+    )
     between = (0.3 * real + 0.7 * fake).requires_grad_()
     (gradient,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
-    return model(fake).mean() - model(real).mean() + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+    return (
+        model(fake).mean()
+        - model(real).mean()
+        + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+    )
 
 
 @dataclass(frozen=True)
@@ -172,11 +203,18 @@ def _checkpointed(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None
 
 WAYS: Final[dict[str, Callable[..., object]]] = {
     "by block": lambda model, blocks: fully_shard(model, policy=set(blocks)),
-    "kept after forward": lambda model, blocks: fully_shard(model, policy=set(blocks), reshard_after_forward=False),
+    "kept after forward": lambda model, blocks: fully_shard(
+        model, policy=set(blocks), reshard_after_forward=False
+    ),
     "as one unit": lambda model, blocks: fully_shard(model),
     "with checkpoints": _checkpointed,
 }
-_CASES: Final = [(name, way) for name in MODELS for way in WAYS if way != "with checkpoints" or name in ("T5", "Mamba", "DoRA")]
+_CASES: Final = [
+    (name, way)
+    for name in MODELS
+    for way in WAYS
+    if way != "with checkpoints" or name in ("T5", "Mamba", "DoRA")
+]
 
 
 def _made(foreign: Foreign) -> nn.Module:
@@ -200,8 +238,12 @@ def test_training_is_that_of_one_process(name: str, way: str) -> None:
             loss.backward()
             losses.append(loss.detach())
         torch.testing.assert_close(losses[1], losses[0])
-        assert_mean_gradients(plain, annotated, step, rtol=1e-7 if exact else 1e-3, atol=1e-10 if exact else 1e-5)
-        for parameter, gradient in zip(plain.parameters(), averaged_gradients(plain).values(), strict=True):
+        assert_mean_gradients(
+            plain, annotated, step, rtol=1e-7 if exact else 1e-3, atol=1e-10 if exact else 1e-5
+        )
+        for parameter, gradient in zip(
+            plain.parameters(), averaged_gradients(plain).values(), strict=True
+        ):
             parameter.grad = gradient
         for optimizer in optimizers:
             optimizer.step()
@@ -210,7 +252,9 @@ def test_training_is_that_of_one_process(name: str, way: str) -> None:
 
 def _generated(model: Any, tokens: Tensor, more: int) -> Tensor:
     lengths = {"max_new_tokens": more, "min_new_tokens": more}
-    return model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **lengths)
+    return model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **lengths
+    )
 
 
 def _root_replicated(model: Any) -> None:
@@ -253,7 +297,9 @@ def test_what_tells_transformers_of_shards_is_taken_back_and_is_in_no_copy() -> 
     assert not is_fsdp_managed_module(model)
     for verb, managed in ((fully_shard, True), (replicate, False)):
         verb(model, policy={LlamaDecoderLayer})
-        assert [is_fsdp_managed_module(module) for module in model.modules()] == [managed] * len(list(model.modules()))
+        assert [is_fsdp_managed_module(module) for module in model.modules()] == [managed] * len(
+            list(model.modules())
+        )
         with keep_unsharded(model) if managed else nullcontext():
             assert not is_fsdp_managed_module(model)
         assert not is_fsdp_managed_module(copy.deepcopy(model.model.rotary_emb))

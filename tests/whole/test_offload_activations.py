@@ -1,4 +1,6 @@
-"""Activations of offloaded modules wait on the host, and training does not notice: bit for bit, in every composition."""
+"""Activations of offloaded modules wait on the host, and training does not notice: bit for bit, in
+every composition.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import checkpoint, describe, fully_shard, offload_activations, registry, remove, replicate
+from composable import (
+    checkpoint,
+    describe,
+    fully_shard,
+    offload_activations,
+    registry,
+    remove,
+    replicate,
+)
 from composable.errors import AnnotationError
 from tests.helpers.battery import BATTERY
 from tests.helpers.battery.transformers import Block, Transformer, next_token_loss
@@ -20,7 +30,7 @@ from tests.helpers.compare import full_gradients
 from tests.helpers.offloading import Line, inputs_of, offloading
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
-# --- parity -----------------------------------------------------------------------------------------------------------
+# --- parity --------------------------------------------------------------------------------------
 
 
 def _hybrid(model: nn.Module) -> None:
@@ -36,7 +46,9 @@ def _mixed(model: nn.Module) -> None:
 _SPREAD: Final[dict[str, Callable[[nn.Module], object]]] = {
     "nothing else": lambda model: None,
     "fully_shard": lambda model: fully_shard(model, policy={Block}),
-    "without resharding": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=False),
+    "without resharding": lambda model: fully_shard(
+        model, policy={Block}, reshard_after_forward=False
+    ),
     "bfloat16": lambda model: fully_shard(model, policy={Block}, mp_policy="bf16"),
     "replicate": lambda model: replicate(model, bucket_cap_mb=0.0002),
     "both": _mixed,
@@ -56,7 +68,9 @@ _KEPT: Final[dict[str, tuple[list[Policy], list[Policy]]]] = {
 
 
 def _tokens(step: int = 0) -> Tensor:
-    (tokens,) = BATTERY["transformer with tied embedding"].inputs(0, step, dist.get_rank(), current_device())
+    (tokens,) = BATTERY["transformer with tied embedding"].inputs(
+        0, step, dist.get_rank(), current_device()
+    )
     return tokens
 
 
@@ -106,7 +120,11 @@ def _compare(spread: str, kept: str) -> None:
                 results.append([*program(each), *full_gradients(each).values()])
                 each.zero_grad()
             assert seen.left, "something left the device"
-            assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), (spread, kept, program.__name__)
+            assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), (
+                spread,
+                kept,
+                program.__name__,
+            )
             assert not seen.alive
 
 
@@ -139,22 +157,28 @@ def test_losses_and_gradients_are_the_same_to_the_last_bit(
     pool.run(ranks, _compare_all, spread, kept, device=device)
 
 
-# --- the verb ---------------------------------------------------------------------------------------------------------
+# --- the verb -----------------------------------------------------------------------------------
 
 
 def test_on_a_cpu_nothing_is_copied_and_describe_says_so() -> None:
     model = nn.Sequential(Line(), Line())
     assert offload_activations(model, policy={Line}, min_bytes=0) is model
     seen: list[object] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor
+    ):
         model(torch.randn(4, 8)).sum().backward()
     assert seen, "nobody stands before the hooks around"
-    assert "offload_activations: nothing is copied where modules are on the CPU: 0, 1" in str(describe(model))
+    assert "offload_activations: nothing is copied where modules are on the CPU: 0, 1" in str(
+        describe(model)
+    )
     assert describe(model).to_dict()["elsewhere"] == {"offload_activations": ["0", "1"]}
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_describe_says_so_of_modules_that_are_nowhere_yet_only_without_an_accelerator(there: bool) -> None:
+def test_describe_says_so_of_modules_that_are_nowhere_yet_only_without_an_accelerator(
+    there: bool,
+) -> None:
     with torch.device("meta"):
         model = nn.Sequential(Line(), nn.Softmax(-1))
     offload_activations(model, policy={Line, nn.Softmax})
@@ -181,9 +205,18 @@ def test_remove_undoes_it() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_bytes": -1}, "offload_activations: min_bytes must be a number of bytes, 0 or more, got -1"),
-        ({"min_bytes": 1.5}, "offload_activations: min_bytes must be a number of bytes, 0 or more, got 1.5"),
-        ({"min_bytes": True}, "offload_activations: min_bytes must be a number of bytes, 0 or more, got True"),
+        (
+            {"min_bytes": -1},
+            "offload_activations: min_bytes must be a number of bytes, 0 or more, got -1",
+        ),
+        (
+            {"min_bytes": 1.5},
+            "offload_activations: min_bytes must be a number of bytes, 0 or more, got 1.5",
+        ),
+        (
+            {"min_bytes": True},
+            "offload_activations: min_bytes must be a number of bytes, 0 or more, got True",
+        ),
         ({"pin_memory": "yes"}, "offload_activations: pin_memory must be True or False, got 'yes'"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Offloaded modules raise where autograd does, leave nothing after errors, and go every way through autograd."""
+"""Offloaded modules raise where autograd does, leave nothing after errors, and go every way through
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.helpers.compare import full_gradients
 from tests.helpers.offloading import Line, inputs_of, line, offloading
 from tests.helpers.world import current_device, spmd
 
-# --- versions ---------------------------------------------------------------------------------------------------------
+# --- versions ------------------------------------------------------------------------------------
 
 
 @spmd(ranks=1)
@@ -30,7 +32,8 @@ def test_what_was_written_to_since_raises_in_backward(what: str, annotated: bool
         entered = x * 1
         y = model(entered)
         if current_device().type != "cpu":
-            torch.accelerator.synchronize()  # else the device would find a write to what is being copied
+            # else the device would find a write to what is being copied
+            torch.accelerator.synchronize()
         with torch.no_grad():
             if what == "the input":
                 entered.add_(1)
@@ -45,9 +48,13 @@ def test_what_was_written_to_since_raises_in_backward(what: str, annotated: bool
             y.sum().backward()
         assert isinstance(caught.value, SavedTensorError) == annotated
         if annotated:
-            assert re.search(r", which Sequential saved for backward, is at version \d; expected version \d", str(caught.value))
+            assert re.search(
+                r", which Sequential saved for backward, is at version \d; expected version \d",
+                str(caught.value),
+            )
         del y, caught
-        entered.sum().backward()  # an accelerator's thread has dropped the pass before that comes to its end
+        # an accelerator's thread has dropped the pass before that comes to its end
+        entered.sum().backward()
         assert not seen.alive
 
 
@@ -65,7 +72,7 @@ def test_a_step_between_a_forward_and_its_backward_raises_with_shards_too() -> N
             second.sum().backward()
 
 
-# --- goes wrong -------------------------------------------------------------------------------------------------------
+# --- goes wrong ---------------------------------------------------------------------------------
 
 
 class Fails(nn.Module):
@@ -108,16 +115,21 @@ def test_a_step_that_raises_leaves_nothing(spread: str, where: str) -> None:
                 model(inputs_of()).sum().backward()
                 gradients = full_gradients(model)
                 model.zero_grad()
-                assert expected is None or all(torch.equal(expected[name], each) for name, each in gradients.items())
+                assert expected is None or all(
+                    torch.equal(expected[name], each) for name, each in gradients.items()
+                )
                 expected = gradients
             x = inputs_of().requires_grad_()
             y = x * x
-            # An accelerator's thread may drop a backward that raised a little after its caller has seen the error.
-            assert not seen.alive or (fails == "backward" and current_device().type != "cpu"), "autograd saves for itself alone"
+            # An accelerator's thread may drop a backward that raised a little after its caller has
+            # seen the error.
+            assert not seen.alive or (fails == "backward" and current_device().type != "cpu"), (
+                "autograd saves for itself alone"
+            )
             del y
 
 
-# --- other ways through autograd --------------------------------------------------------------------------------------
+# --- other ways through autograd ----------------------------------------------------------------
 
 
 @spmd(ranks=1)

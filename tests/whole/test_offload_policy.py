@@ -1,4 +1,6 @@
-"""Offload of parameters on a CPU: nothing changes, which is said once; what is no policy is refused."""
+"""Offload of parameters on a CPU: nothing changes, which is said once; what is no policy is
+refused.
+"""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -37,7 +39,9 @@ def _trained(policy: Any) -> tuple[list[Tensor], list[str], str]:
     described = str(describe(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(3):
-        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        model(
+            torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+        ).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     values = [full(p) if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -47,8 +51,8 @@ def _trained(policy: Any) -> tuple[list[Tensor], list[str], str]:
 
 
 _NOTE = (
-    "fully_shard: offload_policy has no effect where ranks compute on the CPU: parameters are in the host's memory anyway. To "
-    "compute on an accelerator, pass a mesh of it"
+    "fully_shard: offload_policy has no effect where ranks compute on the CPU: parameters are in"
+    " the host's memory anyway. To compute on an accelerator, pass a mesh of it"
 )
 
 
@@ -59,7 +63,10 @@ def _nothing_changes() -> None:
         found, lines, described = _trained(policy)
         assert all(map(torch.equal, found, expected))
         assert [line.partition(": ")[2] for line in lines] == [_NOTE]
-        assert described == f"{plain}\noffload_policy: no effect where ranks compute on the CPU: (root), 0, 1"
+        assert (
+            described
+            == f"{plain}\noffload_policy: no effect where ranks compute on the CPU: (root), 0, 1"
+        )
     assert _trained(fsdp.OffloadPolicy())[1] == [], "torch's way to say that nothing is offloaded"
 
 
@@ -74,7 +81,9 @@ def test_without_a_process_group_nothing_changes_and_that_is_said_once() -> None
 
 def test_without_a_process_group_a_model_on_an_accelerator_is_refused() -> None:
     with mock.patch.object(arguments, "has_streams", return_value=True):
-        text = refused(model := _model(), lambda: fully_shard(model, offload_policy=CPUOffloadPolicy()))
+        text = refused(
+            model := _model(), lambda: fully_shard(model, offload_policy=CPUOffloadPolicy())
+        )
     assert_text(
         text,
         """AnnotationError: fully_shard: offload_policy needs a process group. Without one nothing is sharded, and parameters stay where they are, on cpu. Call torch.distributed.init_process_group first, for one process alone, too; or leave offload_policy out""",

@@ -63,7 +63,9 @@ _SPREAD_OF_LINES: Final[dict[str, Callable[[nn.Module], object]]] = {
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_unsharded_and_replicated_parameters_never_leave(pool: Pool, ranks: int, device: str) -> None:
+def test_unsharded_and_replicated_parameters_never_leave(
+    pool: Pool, ranks: int, device: str
+) -> None:
     need_devices(device, ranks)
     expected = [4 * 8, 4 * 24] * 2
     for spread in _SPREAD_OF_LINES:
@@ -114,7 +116,9 @@ def test_tensors_come_back_with_their_strides() -> None:
             assert torch.equal(saved.grad, 2 * make(x)), name
             seen.left.clear()
         y = module(inputs_of(1000, 12)[3:5].requires_grad_())
-        assert sum(seen.left) <= 2 * 12 + 128, "and not the other rows, which lie in the same memory"
+        assert sum(seen.left) <= 2 * 12 + 128, (
+            "and not the other rows, which lie in the same memory"
+        )
 
 
 @spmd(ranks=1)
@@ -147,7 +151,9 @@ class _IntoAHalf(torch.autograd.Function):
 
 
 @spmd(ranks=1)
-def test_halves_of_a_storage_that_are_written_one_after_the_other_leave_as_they_were_written() -> None:
+def test_halves_of_a_storage_that_are_written_one_after_the_other_leave_as_they_were_written() -> (
+    None
+):
     class Halves(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             memory = x.detach().new_zeros(512)
@@ -202,7 +208,9 @@ def test_what_several_read_waits_for_all_of_them_on_the_device() -> None:
             return x
 
     with offloading() as seen:
-        offload_activations(Attention(), **seen.options)(inputs_of(8, 8).requires_grad_()).sum().backward()
+        offload_activations(Attention(), **seen.options)(
+            inputs_of(8, 8).requires_grad_()
+        ).sum().backward()
         assert seen.brought < len(seen.left)
 
 
@@ -215,7 +223,9 @@ def test_what_is_left_on_the_device_after_forward_is_little() -> None:
         made: list[Any] = []
         for line in model:
             line.up.register_forward_pre_hook(lambda module, args: made.append(_reference(args[0])))
-            line.down.register_forward_pre_hook(lambda module, args: made.append(_reference(args[0])))
+            line.down.register_forward_pre_hook(
+                lambda module, args: made.append(_reference(args[0]))
+            )
         loss = model(inputs_of()).sum()
         assert len(seen.left) == 12
         assert sum(reference() is not None for reference in made) <= AHEAD

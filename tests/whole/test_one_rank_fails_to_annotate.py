@@ -1,4 +1,6 @@
-"""When one rank cannot annotate, or annotates otherwise, all ranks raise at once, and say which rank and why."""
+"""When one rank cannot annotate, or annotates otherwise, all ranks raise at once, and say which
+rank and why.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def _raises(*_: object) -> Any:
 
 def _differs(verb: str, usual: str, other: str) -> str:
     return (
-        f"RanksDisagreeError: {verb}: the ranks differ in arguments: rank 0 has for 'weight' {usual}, "
-        f"rank 1 has for 'weight' {other}. Pass the same arguments on every rank."
+        f"RanksDisagreeError: {verb}: the ranks differ in arguments: rank 0 has for 'weight'"
+        f" {usual}, rank 1 has for 'weight' {other}. Pass the same arguments on every rank."
     )
 
 
@@ -37,8 +39,8 @@ def _failed(verb: str, why: str) -> str:
 
 def _is_mode(verb: str, usual: str, other: str) -> str:
     return (
-        f"RanksDisagreeError: {verb}: the ranks differ in modes of sync_module_states: rank 0 has {usual}, "
-        f"rank 1 has {other}. Pass the same arguments on every rank."
+        f"RanksDisagreeError: {verb}: the ranks differ in modes of sync_module_states: rank 0 has"
+        f" {usual}, rank 1 has {other}. Pass the same arguments on every rank."
     )
 
 
@@ -65,14 +67,22 @@ _SHARDED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
     "regroups": ({"reshard_after_forward": 2}, _of_unit(2), ""),
     "computes otherwise": ({"mp_policy": "bf16"}, _of_unit(more=", param_dtype=bfloat16"), ""),
     "gathers further ahead": ({"prefetch": 2}, _of_unit(more=", prefetch=2"), ""),
-    "places otherwise": ({"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}, _of_unit(dim=1), ""),
+    "places otherwise": (
+        {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
+        _of_unit(dim=1),
+        "",
+    ),
     "trusts": ({"sync_module_states": "off"}, _is_mode("fully_shard", "check", "off"), ""),
 }
 _REPLICATED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
     "a policy raises": ({"policy": _raises}, _failed("replicate", _ODD), _ODD),
     "an argument is wrong": ({"bucket_cap_mb": 0}, _failed("replicate", _CAP), _CAP),
     "has smaller buckets": ({"bucket_cap_mb": 1.0}, _of_buckets(1.0), ""),
-    "keeps buckets": ({"gradient_as_bucket_view": True}, _of_buckets(more=", gradient_as_bucket_view=True"), ""),
+    "keeps buckets": (
+        {"gradient_as_bucket_view": True},
+        _of_buckets(more=", gradient_as_bucket_view=True"),
+        "",
+    ),
     "computes otherwise": ({"mp_policy": "bf16"}, _of_buckets(more=", param_dtype=bfloat16"), ""),
     "trusts": ({"sync_module_states": "off"}, _is_mode("replicate", "broadcast", "off"), ""),
 }
@@ -88,7 +98,9 @@ def _said(act: Callable[[], object]) -> str:
 
 
 def _annotate(verb: Callable[..., Any]) -> dict[str, tuple[str, list[str]]]:
-    """By case: what this rank ended with, and the kinds of parameters that the model has afterwards."""
+    """By case: what this rank ended with, and the kinds of parameters that the model has
+    afterwards.
+    """
     found = {}
     for name, (options, _, _) in _CASES[verb.__name__].items():
         torch.manual_seed(0)

@@ -28,8 +28,12 @@ class _Counting(Recording):
 _CAP: Final = 160 / (1 << 20)  # bytes: one layer of the model in a bucket
 
 
-def _launches(by_rank: Sequence[Sequence[Sequence[int]]], frozen: Sequence[Sequence[int]]) -> tuple[list[str], int]:
-    """The layers whose gradients each step launches, in order, and how often the ranks agreed on an order."""
+def _launches(
+    by_rank: Sequence[Sequence[Sequence[int]]], frozen: Sequence[Sequence[int]]
+) -> tuple[list[str], int]:
+    """The layers whose gradients each step launches, in order, and how often the ranks agreed on an
+    order.
+    """
     log, launched = Log(), []
     with comms_wrapped_by(lambda comm: _Counting(comm, log)):
         plain, ours = twins(Parts, bucket_cap_mb=_CAP)
@@ -63,7 +67,9 @@ _CASES: Final[dict[str, tuple[Sequence[Sequence[Sequence[int]]], Sequence[Sequen
 
 
 @pytest.mark.parametrize("case", _CASES)
-def test_all_ranks_launch_in_one_order_that_they_agree_on_once(pool: Pool, case: str, device: str) -> None:
+def test_all_ranks_launch_in_one_order_that_they_agree_on_once(
+    pool: Pool, case: str, device: str
+) -> None:
     need_devices(device, 2)
     by_rank, frozen, expected = _CASES[case]
     assert pool.run(2, _launches, by_rank, frozen, device=device) == [(expected, 1)] * 2

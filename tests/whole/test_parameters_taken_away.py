@@ -1,4 +1,6 @@
-"""Parameters that users take away from an annotated module: it computes without them, and they do not come back."""
+"""Parameters that users take away from an annotated module: it computes without them, and they do
+not come back.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import MixedPrecisionPolicy, fully_shard, no_sync, reduce_gradients, registry, remove, replicate
+from composable import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    no_sync,
+    reduce_gradients,
+    registry,
+    remove,
+    replicate,
+)
 from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, spmd
@@ -43,7 +53,11 @@ def _do_both(model: Model) -> None:
     _delete(model)
 
 
-_CHANGES: Final[dict[str, Callable[[Model], None]]] = {"None": _set_to_none, "deleted": _delete, "both": _do_both}
+_CHANGES: Final[dict[str, Callable[[Model], None]]] = {
+    "None": _set_to_none,
+    "deleted": _delete,
+    "both": _do_both,
+}
 
 
 def _next_to_shards(model: Model) -> None:
@@ -103,7 +117,9 @@ def _trains(scheme: str, how: str, steps: int) -> None:
 
 @pytest.mark.parametrize("scheme", _SCHEMES)
 @pytest.mark.parametrize("how", _CHANGES)
-def test_what_is_left_trains_on_and_what_is_gone_stays_away(pool: Pool, scheme: str, how: str) -> None:
+def test_what_is_left_trains_on_and_what_is_gone_stays_away(
+    pool: Pool, scheme: str, how: str
+) -> None:
     for steps in (0, 1):
         pool.run(2, _trains, scheme, how, steps)
 
@@ -120,7 +136,9 @@ class Table(nn.Module):
 
 @pytest.mark.sparse
 @spmd(ranks=2)
-def test_the_other_parameters_of_a_replicated_module_keep_their_names_dtypes_and_sparse_gradients() -> None:
+def test_the_other_parameters_of_a_replicated_module_keep_their_names_dtypes_and_sparse_gradients() -> (
+    None
+):
     torch.manual_seed(0)
     model = Table().to(current_device())
     replicate(model, mp_policy=MixedPrecisionPolicy("bf16", full_precision_classes=nn.LayerNorm))
@@ -137,7 +155,12 @@ def test_the_other_parameters_of_a_replicated_module_keep_their_names_dtypes_and
     model.zero_grad()
     with no_sync(model):
         model(index).float().square().mean().backward()
-    for parameter in (model.first.weight, model.table.weight, *model.norm.parameters(), model.last.bias):
+    for parameter in (
+        model.first.weight,
+        model.table.weight,
+        *model.norm.parameters(),
+        model.last.bias,
+    ):
         parameter.grad = None
     said = refusal(torch.optim.SGD(model.parameters(), lr=0.1).step)
     assert "parameter 'last.weight'" in said, said

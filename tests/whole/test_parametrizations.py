@@ -1,4 +1,6 @@
-"""Weight norm and other parametrizations that come after an annotation are refused by name. Those of before: the battery."""
+"""Weight norm and other parametrizations that come after an annotation are refused by name. Those
+of before: the battery.
+"""
 
 from __future__ import annotations
 
@@ -53,21 +55,27 @@ def _step(model: nn.Module) -> None:
 @pytest.mark.parametrize("scheme", _SCHEMES)
 @pytest.mark.parametrize("kind", _KINDS)
 @spmd(ranks=2)
-def test_what_is_parametrized_after_annotating_is_refused_at_the_next_forward(scheme: str, kind: str) -> None:
+def test_what_is_parametrized_after_annotating_is_refused_at_the_next_forward(
+    scheme: str, kind: str
+) -> None:
     model = _model()
     _SCHEMES[scheme](model)
     _KINDS[kind](model[0])
-    if (scheme, kind) == ("replicated", "one of the user's"):  # it is the same parameter, at another place
+    # it is the same parameter, at another place
+    if (scheme, kind) == ("replicated", "one of the user's"):
         model.double().float()
         _step(model)
         reference = _model()
         _KINDS[kind](reference[0])
         _step(reference)
-        torch.testing.assert_close(full_gradients(model), {name: p.grad for name, p in reference.named_parameters()})
+        torch.testing.assert_close(
+            full_gradients(model), {name: p.grad for name, p in reference.named_parameters()}
+        )
         return
     for _ in range(2):
         with pytest.raises(
-            (AnnotationError, ForeignParameterError), match=r"parametrizations\.weight\.original.* call remove|Call remove"
+            (AnnotationError, ForeignParameterError),
+            match=r"parametrizations\.weight\.original.* call remove|Call remove",
         ):
             _step(model)
 
@@ -81,4 +89,7 @@ def test_a_parametrization_is_registered_after_remove() -> None:
         parametrizations.weight_norm(model[0])
         verb(model)
         _step(model)
-        assert all(parameter.grad is not None for parameter in model.get_submodule("0").parametrizations.parameters())
+        assert all(
+            parameter.grad is not None
+            for parameter in model.get_submodule("0").parametrizations.parameters()
+        )

@@ -1,4 +1,6 @@
-"""What an accelerator's communicator sends to each rank: multiples of 16 bytes, from and to memory that is aligned to that."""
+"""What an accelerator's communicator sends to each rank: multiples of 16 bytes, from and to memory
+that is aligned to that.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class _Weighing(Around):
         return super().all_gather(pairs, label)
 
     def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
-        self._payloads += [whole.numel() * whole.element_size() // self._inner.size for _, whole in pairs]
+        self._payloads += [
+            whole.numel() * whole.element_size() // self._inner.size for _, whole in pairs
+        ]
         self._payloads += [out.data_ptr() for out, _ in pairs]
         return super().reduce_scatter(pairs, label, scale)
 
@@ -46,10 +50,14 @@ class _AnyParameters(nn.Module):
         for _ in range(draw.randint(1, 6)):
             dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
             shape = [draw.choice([0, 1, 2, 3, 5, 7, 8, 33]) for _ in range(draw.randint(0, 3))]
-            self.all.append(nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=draw.random() < 0.8))
+            self.all.append(
+                nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=draw.random() < 0.8)
+            )
 
     def forward(self) -> Tensor:
-        total: Tensor = sum((p.abs().float().sum() for p in self.all), torch.zeros((), requires_grad=True))
+        total: Tensor = sum(
+            (p.abs().float().sum() for p in self.all), torch.zeros((), requires_grad=True)
+        )
         return total
 
 
@@ -58,13 +66,23 @@ def _payloads_of_any_parameters(draw: random.Random, annotations: int) -> int:
     for number in range(annotations):
         payloads: list[int] = []
 
-        traits = {"direct_bytes": 64} if draw.random() < 0.5 else {}  # otherwise all of them share messages
+        # otherwise all of them share messages
+        traits = {"direct_bytes": 64} if draw.random() < 0.5 else {}
         model = _AnyParameters(draw)
-        policy = draw.choice([None, "bf16", MixedPrecisionPolicy(reduce_dtype="fp32"), MixedPrecisionPolicy("bf16", "fp64")])
+        policy = draw.choice(
+            [
+                None,
+                "bf16",
+                MixedPrecisionPolicy(reduce_dtype="fp32"),
+                MixedPrecisionPolicy("bf16", "fp64"),
+            ]
+        )
         dims = {id(p): draw.randrange(p.dim()) for p in model.all if p.dim()}
         with comms_wrapped_by(partial(_Weighing, payloads=payloads, **traits)):
             fully_shard(
-                model, mp_policy=policy, shard_placement_fn=lambda p, dims=dims: Shard(dims[id(p)]) if p.dim() else None
+                model,
+                mp_policy=policy,
+                shard_placement_fn=lambda p, dims=dims: Shard(dims[id(p)]) if p.dim() else None,
             )
         model().backward()
         assert [payload for payload in payloads if payload % 16] == [], (
@@ -78,5 +96,7 @@ def _payloads_of_any_parameters(draw: random.Random, annotations: int) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_so_it_is_whatever_shapes_dtypes_and_policies_there_are(pool: Pool, ranks: int, seed: int) -> None:
+def test_so_it_is_whatever_shapes_dtypes_and_policies_there_are(
+    pool: Pool, ranks: int, seed: int
+) -> None:
     assert min(pool.run(ranks, _payloads_of_any_parameters, random.Random(seed), 25)) > 50

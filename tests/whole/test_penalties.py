@@ -1,4 +1,6 @@
-"""A loss may be made from sharded parameters, too: how autograd spreads the gradient of that part changes no number."""
+"""A loss may be made from sharded parameters, too: how autograd spreads the gradient of that part
+changes no number.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.helpers.world import current_device, spmd
 
 def _penalty(model: nn.Module) -> Tensor:
     terms = [parameter.square().sum() for parameter in model.parameters()]
-    return torch.stack([term.full_tensor() if isinstance(term, DTensor) else term for term in terms]).sum()
+    return torch.stack(
+        [term.full_tensor() if isinstance(term, DTensor) else term for term in terms]
+    ).sum()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
@@ -44,33 +48,46 @@ def test_a_penalty_on_parameters_trains_as_in_one_process(rows: int) -> None:
         torch.testing.assert_close(one.full_tensor(), other)
 
 
-# --- read inside of a forward, where the parameter is at rest -----------------------------------------------------------------
+# --- read inside of a forward, where the parameter is at rest -----------------------------------
 
 
 class Fused(nn.Module):
-    """A loss that is fused with its head, which is a unit of its own: torch's error for mixed tensors is worked around."""
+    """A loss that is fused with its head, which is a unit of its own: torch's error for mixed
+    tensors is worked around.
+    """
 
     def __init__(self, runs: bool = True) -> None:
         super().__init__()
-        self.body, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3, bias=False)
+        self.body, self.norm, self.head = (
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 3, bias=False),
+        )
         self.runs = runs
 
     def forward(self, x: Tensor) -> Tensor:
         x, weight = self.norm(self.body(x)), self.head.weight
-        out = F.linear(x, weight.full_tensor() if isinstance(weight, DTensor) else weight).square().mean()
+        out = (
+            F.linear(x, weight.full_tensor() if isinstance(weight, DTensor) else weight)
+            .square()
+            .mean()
+        )
         return out + self.head(x).mean() if self.runs else out
 
 
 _READ: Final = (
-    "a forward of unit '(root)' read parameter 'weight' of unit 'head' outside of that unit's forward, where it is at rest: its "
-    "gradient would be that of each rank's own batch, and not the mean. Annotate the module that reads it and its own as one unit"
+    "a forward of unit '(root)' read parameter 'weight' of unit 'head' outside of that unit's"
+    " forward, where it is at rest: its gradient would be that of each rank's own batch, and not"
+    " the mean. Annotate the module that reads it and its own as one unit"
 )
 
 
 @pytest.mark.parametrize("runs", [True, False])
 @pytest.mark.parametrize("recomputed", [False, True])
 @spmd(ranks=2)
-def test_a_parameter_that_a_forward_reads_outside_of_its_unit_is_refused_on_all_ranks(recomputed: bool, runs: bool) -> None:
+def test_a_parameter_that_a_forward_reads_outside_of_its_unit_is_refused_on_all_ranks(
+    recomputed: bool, runs: bool
+) -> None:
     torch.manual_seed(0)
     model = Fused(runs)
     if recomputed:
@@ -104,12 +121,15 @@ def _of_a_model_that_waits(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [_before, _between_two_forwards, _of_a_model_that_waits])
 @spmd(ranks=2)
-def test_penalties_around_forwards_train_as_in_one_process(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+def test_penalties_around_forwards_train_as_in_one_process(
+    loss: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double()
     plain = copy.deepcopy(model)
     fully_shard(model, policy={nn.Linear})
-    x = torch.linspace(-1, 1, 12).view(3, 4).double()  # the same batch on all ranks, so that products of penalties are means
+    # the same batch on all ranks, so that products of penalties are means
+    x = torch.linspace(-1, 1, 12).view(3, 4).double()
     for each in (model, plain):
         loss(each, x).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):

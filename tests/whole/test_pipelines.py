@@ -1,4 +1,6 @@
-"""torch's pipelines over annotated stages: schedules that call backward train, those that split it are refused by name."""
+"""torch's pipelines over annotated stages: schedules that call backward train, those that split it
+are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,22 @@ def _step(verb: str, schedule_class: type, ranks_per_stage: int) -> None:
     plain = copy.deepcopy(whole)
     several = schedule_class is not Schedule1F1B
     numbers = [rank, rank + 2] if several else [rank]
-    parts = {at: nn.Sequential(whole[at]) if several else nn.Sequential(*whole[2 * at : 2 * at + 2]) for at in numbers}
+    parts = {
+        at: nn.Sequential(whole[at]) if several else nn.Sequential(*whole[2 * at : 2 * at + 2])
+        for at in numbers
+    }
     for part in parts.values():
         VERBS[verb](part, mesh=mesh["dp"])
     stages = [
-        PipelineStage(part, at, 4 if several else 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        PipelineStage(
+            part, at, 4 if several else 2, torch.device("cpu"), group=mesh.get_group("pp")
+        )
         for at, part in parts.items()
     ]
     schedule = schedule_class(stages if several else stages[0], n_microbatches=4, loss_fn=mse_loss)
-    data = torch.randn(ranks_per_stage, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = torch.randn(
+        ranks_per_stage, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     goals = data.cos()
 
     def step() -> None:
@@ -49,14 +58,19 @@ def _step(verb: str, schedule_class: type, ranks_per_stage: int) -> None:
         schedule.step(*inputs, target=goals[index]) if rank == 1 else schedule.step(*inputs)
 
     step()
-    optimizer = torch.optim.SGD([parameter for part in parts.values() for parameter in part.parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [parameter for part in parts.values() for parameter in part.parameters()], lr=0.1
+    )
     for x, y in (
-        (x, y) for batch, goal in zip(data, goals, strict=True) for x, y in zip(batch.chunk(4), goal.chunk(4), strict=True)
+        (x, y)
+        for batch, goal in zip(data, goals, strict=True)
+        for x, y in zip(batch.chunk(4), goal.chunk(4), strict=True)
     ):
         (mse_loss(plain(x), y) / 4 / ranks_per_stage).backward()
     if schedule_class is ScheduleInterleavedZeroBubble and ranks_per_stage > 1:
         with pytest.raises(
-            OptimizerError, match="was called by ScheduleInterleavedZeroBubble, which takes gradients of weights"
+            OptimizerError,
+            match="was called by ScheduleInterleavedZeroBubble, which takes gradients of weights",
         ):
             optimizer.step()
         return
@@ -67,12 +81,18 @@ def _step(verb: str, schedule_class: type, ranks_per_stage: int) -> None:
         first = at if several else 2 * at
         for name, parameter in part.named_parameters():
             block, rest = name.split(".", 1)
-            torch.testing.assert_close(full(parameter), expected[f"{first + int(block)}.{rest}"].detach())
+            torch.testing.assert_close(
+                full(parameter), expected[f"{first + int(block)}.{rest}"].detach()
+            )
 
 
-@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
+@pytest.mark.parametrize(
+    "schedule", [Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble]
+)
 @pytest.mark.parametrize("verb", VERBS)
-def test_schedules_train_stages_or_are_refused_by_the_optimizers_step(pool: Pool, verb: str, schedule: type) -> None:
+def test_schedules_train_stages_or_are_refused_by_the_optimizers_step(
+    pool: Pool, verb: str, schedule: type
+) -> None:
     pool.run(4, _step, verb, schedule, 2)
 
 

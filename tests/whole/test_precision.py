@@ -1,4 +1,6 @@
-"""Mixed precision: modules compute, and gradients are summed, in other dtypes than parameters rest in, as written by hand."""
+"""Mixed precision: modules compute, and gradients are summed, in other dtypes than parameters rest
+in, as written by hand.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ WIDTH: Final = 12
 
 
 class Block(nn.Module):
-    """Parameters of several dtypes, cut and whole, large enough to travel alone and small, some of them never used."""
+    """Parameters of several dtypes, cut and whole, large enough to travel alone and small, some of
+    them never used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +69,7 @@ def tokens_of(step: int, rank: int) -> Tensor:
     return torch.randint(0, 9, (3, 4), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-# --- the same arithmetic, written out ---------------------------------------------------------------------------------
+# --- the same arithmetic, written out -----------------------------------------------------------
 
 
 def _lowered(model: Model, param: torch.dtype | None) -> Model:
@@ -90,16 +94,23 @@ def _mean(terms: Sequence[Tensor], reduce: torch.dtype, replicas: int) -> Tensor
     return reduce_by(add, sums) * (1.0 / after)
 
 
-def by_hand(model: Model, policy: MixedPrecisionPolicy, ranks: int, steps: Sequence[int], replicas: int = 1) -> None:
-    """Some forwards and backwards of every rank, reduced once; gradients are added to the parameters of `model`."""
+def by_hand(
+    model: Model, policy: MixedPrecisionPolicy, ranks: int, steps: Sequence[int], replicas: int = 1
+) -> None:
+    """Some forwards and backwards of every rank, reduced once; gradients are added to the
+    parameters of `model`.
+    """
     gradients: list[list[Tensor | None]] = []
     for rank in range(ranks):
         low = _lowered(model, policy.param_dtype)
         sums: list[Tensor | None] = [None] * len(list(model.parameters()))
         for step in steps:
             loss_of(low(tokens_of(step, rank))).backward()
-            for index, (lowered, own) in enumerate(zip(low.parameters(), model.parameters(), strict=True)):
-                # One alone is summed as it comes, several are added up in the parameters' own dtypes.
+            for index, (lowered, own) in enumerate(
+                zip(low.parameters(), model.parameters(), strict=True)
+            ):
+                # One alone is summed as it comes, several are added up in the parameters' own
+                # dtypes.
                 fresh, held = lowered.grad, sums[index]
                 if fresh is not None:
                     first = fresh.to(fresh.dtype if len(steps) == 1 else own.dtype)
@@ -111,11 +122,13 @@ def by_hand(model: Model, policy: MixedPrecisionPolicy, ranks: int, steps: Seque
         if not terms:
             continue
         assert len(terms) == ranks
-        mean = _mean(terms, policy.reduce_dtype or policy.param_dtype or terms[0].dtype, replicas).to(parameter.dtype)
+        mean = _mean(
+            terms, policy.reduce_dtype or policy.param_dtype or terms[0].dtype, replicas
+        ).to(parameter.dtype)
         parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 Annotate = Callable[[Model, MixedPrecisionPolicy], Any]
 
@@ -177,7 +190,9 @@ def _exactly(_: Tensor) -> float:
     return 0.0
 
 
-def _assert_equal(expected: dict[str, Tensor | None], actual: dict[str, Tensor | None], near: Near = _exactly) -> None:
+def _assert_equal(
+    expected: dict[str, Tensor | None], actual: dict[str, Tensor | None], near: Near = _exactly
+) -> None:
     assert list(expected) == list(actual)
     for name, wanted in expected.items():
         found = actual[name]
@@ -186,13 +201,21 @@ def _assert_equal(expected: dict[str, Tensor | None], actual: dict[str, Tensor |
         else:
             rtol = near(wanted)
             atol = rtol * float(wanted.detach().abs().max())
-            torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found, wanted, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def trains_as_written(
-    annotate: Annotate, policy: MixedPrecisionPolicy, *, replicas: int = 1, held: bool = False, near: Near = _exactly
+    annotate: Annotate,
+    policy: MixedPrecisionPolicy,
+    *,
+    replicas: int = 1,
+    held: bool = False,
+    near: Near = _exactly,
 ) -> None:
-    """Two steps of two backwards each: the second adds to the first one's gradients, or they are reduced together.
+    """Two steps of two backwards each: the second adds to the first one's gradients, or they are
+    reduced together.
 
     Args:
         near: how far gradients that are added up may be from those written out.
@@ -201,7 +224,9 @@ def trains_as_written(
     ranks, rank = seat()
     expected, model = model_of(0), model_of(0)
     annotate(model, policy)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in (expected, model)]
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in (expected, model)
+    ]
     for step in range(2):
         first, second = 2 * step, 2 * step + 1
         for steps in ((first, second),) if held and ranks > 1 else ((first,), (second,)):
@@ -216,12 +241,18 @@ def trains_as_written(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        _assert_equal(dict(expected.named_parameters()), full_parameters(model), near if not held else _exactly)
+        _assert_equal(
+            dict(expected.named_parameters()),
+            full_parameters(model),
+            near if not held else _exactly,
+        )
         expected.load_state_dict(full_parameters(model))
 
 
 def _held_over_replicas(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Each backward is summed over the shards, the last one over the replicas: rounded once more than what is held whole."""
+    """Each backward is summed over the shards, the last one over the replicas: rounded once more
+    than what is held whole.
+    """
     ranks, rank = seat()
     expected, model = model_of(0), model_of(0)
     _in_units(model, policy, mesh=mesh)
@@ -234,10 +265,14 @@ def _held_over_replicas(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
             assert parameter.grad is found
         else:
             assert found.dtype is parameter.dtype
-            torch.testing.assert_close(found, parameter.grad, rtol=0.02, atol=0.02 * float(parameter.grad.abs().max()))
+            torch.testing.assert_close(
+                found, parameter.grad, rtol=0.02, atol=0.02 * float(parameter.grad.abs().max())
+            )
 
 
-def unfreezes_between_steps(annotate: Annotate, policy: MixedPrecisionPolicy, *, replicas: int = 1) -> None:
+def unfreezes_between_steps(
+    annotate: Annotate, policy: MixedPrecisionPolicy, *, replicas: int = 1
+) -> None:
     """Annotated with nothing to train; the dtypes of sums follow what each step trains."""
     ranks, rank = seat()
     expected, model = model_of(0), model_of(0)
@@ -245,7 +280,13 @@ def unfreezes_between_steps(annotate: Annotate, policy: MixedPrecisionPolicy, *,
         each.requires_grad_(False)
     annotate(model, policy)
     for step, trained in enumerate(
-        [(), ("blocks.1", "blocks.0.scale"), ("",), ("embedding", "blocks.2.low"), ("head", "blocks")]
+        [
+            (),
+            ("blocks.1", "blocks.0.scale"),
+            ("",),
+            ("embedding", "blocks.2.low"),
+            ("head", "blocks"),
+        ]
     ):
         for each in (expected, model):
             for name, parameter in each.named_parameters():
@@ -266,10 +307,14 @@ def _all_train_as_written() -> None:
         trains_as_written(partial(_in_units, reshard_after_forward=2), POLICIES["bf16"])
         trains_as_written(SCHEMES["recomputed"], POLICIES["bf16, summed in float32"])
         trains_as_written(_in_two, POLICIES["fp16, summed in fp16"])
-        hybrid = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        hybrid = init_device_mesh(
+            current_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+        )
         for name in ("bf16", "bf16, summed in float32", "fp16, summed in fp16"):
             trains_as_written(partial(_in_units, mesh=hybrid), POLICIES[name], replicas=2)
-            trains_as_written(partial(_in_units, mesh=hybrid), POLICIES[name], replicas=2, held=True)
+            trains_as_written(
+                partial(_in_units, mesh=hybrid), POLICIES[name], replicas=2, held=True
+            )
             _held_over_replicas(hybrid, POLICIES[name])
             trains_as_written(_in_units, POLICIES[name], held=True)
         for after in (True, False, 2):
@@ -278,7 +323,11 @@ def _all_train_as_written() -> None:
         return
     if seat()[0] == 2:
         for replicas in (1, 2):
-            mesh = init_device_mesh(current_device().type, (replicas, 2 // replicas), mesh_dim_names=("replicate", "shard"))
+            mesh = init_device_mesh(
+                current_device().type,
+                (replicas, 2 // replicas),
+                mesh_dim_names=("replicate", "shard"),
+            )
             for after in (None, True, False, 1):
                 annotate = partial(_in_units, mesh=mesh, reshard_after_forward=after)
                 trains_as_written(annotate, POLICIES["bf16, summed in float32"], replicas=replicas)
@@ -293,8 +342,12 @@ def _all_train_as_written() -> None:
 
 def _unfreezes() -> None:
     if seat()[0] == 4:
-        hybrid = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        unfreezes_between_steps(partial(_in_units, mesh=hybrid), POLICIES["bf16, summed in float32"], replicas=2)
+        hybrid = init_device_mesh(
+            current_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+        )
+        unfreezes_between_steps(
+            partial(_in_units, mesh=hybrid), POLICIES["bf16, summed in float32"], replicas=2
+        )
         return
     for name in ("bf16", "bf16, summed in float32", "summed in bf16"):
         unfreezes_between_steps(_in_units, POLICIES[name])
@@ -302,7 +355,9 @@ def _unfreezes() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_unfrozen_between_steps_is_summed_bit_by_bit_in_dtypes_of_its_own(pool: Pool, ranks: int) -> None:
+def test_what_is_unfrozen_between_steps_is_summed_bit_by_bit_in_dtypes_of_its_own(
+    pool: Pool, ranks: int
+) -> None:
     pool.run(ranks, _unfreezes)
 
 

@@ -29,7 +29,7 @@ from tests.whole.test_precision import Block, loss_of, model_of, tokens_of
 BF16: Final = torch.bfloat16
 
 
-# --- what rests, and what comes back ----------------------------------------------------------------------------------
+# --- what rests, and what comes back ------------------------------------------------------------
 
 
 def _what_rests_is_as_it_was() -> None:
@@ -62,7 +62,11 @@ def test_removal_gives_parameters_back_where_there_is_no_group() -> None:
 def _gradients_stay_in_the_dtype_of_the_sum(verb: Callable[..., Any]) -> None:
     rank = dist.get_rank()
     kept, landed = (
-        verb(model_of(6).to(BF16), policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32", **kept))
+        verb(
+            model_of(6).to(BF16),
+            policy={Block},
+            mp_policy=MixedPrecisionPolicy("bf16", "fp32", **kept),
+        )
         for kept in ({"keep_grads_in_reduce_dtype": True}, {})
     )
     for model in (kept, landed):
@@ -72,7 +76,9 @@ def _gradients_stay_in_the_dtype_of_the_sum(verb: Callable[..., Any]) -> None:
     for name, gradient in full_gradients(kept).items():
         if gradient is not None:
             assert gradient.dtype is torch.float32
-            torch.testing.assert_close(gradient.to(BF16), twice_rounded[name], rtol=2**-7, atol=1e-6)
+            torch.testing.assert_close(
+                gradient.to(BF16), twice_rounded[name], rtol=2**-7, atol=1e-6
+            )
     torch.optim.SGD(kept.parameters(), lr=0.1).step()
     remove(kept, verb)
     for parameter in kept.parameters():
@@ -81,13 +87,18 @@ def _gradients_stay_in_the_dtype_of_the_sum(verb: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
-def test_gradients_stay_in_the_dtype_of_the_sum_where_that_is_asked_for(pool: Pool, verb: Callable[..., Any]) -> None:
+def test_gradients_stay_in_the_dtype_of_the_sum_where_that_is_asked_for(
+    pool: Pool, verb: Callable[..., Any]
+) -> None:
     pool.run(2, _gradients_stay_in_the_dtype_of_the_sum, verb)
 
 
 def _clipping_and_steps_on_shards() -> None:
     rank = dist.get_rank()
-    models = [fully_shard(model_of(7), policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32")) for _ in range(2)]
+    models = [
+        fully_shard(model_of(7), policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32"))
+        for _ in range(2)
+    ]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     step_on_shards(optimizers[0])
     step_on_shards(optimizers[1]).remove()
@@ -121,7 +132,10 @@ def test_parameters_that_are_kept_unsharded_are_cast_anew_after_a_step(pool: Poo
 
 
 def _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit() -> None:
-    policies = [fsdp.MixedPrecisionPolicy(BF16, torch.float32), fsdp.MixedPrecisionPolicy(torch.float16, torch.float32)]
+    policies = [
+        fsdp.MixedPrecisionPolicy(BF16, torch.float32),
+        fsdp.MixedPrecisionPolicy(torch.float16, torch.float32),
+    ]
     if (
         dist.get_world_size() == 2
     ):  # sums of more terms in a low precision depend on their order, and float32 holds these exactly
@@ -129,29 +143,39 @@ def _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit() -> None:
         policies += [fsdp.MixedPrecisionPolicy(torch.float16)]
     for policy in policies:
         torch.manual_seed(0)
-        ours = nn.Sequential(*(nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12)) for _ in range(3)))
+        ours = nn.Sequential(
+            *(nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12)) for _ in range(3))
+        )
         theirs = copy.deepcopy(ours)
         fully_shard(ours, policy={nn.Sequential}, mp_policy=policy)
         for unit in (*theirs, theirs):
             fsdp.fully_shard(unit, mp_policy=policy)
         for step in range(2):  # the second backward adds to the first one's gradients
-            x = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            x = torch.randn(
+                4, 12, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())
+            )
             outputs = ours(x), theirs(x)
             assert torch.equal(*outputs)
             for output in outputs:
                 output.float().square().mean().backward()
-        for one, other in zip(full_gradients(ours).values(), full_gradients(theirs).values(), strict=True):
+        for one, other in zip(
+            full_gradients(ours).values(), full_gradients(theirs).values(), strict=True
+        ):
             assert one is not None
             assert other is not None
             assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit(pool: Pool, ranks: int) -> None:
+def test_torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit(
+    pool: Pool, ranks: int
+) -> None:
     pool.run(ranks, _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit)
 
 
-def test_gradients_that_were_there_are_kept_in_the_dtype_that_is_asked_for_and_back_where_there_is_no_group() -> None:
+def test_gradients_that_were_there_are_kept_in_the_dtype_that_is_asked_for_and_back_where_there_is_no_group() -> (
+    None
+):
     module, ones = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
     module(ones).sum().backward()
     fully_shard(module, mp_policy=MixedPrecisionPolicy("bf16", keep_grads_in_reduce_dtype=True))
@@ -191,5 +215,7 @@ def test_users_may_do_to_their_own_parameters_what_they_like_where_there_is_no_g
     assert module.weight.grad.dtype is torch.float32
     assert dict.fromkeys(seen) == {BF16: None}
     tensors = {"weight": torch.full((4, 4), 5.0, dtype=BF16)}
-    assert torch.equal(torch.func.functional_call(module, tensors, ones), torch.full((1, 4), 20.0, dtype=BF16))
+    assert torch.equal(
+        torch.func.functional_call(module, tensors, ones), torch.full((1, 4), 20.0, dtype=BF16)
+    )
     computes_with(3.0)

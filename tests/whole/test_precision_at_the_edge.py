@@ -30,7 +30,7 @@ from tests.whole.test_precision import Block, loss_of, model_of, tokens_of
 BF16: Final = torch.bfloat16
 
 
-# --- what goes in and comes out ---------------------------------------------------------------------------------------
+# --- what goes in and comes out -----------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -57,7 +57,13 @@ def test_floating_point_inputs_are_cast_wherever_they_are_and_nothing_else_is() 
     module = fully_shard(Echo(), mp_policy="bf16")
     numbers, log = torch.arange(3), ["nothing"]
     x, y = torch.ones(4, requires_grad=True), torch.ones(2, dtype=torch.float64)
-    module(x, [numbers, (y, "text")], log, names={"pair": Pair(y, None)}, complex=torch.ones(1, dtype=torch.complex64))
+    module(
+        x,
+        [numbers, (y, "text")],
+        log,
+        names={"pair": Pair(y, None)},
+        complex=torch.ones(1, dtype=torch.complex64),
+    )
     (first, (second, (third, text)), fourth), named = module.got
     assert (first.dtype, second.dtype, third.dtype, text) == (BF16, torch.int64, BF16, "text")
     assert second is numbers
@@ -112,8 +118,12 @@ def test_a_policy_gives_modules_a_precision_of_their_own() -> None:
     assert all(p.grad is None or p.grad.dtype is p.dtype for p in model.parameters())
 
 
-@pytest.mark.parametrize("recomputed", [lambda model: checkpoint(model, policy={Block}), lambda model: checkpoint(model)])
-def test_what_is_recomputed_is_cast_at_both_edges_again(recomputed: Callable[[nn.Module], object]) -> None:
+@pytest.mark.parametrize(
+    "recomputed", [lambda model: checkpoint(model, policy={Block}), lambda model: checkpoint(model)]
+)
+def test_what_is_recomputed_is_cast_at_both_edges_again(
+    recomputed: Callable[[nn.Module], object],
+) -> None:
     models = [model_of(8) for _ in range(2)]
     recomputed(models[1])
     edges = MixedPrecisionPolicy("bf16", output_dtype="fp64")
@@ -126,7 +136,10 @@ def test_what_is_recomputed_is_cast_at_both_edges_again(recomputed: Callable[[nn
 
 @pytest.mark.parametrize(
     "policy",
-    [fsdp.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32), MixedPrecisionPolicy("bf16", output_dtype="fp32")],
+    [
+        fsdp.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32),
+        MixedPrecisionPolicy("bf16", output_dtype="fp32"),
+    ],
 )
 def test_torchs_own_policy_means_the_same(policy: Any) -> None:
     module = fully_shard(Echo(), mp_policy=policy)
@@ -154,10 +167,16 @@ def test_a_forward_that_casts_parameters_finds_nothing_to_do_where_that_was_done
 
 
 def _cast_in_forward() -> None:
-    model, x = fully_shard(nn.Sequential(nn.Linear(4, 4), Router()), policy={Router}), torch.ones(2, 4)
+    model, x = (
+        fully_shard(nn.Sequential(nn.Linear(4, 4), Router()), policy={Router}),
+        torch.ones(2, 4),
+    )
     model(x).sum().backward()
     for _ in range(2):
-        with pytest.raises(ForeignParameterError, match=r"gave parameter 'layer.weight' of unit '1' the dtype torch.float64"):
+        with pytest.raises(
+            ForeignParameterError,
+            match=r"gave parameter 'layer.weight' of unit '1' the dtype torch.float64",
+        ):
             model(x)
         with torch.no_grad():
             model[1].layer.weight.fill_(1.0)
@@ -171,11 +190,13 @@ def test_a_forward_that_casts_parameters_is_refused_at_the_next_one(pool: Pool) 
     pool.run(2, _cast_in_forward)
 
 
-# --- buffers ----------------------------------------------------------------------------------------------------------
+# --- buffers ------------------------------------------------------------------------------------
 
 
 class Buffered(nn.Module):
-    """Two names for one buffer, one that forward writes to, one that it replaces, one of integers, and none."""
+    """Two names for one buffer, one that forward writes to, one that it replaces, one of integers,
+    and none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +232,10 @@ def test_buffers_are_computed_with_in_their_dtype_and_rest_in_their_own() -> Non
         assert module.table.tolist() == torch.full((4,), 1 / 3).tolist(), "not rounded to bfloat16"
         assert module.sums is sums
         assert (module.sums[0], module.last[0], module.steps) == (step, 2 * step, step)
-        assert {buffer.dtype for buffer in module.state_dict().values()} == {torch.float32, torch.int64}
+        assert {buffer.dtype for buffer in module.state_dict().values()} == {
+            torch.float32,
+            torch.int64,
+        }
     with pytest.raises(ValueError, match="as planned"):
         module(torch.ones(2, 4), fail=ValueError)
     assert {buffer.dtype for buffer in module.state_dict().values()} == {torch.float32, torch.int64}
@@ -252,7 +276,7 @@ def test_parts_of_a_unit_that_are_recomputed_by_themselves_find_the_buffers_cast
     assert module.buffered.table.dtype is torch.float32
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- words --------------------------------------------------------------------------------------
 
 
 def test_the_table_of_units_says_in_which_dtypes_they_compute() -> None:
@@ -268,17 +292,24 @@ def test_the_table_of_units_says_in_which_dtypes_they_compute() -> None:
 _REFUSED: Final[dict[str, tuple[Callable[[], Any], str]]] = {
     "a dtype of integers": (
         lambda: fully_shard(nn.Linear(2, 2), mp_policy=torch.int8),
-        "AnnotationError: MixedPrecisionPolicy: param_dtype must be one of torch.float64, float32, bfloat16 and float16, or "
-        "its name, e.g. 'bf16'; got torch.int8",
+        (
+            "AnnotationError: MixedPrecisionPolicy: param_dtype must be one of torch.float64,"
+            " float32, bfloat16 and float16, or its name, e.g. 'bf16'; got torch.int8"
+        ),
     ),
     "a name that is none": (
         lambda: MixedPrecisionPolicy(reduce_dtype="bf61"),
-        "AnnotationError: MixedPrecisionPolicy: reduce_dtype must be one of torch.float64, float32, bfloat16 and float16, or "
-        "its name, e.g. 'bf16'; got 'bf61'",
+        (
+            "AnnotationError: MixedPrecisionPolicy: reduce_dtype must be one of torch.float64,"
+            " float32, bfloat16 and float16, or its name, e.g. 'bf16'; got 'bf61'"
+        ),
     ),
     "a flag that is none": (
         lambda: MixedPrecisionPolicy("bf16", cast_forward_inputs="no"),  # type: ignore[arg-type]
-        "AnnotationError: MixedPrecisionPolicy: cast_forward_inputs must be True or False, got 'no'",
+        (
+            "AnnotationError: MixedPrecisionPolicy: cast_forward_inputs must be True or False, got"
+            " 'no'"
+        ),
     ),
 }
 
@@ -293,15 +324,16 @@ def test_a_policy_that_is_none_is_refused_and_names_what_would_be_one() -> None:
     model = nn.Linear(2, 2)
     assert (
         refused(model, lambda: fully_shard(model, mp_policy=True))
-        == "AnnotationError: fully_shard: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a "
-        "floating-point dtype or its name, e.g. 'bf16'; got True"
+        == "AnnotationError: fully_shard: mp_policy must be a MixedPrecisionPolicy (composable's or"
+        " torch's), or a floating-point dtype or its name, e.g. 'bf16'; got True"
     )
     assert (
         refused(model, lambda: fully_shard(model, mixed_precision="bf16"))
-        == "UnknownArgumentError: fully_shard() has no argument 'mixed_precision'; use mp_policy= instead"
+        == "UnknownArgumentError: fully_shard() has no argument 'mixed_precision'; use mp_policy="
+        " instead"
     )
     assert (
         refused(model, lambda: replicate(model, mp_policy=True))
-        == "AnnotationError: replicate: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a "
-        "floating-point dtype or its name, e.g. 'bf16'; got True"
+        == "AnnotationError: replicate: mp_policy must be a MixedPrecisionPolicy (composable's or"
+        " torch's), or a floating-point dtype or its name, e.g. 'bf16'; got True"
     )

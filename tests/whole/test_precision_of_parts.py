@@ -1,4 +1,6 @@
-"""Mixed precision, and what keeps its own dtype: modules of some classes, and buffers that are not named."""
+"""Mixed precision, and what keeps its own dtype: modules of some classes, and buffers that are not
+named.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from tests.whole.test_precision import seat
 
 BF16: Final = torch.bfloat16
 F32: Final = torch.float32
-KEPT: Final = MixedPrecisionPolicy("bf16", "fp32", full_precision_classes=(nn.LayerNorm, nn.modules.batchnorm._BatchNorm))
+KEPT: Final = MixedPrecisionPolicy(
+    "bf16", "fp32", full_precision_classes=(nn.LayerNorm, nn.modules.batchnorm._BatchNorm)
+)
 
 
 class Part(nn.Module):
@@ -40,7 +44,12 @@ class Part(nn.Module):
         self.down = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = x.dtype, self.norm.weight.dtype, self.up.weight.dtype, self.batch.running_mean.dtype
+        self.seen = (
+            x.dtype,
+            self.norm.weight.dtype,
+            self.up.weight.dtype,
+            self.batch.running_mean.dtype,
+        )
         return x + self.down(self.batch(self.up(self.norm(x))))
 
 
@@ -81,7 +90,7 @@ def _lowered(model: nn.Sequential) -> nn.Sequential:
     return low
 
 
-# --- classes that keep their dtype ------------------------------------------------------------------------------------
+# --- classes that keep their dtype --------------------------------------------------------------
 
 
 def _replicas(ranks: int, replicas: int) -> list[tuple[int, int]]:
@@ -104,9 +113,14 @@ def _train_as_written(annotate: Callable[[nn.Module], object], replicas: int = 1
         output.float().square().mean().backward()
         gradients = [[p.grad.float() for p in low.parameters()] for low in lows]  # type: ignore[union-attr]
         for parameter, *terms in zip(expected.parameters(), *gradients, strict=True):
-            sums = [sum(terms[first:last], torch.zeros(())) for first, last in _replicas(ranks, replicas)]
+            sums = [
+                sum(terms[first:last], torch.zeros(()))
+                for first, last in _replicas(ranks, replicas)
+            ]
             parameter.grad = sum(sums, torch.zeros(())) / ranks
-        for (name, found), parameter in zip(full_gradients(model).items(), expected.parameters(), strict=True):
+        for (name, found), parameter in zip(
+            full_gradients(model).items(), expected.parameters(), strict=True
+        ):
             assert torch.equal(found, parameter.grad), name  # type: ignore[arg-type]
         for each in (expected, model):
             torch.optim.SGD(each.parameters(), lr=0.5).step()
@@ -121,8 +135,12 @@ def _train_as_written(annotate: Callable[[nn.Module], object], replicas: int = 1
 _SCHEMES: Final[dict[str, Callable[[nn.Module], object]]] = {
     "units": lambda model: fully_shard(model, policy={Part}, mp_policy=KEPT),
     "one unit": lambda model: fully_shard(model, mp_policy=KEPT),
-    "norms are units": lambda model: fully_shard(model, policy={Part, nn.LayerNorm, nn.BatchNorm1d}, mp_policy=KEPT),
-    "recomputed": lambda model: fully_shard(checkpoint(model, policy={nn.Linear}), policy={Part}, mp_policy=KEPT),
+    "norms are units": lambda model: fully_shard(
+        model, policy={Part, nn.LayerNorm, nn.BatchNorm1d}, mp_policy=KEPT
+    ),
+    "recomputed": lambda model: fully_shard(
+        checkpoint(model, policy={nn.Linear}), policy={Part}, mp_policy=KEPT
+    ),
     "one replica": lambda model: _replicated(model),
     "replicas": lambda model: _replicated(model, policy={Part}),
     "norms are replicas": lambda model: _replicated(model, policy={nn.LayerNorm}),
@@ -135,11 +153,16 @@ def _replicated(model: nn.Module, **options: Any) -> None:
 
 def _classes_keep_their_dtype() -> None:
     for name, annotate in _SCHEMES.items():
-        if seat()[0] < 4 or "replica" not in name:  # sums of more than two terms depend on their order
+        # sums of more than two terms depend on their order
+        if seat()[0] < 4 or "replica" not in name:
             _train_as_written(annotate)
     if seat()[0] == 4:
-        mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        _train_as_written(lambda model: fully_shard(model, policy={Part}, mesh=mesh, mp_policy=KEPT), replicas=2)
+        mesh = init_device_mesh(
+            current_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+        )
+        _train_as_written(
+            lambda model: fully_shard(model, policy={Part}, mesh=mesh, mp_policy=KEPT), replicas=2
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -153,7 +176,9 @@ def test_classes_keep_their_dtype_where_there_is_no_group() -> None:
 
 def test_modules_inside_of_such_a_class_keep_theirs_also_as_units() -> None:
     model = fully_shard(
-        parts(), policy={nn.Linear}, mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype="bf16", full_precision_classes=Part)
+        parts(),
+        policy={nn.Linear},
+        mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype="bf16", full_precision_classes=Part),
     )
     assert model(numbers(0)).dtype is BF16
     assert model[0].seen == (F32, F32, F32, F32)
@@ -171,14 +196,17 @@ def test_removal_takes_the_casts_away(verb: Any) -> None:
 
 def test_what_is_no_class_of_modules_is_refused() -> None:
     for wrong in ("LayerNorm", int, [nn.LayerNorm, 3]):
-        text = refusal(lambda wrong=wrong: MixedPrecisionPolicy("bf16", full_precision_classes=wrong))
-        assert text == (
-            "AnnotationError: MixedPrecisionPolicy: full_precision_classes must be a class of modules, or several, "
-            f"got {wrong!r}"
+        text = refusal(
+            lambda wrong=wrong: MixedPrecisionPolicy("bf16", full_precision_classes=wrong)
+        )
+        assert (
+            text
+            == "AnnotationError: MixedPrecisionPolicy: full_precision_classes must be a class of"
+            f" modules, or several, got {wrong!r}"
         )
 
 
-# --- buffers by name --------------------------------------------------------------------------------------------------
+# --- buffers by name ----------------------------------------------------------------------------
 
 
 class Table(nn.Module):
@@ -202,7 +230,9 @@ def test_buffers_are_cast_by_name_at_any_depth_and_come_back_as_they_were() -> N
     for policy in (None, {Table}):
         model = Table(2)
         before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
-        fully_shard(model, policy=policy, mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype=dtypes))
+        fully_shard(
+            model, policy=policy, mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype=dtypes)
+        )
         for step in (1, 2):
             model(torch.ones(2, 4)).float().sum().backward()
             assert model.seen == (BF16, F32, torch.int64)
@@ -222,7 +252,10 @@ def test_buffers_are_cast_by_name_at_any_depth_and_come_back_as_they_were() -> N
 def test_names_that_one_buffer_has_twice_each_count() -> None:
     model = Table(1)
     model.inner.table = model.table
-    fully_shard(model, mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype={"*": "bf16", "inner.table": "fp16"}))
+    fully_shard(
+        model,
+        mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype={"*": "bf16", "inner.table": "fp16"}),
+    )
     model(torch.ones(2, 4))
     assert (model.seen[0], model.inner.seen[0]) == (BF16, torch.float16)
     assert model.inner.table is model.table
@@ -231,17 +264,19 @@ def test_names_that_one_buffer_has_twice_each_count() -> None:
 def test_a_name_that_no_buffer_has_is_refused() -> None:
     model = Table(1)
     policy = MixedPrecisionPolicy("bf16", buffer_dtype={"inner.tabel": "bf16"})
-    assert refused(model, lambda: fully_shard(model, mp_policy=policy)) == (
-        "AnnotationError: fully_shard: buffer_dtype names 'inner.tabel', which matches no floating-point buffer; close to it: "
-        "inner.table, inner.other"
+    assert (
+        refused(model, lambda: fully_shard(model, mp_policy=policy))
+        == "AnnotationError: fully_shard: buffer_dtype names 'inner.tabel', which matches no"
+        " floating-point buffer; close to it: inner.table, inner.other"
     )
-    assert refusal(lambda: MixedPrecisionPolicy(buffer_dtype={"steps": "int8"})) == (
-        "AnnotationError: MixedPrecisionPolicy: buffer_dtype['steps'] must be one of torch.float64, float32, bfloat16 and "
-        "float16, or its name, e.g. 'bf16'; got 'int8'"
+    assert (
+        refusal(lambda: MixedPrecisionPolicy(buffer_dtype={"steps": "int8"}))
+        == "AnnotationError: MixedPrecisionPolicy: buffer_dtype['steps'] must be one of"
+        " torch.float64, float32, bfloat16 and float16, or its name, e.g. 'bf16'; got 'int8'"
     )
 
 
-# --- what does not go together ----------------------------------------------------------------------------------------
+# --- what does not go together ------------------------------------------------------------------
 
 
 def _note(model: nn.Module, x: Tensor, error: str) -> list[str]:
@@ -254,23 +289,28 @@ def _note(model: nn.Module, x: Tensor, error: str) -> list[str]:
 def test_what_has_another_dtype_is_named_where_a_forward_fails_for_it(verb: Any) -> None:
     ones = torch.ones(2, 3)
     cure = (
-        "Buffers are cast by MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({0},) keeps the module's dtype; "
-        "ignored parameters are not cast"
+        "Buffers are cast by MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({0},)"
+        " keeps the module's dtype; ignored parameters are not cast"
     )
     model = verb(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), mp_policy="bf16")
     assert _note(model, ones, "BFloat16 but found Float") == [
-        "'1.running_mean' of a BatchNorm1d is torch.float32, where unit '(root)' computes in torch.bfloat16. "
-        + cure.format("BatchNorm1d")
+        "'1.running_mean' of a BatchNorm1d is torch.float32, where unit '(root)' computes in"
+        " torch.bfloat16. " + cure.format("BatchNorm1d")
     ]
-    model = verb(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), mp_policy="bf16", ignored_params=["1.*"])
+    model = verb(
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), mp_policy="bf16", ignored_params=["1.*"]
+    )
     assert _note(model, ones, "same dtype") == [
-        "'1.weight' of a Linear is torch.float32, where unit '(root)' computes in torch.bfloat16. " + cure.format("Linear")
+        "'1.weight' of a Linear is torch.float32, where unit '(root)' computes in torch.bfloat16. "
+        + cure.format("Linear")
     ]
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     verb(model[0], mp_policy="bf16")
     verb(model)
     assert _note(model, ones, "same dtype") == [
-        "unit '0' computes in torch.bfloat16, and unit '(root)' does not. What one returns to the other is cast by "
-        "MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
+        "unit '0' computes in torch.bfloat16, and unit '(root)' does not. What one returns to the"
+        " other is cast by MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
     ]
-    assert _note(verb(nn.Linear(3, 3), mp_policy="bf16"), torch.ones(2, 4), "shapes") == [], "it has nothing to do with dtypes"
+    assert _note(verb(nn.Linear(3, 3), mp_policy="bf16"), torch.ones(2, 4), "shapes") == [], (
+        "it has nothing to do with dtypes"
+    )

@@ -1,4 +1,6 @@
-"""Nothing is read before it has arrived and nothing is changed while it travels, however late collectives are."""
+"""Nothing is read before it has arrived and nothing is changed while it travels, however late
+collectives are.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_training_does_not_depend_on_when_collectives_arrive(
 
 @pytest.mark.parametrize("scheme", _SCHEMES)
 @pytest.mark.parametrize("case", _CASES)
-def test_nor_does_it_where_the_backends_own_collectives_take_the_place_of_messages(pool: Pool, case: str, scheme: str) -> None:
+def test_nor_does_it_where_the_backends_own_collectives_take_the_place_of_messages(
+    pool: Pool, case: str, scheme: str
+) -> None:
     pool.run(3, _train, case, scheme, all_ordered, partial(Slow, rank=1, seconds=0.001))
 
 

@@ -1,7 +1,9 @@
-"""What torch's recorders keep of a step, as the guide has it: collectives by group, and memory by who allocated it.
+"""What torch's recorders keep of a step, as the guide has it: collectives by group, and memory by
+who allocated it.
 
-gloo's groups are recorded as NCCL's are, but for the table of groups; memory of a host is not. So collectives here are gloo's,
-launched as an accelerator's are, and memory is watched where an accelerator would be asked for it.
+gloo's groups are recorded as NCCL's are, but for the table of groups; memory of a host is not. So
+collectives here are gloo's, launched as an accelerator's are, and memory is watched where an
+accelerator would be asked for it.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from tests.helpers.world import Pool
 pytestmark = pytest.mark.beyond_sim("its groups are not recorded")
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------
+# --- collectives --------------------------------------------------------------------------------
 
 
 class Layer(nn.Linear):
@@ -48,14 +50,19 @@ class Model(nn.Module):
 
 
 def _launched_by_the_caller(comm: Comm) -> Comm:
-    return AcceleratorComm(comm.group, torch.device("cpu"), Streams()) if comm.group is not None else comm
+    return (
+        AcceleratorComm(comm.group, torch.device("cpu"), Streams())
+        if comm.group is not None
+        else comm
+    )
 
 
 def _recorded(after: int) -> dict[str, Any]:
-    """What NCCL's watchdog writes to a file before it ends the process; of records those with larger numbers.
+    """What NCCL's watchdog writes to a file before it ends the process; of records those with
+    larger numbers.
 
-    gloo leaves out which groups there are. Groups and records have the numbers that ranks of a launched program give them:
-    those of the pool have made different ones before.
+    gloo leaves out which groups there are. Groups and records have the numbers that ranks of a
+    launched program give them: those of the pool have made different ones before.
     """
     found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace(True, True, False))  # type: ignore[attr-defined]
     found["entries"] = [record for record in found["entries"] if record["record_id"] > after]
@@ -65,7 +72,9 @@ def _recorded(after: int) -> dict[str, Any]:
     for record in found["entries"]:
         record["pg_id"] = numbers[record["process_group"][0]]
         record["record_id"] -= after + 1
-    found["pg_config"] = {name: {"name": name, "desc": desc, "ranks": everybody} for name, desc in groups.items()}
+    found["pg_config"] = {
+        name: {"name": name, "desc": desc, "ranks": everybody} for name, desc in groups.items()
+    }
     return found
 
 
@@ -75,11 +84,14 @@ def _last() -> int:
 
 
 def _two_steps(folder: str) -> list[dict[str, Any]]:
-    """The records of the second of two steps. Rank 1 dumps before, as if it had never come to it."""
+    """The records of the second of two steps. Rank 1 dumps before, as if it had never come to
+    it.
+    """
     start, rank = _last(), dist.get_rank()
     torch.manual_seed(0)
     model = Model()
-    # Which has numbered no collectives yet; those of the pool's ranks may differ by what they did before.
+    # Which has numbered no collectives yet; those of the pool's ranks may differ by what they did
+    # before.
     group = dist.new_group(group_desc=_GROUP)
     with comms_wrapped_by(_launched_by_the_caller):
         replicate(model.replicated, mesh=group)
@@ -104,8 +116,10 @@ def records(pool: Pool, tmp_path: Path) -> list[list[dict[str, Any]]]:
     return found
 
 
-_GATHERS: Final = [[20], [72], [20]]  # a half of 40 and of 144 parameters; in backward the first once more
-# Halves of 144 and of 40 parameters, and the 12 of the replicated module. Beside them at least a flag for each parameter.
+# a half of 40 and of 144 parameters; in backward the first once more
+_GATHERS: Final = [[20], [72], [20]]
+# Halves of 144 and of 40 parameters, and the 12 of the replicated module. Beside them at least a
+# flag for each parameter.
 _SUMS: Final = [2 * (72 + 2), 2 * (20 + 2), 12 + 2]
 
 
@@ -131,7 +145,9 @@ def test_the_stack_of_a_record_leads_to_the_line_of_the_model_that_called_the_un
         callers = []
         for record in of_rank:
             if record["input_dtypes"] == ["Float"]:
-                mine = [frame["name"] for frame in record["frames"] if frame["filename"] == __file__]
+                mine = [
+                    frame["name"] for frame in record["frames"] if frame["filename"] == __file__
+                ]
                 callers.append((record["input_sizes"][0], mine))
         assert callers[0] == ([20], ["_two_steps"]), "the root gathers it before its forward"
         assert callers[1] == ([72], ["forward", "_two_steps"]), "while the unit before computes"
@@ -142,8 +158,12 @@ def test_torchs_analysis_finds_where_a_rank_has_not_come_and_shows_size_and_stac
     records: list[list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     (command,) = entry_points(group="console_scripts", name="torchfrtrace")
-    program = f"import sys; from {command.module} import {command.attr}; {command.attr}(sys.argv[1:])"
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    program = (
+        f"import sys; from {command.module} import {command.attr}; {command.attr}(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
     found = done.stdout + done.stderr
     if "gloo != 'nccl'" in found:
         pytest.skip("this torch's analysis knows nothing of gloo")
@@ -154,7 +174,7 @@ def test_torchs_analysis_finds_where_a_rank_has_not_come_and_shows_size_and_stac
     assert "param_group.py" in first
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------
 
 
 def test_the_guide_names_what_there_is_in_torch_and_in_the_library() -> None:

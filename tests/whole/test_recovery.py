@@ -158,8 +158,9 @@ def test_the_step_after_an_exception_is_a_good_one(failure: str, scheme: str) ->
     def program(model: nn.Module, x: Tensor) -> None:
         FAILURES[failure](model, x)
         if scheme.startswith("checkpoint"):
-            # After an interrupt torch goes on saving tensors for the checkpointed forward until this model runs again;
-            # nothing tells a hook of it. Without this forward another model's next step would be caught by that.
+            # After an interrupt torch goes on saving tensors for the checkpointed forward until
+            # this model runs again; nothing tells a hook of it. Without this forward another
+            # model's next step would be caught by that.
             model(x)
 
     # The comparator takes a good step after the program and compares that, too.
@@ -203,7 +204,11 @@ def test_a_second_backward_of_a_step_that_is_lost_is_refused(scheme: str) -> Non
         fails.clear()
         if any(registry(module) for module in model.modules()):
             with pytest.raises(
-                PhaseError, match=r"^a backward came to unit '.*' after an earlier one of the same step had raised"
+                PhaseError,
+                match=(
+                    r"^a backward came to unit '.*' after an earlier one of the same step had"
+                    r" raised"
+                ),
             ):
                 output.sum().backward()
         model.zero_grad()
@@ -230,7 +235,9 @@ def _states_after(failure: str, scheme: str) -> list[str]:
         "in_a_hook_on_the_root",
     ],
 )
-def test_an_exception_in_forward_frees_what_was_gathered(pool: Pool, failure: str, device: str) -> None:
+def test_an_exception_in_forward_frees_what_was_gathered(
+    pool: Pool, failure: str, device: str
+) -> None:
     need_devices(device, 2)
     # After the outermost forward what backward needs first may stay; the next forward frees it.
     schemes = ["fully_shard by hand", *(["fully_shard by policy"] if "root" not in failure else [])]

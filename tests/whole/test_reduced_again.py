@@ -27,7 +27,9 @@ class _Layers(nn.Module):
 
 
 class _Recomputed(nn.Module):
-    """A unit that is called twice, and each time computed again in backward by a backward of its own."""
+    """A unit that is called twice, and each time computed again in backward by a backward of its
+    own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +60,9 @@ def _train(accelerators: bool) -> None:
         for share in batch:
             (alone(share.clone().requires_grad_()).square().mean() / len(batch)).backward()
     for name, gradient in full_gradients(model).items():
-        torch.testing.assert_close(gradient, alone.get_parameter(name).grad, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            gradient, alone.get_parameter(name).grad, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 @pytest.mark.parametrize("accelerators", [False, True])

@@ -38,7 +38,7 @@ def _annotated(name: str, scheme: str) -> tuple[Case, nn.Module]:
     return case, model
 
 
-# --- remove -----------------------------------------------------------------------------------------------------------
+# --- remove -------------------------------------------------------------------------------------
 
 
 def _traces(model: nn.Module) -> list[tuple[str, list[str], list[Any]]]:

@@ -34,15 +34,21 @@ class Tower(nn.Module):
         return self.forward(x).square().sum()
 
 
-def _assert_trains_as_one(plain: nn.Module, ours: nn.Module, loss: Callable[[Any, Tensor], Tensor], steps: int = 3) -> None:
-    """Three steps; gradients must be the means over the ranks, and so the weights stay those of the plain model."""
+def _assert_trains_as_one(
+    plain: nn.Module, ours: nn.Module, loss: Callable[[Any, Tensor], Tensor], steps: int = 3
+) -> None:
+    """Three steps; gradients must be the means over the ranks, and so the weights stay those of the
+    plain model.
+    """
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, ours)]
     for step in range(steps):
         for model in (plain, ours):
             model.zero_grad()
             loss(model, batch_of(step)).backward()
         assert_mean_gradients(plain, ours, step)
-        for parameter, mean in zip(plain.parameters(), averaged_gradients(plain).values(), strict=True):
+        for parameter, mean in zip(
+            plain.parameters(), averaged_gradients(plain).values(), strict=True
+        ):
             parameter.grad = mean
         for optimizer in optimizers:
             optimizer.step()
@@ -76,7 +82,7 @@ def test_gradients_are_means_though_the_module_is_never_called(use: str) -> None
     _assert_trains_as_one(plain, ours, loss)
 
 
-# --- parameters that change after the annotation ----------------------------------------------------------------------
+# --- parameters that change after the annotation ------------------------------------------------
 
 
 def _unfreeze(model: Tower) -> None:
@@ -90,7 +96,10 @@ def _replace(model: Tower) -> None:
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
 
 
-_CHANGES: Final[dict[str, Callable[[Tower], object]]] = {"unfrozen": _unfreeze, "replaced": _replace}
+_CHANGES: Final[dict[str, Callable[[Tower], object]]] = {
+    "unfrozen": _unfreeze,
+    "replaced": _replace,
+}
 
 
 @pytest.mark.parametrize("change", _CHANGES)

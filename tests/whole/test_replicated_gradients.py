@@ -15,14 +15,16 @@ from tests.helpers.compare import assert_mean_gradients, averaged_gradients
 from tests.helpers.means import WIDTH, Parts, batch_of, twins
 from tests.helpers.world import current_device, spmd
 
-# --- several backwards, and what they leave ---------------------------------------------------------------------------
+# --- several backwards, and what they leave ------------------------------------------------------
 
 
 @pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("cap", [25.0, 0.0001])
 @pytest.mark.parametrize("set_to_none", [True, False, None])
 @spmd(ranks=[2, 4])
-def test_gradients_of_several_backwards_add_up_to_the_mean(set_to_none: bool | None, cap: float, views: bool) -> None:
+def test_gradients_of_several_backwards_add_up_to_the_mean(
+    set_to_none: bool | None, cap: float, views: bool
+) -> None:
     plain, ours = twins(Parts, bucket_cap_mb=cap, gradient_as_bucket_view=views)
     for step in range(5):
         for model in (plain, ours):
@@ -41,7 +43,8 @@ def test_a_gradient_stays_to_the_bit_while_no_rank_uses_its_parameter(views: boo
     last = ours.layers[2].weight  # type: ignore[union-attr,index]
     assert isinstance(last.grad, Tensor)
     with torch.no_grad():
-        last.grad.mul_(1.0 + dist.get_rank() / 3)  # what differs from rank to rank must not be averaged
+        # what differs from rank to rank must not be averaged
+        last.grad.mul_(1.0 + dist.get_rank() / 3)
     gradient, before = last.grad, last.grad.clone()
     for step in (1, 2):
         ours(batch_of(step), [0, 1]).sum().backward()
@@ -51,9 +54,13 @@ def test_a_gradient_stays_to_the_bit_while_no_rank_uses_its_parameter(views: boo
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @spmd(ranks=2)
-def test_gradients_that_are_views_of_buckets_have_the_same_memory_in_every_step(set_to_none: bool) -> None:
+def test_gradients_that_are_views_of_buckets_have_the_same_memory_in_every_step(
+    set_to_none: bool,
+) -> None:
     plain, ours = twins(Parts, gradient_as_bucket_view=True)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (plain, ours)]
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (plain, ours)
+    ]
     found = []
     for step in range(5):
         for model in (plain, ours):
@@ -73,7 +80,9 @@ def test_gradients_that_are_views_of_buckets_have_the_same_memory_in_every_step(
 
 
 @spmd(ranks=2)
-def test_a_hook_gets_gradients_that_live_in_the_bucket_and_another_set_of_parameters_gets_another_bucket() -> None:
+def test_a_hook_gets_gradients_that_live_in_the_bucket_and_another_set_of_parameters_gets_another_bucket() -> (
+    None
+):
     plain, ours = twins(Parts, gradient_as_bucket_view=True)
     register_comm_hook(ours, default_hooks.allreduce_hook)
     for step in range(5):
@@ -133,7 +142,7 @@ def test_gradients_stay_on_the_parameters_when_the_annotation_is_removed() -> No
         torch.testing.assert_close(other.grad, old + one.grad)
 
 
-# --- how gradients come about -----------------------------------------------------------------------------------------
+# --- how gradients come about -------------------------------------------------------------------
 
 
 @spmd(ranks=2)
@@ -150,7 +159,9 @@ def test_parameters_that_backward_reaches_by_no_output() -> None:
 @spmd(ranks=2)
 def test_gradients_go_where_the_user_has_put_them() -> None:
     plain, ours = twins(Parts)
-    flat = torch.zeros(sum(p.numel() for p in ours.parameters()), dtype=torch.float64, device=current_device())
+    flat = torch.zeros(
+        sum(p.numel() for p in ours.parameters()), dtype=torch.float64, device=current_device()
+    )
     pieces = flat.split([p.numel() for p in ours.parameters()])
     for parameter, piece in zip(ours.parameters(), pieces, strict=True):
         parameter.grad = piece.view(parameter.shape)
@@ -159,7 +170,9 @@ def test_gradients_go_where_the_user_has_put_them() -> None:
             model(batch_of(step), [0, 1, 2]).sum().backward()
     assert_mean_gradients(plain, ours)
     means = averaged_gradients(plain).values()
-    torch.testing.assert_close(flat, torch.cat([mean.view(-1) for mean in means if mean is not None]))
+    torch.testing.assert_close(
+        flat, torch.cat([mean.view(-1) for mean in means if mean is not None])
+    )
 
 
 class Lookup(nn.Module):
@@ -230,10 +243,14 @@ def test_dtypes_are_kept_apart_also_when_they_change_after_annotation(when: str)
 @spmd(ranks=2)
 def test_gradients_are_laid_out_like_their_parameters() -> None:
     def make() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)).to(
+            memory_format=torch.channels_last
+        )  # type: ignore[call-overload,no-any-return]
 
     plain, ours = twins(make)
-    images = torch.randn(2, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    images = torch.randn(
+        2, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank())
+    )
     for _ in range(2):
         for model in (plain, ours):
             model.zero_grad()

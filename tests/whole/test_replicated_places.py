@@ -1,4 +1,6 @@
-"""`replicate`: buffers that ranks keep for themselves, devices that do not fit, and modules that are not made yet."""
+"""`replicate`: buffers that ranks keep for themselves, devices that do not fit, and modules that
+are not made yet.
+"""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -38,7 +40,9 @@ def _after_a_forward(broadcast: object) -> tuple[float, bool]:
     model = Counting().to(current_device())
     model.norm.momentum = 0.0
     if broadcast == "norm":
-        replicate(model, broadcast_buffers=False, policy=NamePolicy({"norm": {"broadcast_buffers": True}}))
+        replicate(
+            model, broadcast_buffers=False, policy=NamePolicy({"norm": {"broadcast_buffers": True}})
+        )
     else:
         replicate(model, broadcast_buffers=broadcast)  # type: ignore[arg-type]
     for buffer in (model.rank, model.norm.running_mean):
@@ -84,7 +88,9 @@ class Following(nn.Module):
 
 def _two_forwards() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    batches = torch.randn(2, ranks, 4, 3, generator=torch.Generator().manual_seed(1)).to(current_device())
+    batches = torch.randn(2, ranks, 4, 3, generator=torch.Generator().manual_seed(1)).to(
+        current_device()
+    )
     model = replicate(Following().to(current_device()))
     losses = [model(batch[rank]).square().mean() for batch in batches]
     sum(losses).backward()  # type: ignore[union-attr]
@@ -106,10 +112,12 @@ def test_a_second_forward_leaves_the_buffers_alone_that_the_first_one_saved(pool
 def test_what_stands_for_broadcast_buffers_is_true_or_false() -> None:
     model = nn.Linear(2, 2)
     said = refused(model, lambda: replicate(model, broadcast_buffers=["running_mean"]))
-    assert_text(said, """AnnotationError: broadcast_buffers must be True or False, got ['running_mean']""")
+    assert_text(
+        said, """AnnotationError: broadcast_buffers must be True or False, got ['running_mean']"""
+    )
 
 
-# --- devices ----------------------------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------
 
 
 def test_tensors_on_another_device_than_the_ranks_communicate_on_are_refused_by_name() -> None:
@@ -146,7 +154,7 @@ def test_a_buffer_that_modules_share_moves_at_all_of_its_places() -> None:
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 
 
-# --- lazy modules -----------------------------------------------------------------------------------------------------
+# --- lazy modules -------------------------------------------------------------------------------
 
 
 def _lazy() -> list[str]:
@@ -163,10 +171,12 @@ def _lazy() -> list[str]:
 def test_lazy_modules_are_refused_by_name(pool: Pool) -> None:
     first, picked, sharded, buffer = pool.run(2, _lazy)[0]
     assert_text(
-        first, """AnnotationError: parameter '1.weight' is uninitialised; run a lazy module once before annotating it"""
+        first,
+        """AnnotationError: parameter '1.weight' is uninitialised; run a lazy module once before annotating it""",
     )
     assert picked == first  # named below the whole model, also where a policy picked the module
     assert sharded == first
     assert_text(
-        buffer, """AnnotationError: buffer 'running_mean' is uninitialised; run a lazy module once before annotating it"""
+        buffer,
+        """AnnotationError: buffer 'running_mean' is uninitialised; run a lazy module once before annotating it""",
     )

@@ -1,4 +1,6 @@
-"""Mixed precision of replicated modules: as the casts mean written out, and parameters rest as they were."""
+"""Mixed precision of replicated modules: as the casts mean written out, and parameters rest as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ BF16: Final = torch.bfloat16
 F32: Final = torch.float32
 
 
-# --- as it is by hand -------------------------------------------------------------------------------------------------
+# --- as it is by hand ---------------------------------------------------------------------------
 
 
 def _plainly(model: Model, policy: Any) -> None:
     replicate(model, mp_policy=policy)
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, args: (args[0].to(policy.param_dtype or args[0].dtype),))
+        block.register_forward_pre_hook(
+            lambda _, args: (args[0].to(policy.param_dtype or args[0].dtype),)
+        )
 
 
 def _in_units(model: Model, policy: Any, **options: Any) -> None:
@@ -53,16 +57,21 @@ SCHEMES: Final[dict[str, Callable[[Model, Any], Any]]] = {
 
 
 def _in_place(policy: MixedPrecisionPolicy, wanted: Tensor) -> float:
-    """Where nothing is cast, the mean of before is added up with the new terms, and rounded once more."""
+    """Where nothing is cast, the mean of before is added up with the new terms, and rounded once
+    more.
+    """
     sums = policy.reduce_dtype or policy.param_dtype
     return torch.finfo(sums).eps if wanted.dtype is sums and dist.is_initialized() else 0.0
 
 
 def _all_train_as_written() -> None:
     def trains(annotate: Callable[[Model, Any], Any], name: str, *, held: bool = False) -> None:
-        trains_as_written(annotate, POLICIES[name], held=held, near=partial(_in_place, POLICIES[name]))
+        trains_as_written(
+            annotate, POLICIES[name], held=held, near=partial(_in_place, POLICIES[name])
+        )
 
-    if dist.is_initialized() and dist.get_world_size() == 4:  # what two ranks cannot tell: sums of more than two terms
+    # what two ranks cannot tell: sums of more than two terms
+    if dist.is_initialized() and dist.get_world_size() == 4:
         trains(_in_units, "bf16, summed in float32")
         trains(_in_units, "bf16, summed in float32", held=True)
         return
@@ -80,7 +89,9 @@ def test_training_is_bit_by_bit_what_the_casts_mean_written_out(pool: Pool, rank
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_unfrozen_between_steps_is_summed_bit_by_bit_in_dtypes_of_its_own(pool: Pool, ranks: int) -> None:
+def test_what_is_unfrozen_between_steps_is_summed_bit_by_bit_in_dtypes_of_its_own(
+    pool: Pool, ranks: int
+) -> None:
     pool.run(ranks, unfreezes_between_steps, _in_units, POLICIES["bf16, summed in float32"])
 
 
@@ -88,11 +99,13 @@ def test_one_process_without_a_group_casts_as_a_rank_among_others_does() -> None
     _all_train_as_written()
 
 
-# --- what is cast --------------------------------------------------------------------------------------------
+# --- what is cast -------------------------------------------------------------------------------
 
 
 class Reads(nn.Module):
-    """A module that reads others' parameters, a tied one, one that never runs, one that is frozen, and one of integers."""
+    """A module that reads others' parameters, a tied one, one that never runs, one that is frozen,
+    and one of integers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +121,12 @@ class Reads(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) * self.scale
         x, _ = self.attention(x, x, x, need_weights=False)
-        self.seen = (self.head.weight is self.embedding.weight, self.calls.dtype, self.frozen.weight.dtype, x.dtype)
+        self.seen = (
+            self.head.weight is self.embedding.weight,
+            self.calls.dtype,
+            self.frozen.weight.dtype,
+            x.dtype,
+        )
         self.iterated = {p.dtype for p in self.parameters()}
         return self.head(self.frozen(x))
 
@@ -117,8 +135,15 @@ def _all_parameters_are_cast_in_a_forward_and_rest_as_they_were() -> None:
     torch.manual_seed(0)
     model = Reads()
     model.ignored = nn.Linear(8, 8)
-    parameters, state = list(model.parameters()), {name: value.clone() for name, value in model.state_dict().items()}
-    replicate(model, mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype="bf16"), ignored_params=["ignored"])
+    parameters, state = (
+        list(model.parameters()),
+        {name: value.clone() for name, value in model.state_dict().items()},
+    )
+    replicate(
+        model,
+        mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype="bf16"),
+        ignored_params=["ignored"],
+    )
     tokens = torch.arange(6).reshape(2, 3)
     model(tokens).float().sum().backward()
     assert model.seen == (True, torch.int64, BF16, BF16)
@@ -152,7 +177,9 @@ def _transforms_and_calls_with_other_tensors_work() -> None:
             self.linear = nn.Linear(4, 4, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            other = torch.func.functional_call(self.linear, {"weight": torch.full((4, 4), 2.0, dtype=BF16)}, (x,))
+            other = torch.func.functional_call(
+                self.linear, {"weight": torch.full((4, 4), 2.0, dtype=BF16)}, (x,)
+            )
             slope = torch.func.grad(lambda y: self.linear(y).sum())(x)
             return self.linear(x) + other + slope
 
@@ -172,10 +199,15 @@ def _transforms_and_calls_with_other_tensors_work() -> None:
     assert model.linear.weight is weight
 
 
-def _recurrent_modules_and_parameters_in_another_order_compute_with_casts_and_are_their_own_again() -> None:
+def _recurrent_modules_and_parameters_in_another_order_compute_with_casts_and_are_their_own_again() -> (
+    None
+):
     torch.manual_seed(0)
     images = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    models: list[tuple[nn.Module, Tensor]] = [(nn.LSTM(4, 4), torch.randn(3, 2, 4)), (images, torch.randn(2, 3, 5, 5))]
+    models: list[tuple[nn.Module, Tensor]] = [
+        (nn.LSTM(4, 4), torch.randn(3, 2, 4)),
+        (images, torch.randn(2, 3, 5, 5)),
+    ]
     for model, x in models:
         low = copy.deepcopy(model).to(BF16)
         replicate(model, mp_policy="bf16")
@@ -206,7 +238,7 @@ def test_casts_of_replicated_modules(pool: Pool, body: Callable[[], None]) -> No
     pool.run(2, body)
 
 
-# --- compiled, and with errors ----------------------------------------------------------------------------------------
+# --- compiled, and with errors ------------------------------------------------------------------
 
 LOW: Final = MixedPrecisionPolicy("bf16", "fp32", buffer_dtype="bf16")
 _COMPILED: Final[dict[str, tuple[Callable[[nn.Module], Any], bool]]] = {
@@ -231,14 +263,17 @@ def _compiled_cast_too(how: str) -> None:
             for part in other[:2]:
                 part.compile(backend="aot_eager")
         for step in range(3):
-            # Norms that keep their dtype inside of a compiled part are given casts; Dynamo compiles anew when these are gone.
+            # Norms that keep their dtype inside of a compiled part are given casts; Dynamo compiles
+            # anew when these are gone.
             torch._dynamo.config.error_on_recompile = step == 2 and how != "units"
             outputs = [model(numbers(step, rank)) for model in (eager, called)]
             torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
             for output in outputs:
                 output.float().square().mean().backward()
         assert other[0].seen == eager[0].seen
-        for one, two in zip(full_gradients(eager).values(), full_gradients(other).values(), strict=True):
+        for one, two in zip(
+            full_gradients(eager).values(), full_gradients(other).values(), strict=True
+        ):
             assert two is not None
             assert two.dtype is F32
             torch.testing.assert_close(two, one, rtol=5e-2, atol=5e-2)

@@ -1,4 +1,6 @@
-"""Backwards that some ranks leave out, and forwards of their own, of models with replicated modules."""
+"""Backwards that some ranks leave out, and forwards of their own, of models with replicated
+modules.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ def _by_policy(model: nn.Module) -> None:
 _ANNOTATE: Final = {each.__name__: each for each in (_all_in_one, _by_policy)}
 
 
-# --- a backward that is left out --------------------------------------------------------------------------------------
+# --- a backward that is left out ----------------------------------------------------------------
 
 
 def _skip(annotate: str) -> list[str]:
-    """What each of four steps ends with, of which rank 1 leaves the second out after its forward."""
+    """What each of four steps ends with, of which rank 1 leaves the second out after its
+    forward.
+    """
     torch.manual_seed(0)
     model = Layers()
     _ANNOTATE[annotate](model)
@@ -50,7 +54,9 @@ def _skip(annotate: str) -> list[str]:
     return ended
 
 
-@pytest.mark.parametrize(("ranks", "annotate", "unit"), [(2, "_all_in_one", "(root)"), (4, "_by_policy", "0")])
+@pytest.mark.parametrize(
+    ("ranks", "annotate", "unit"), [(2, "_all_in_one", "(root)"), (4, "_by_policy", "0")]
+)
 def test_a_rank_that_leaves_a_backward_out_is_named_on_all_ranks_before_any_steps(
     pool: Pool, ranks: int, annotate: str, unit: str
 ) -> None:
@@ -60,16 +66,18 @@ def test_a_rank_that_leaves_a_backward_out_is_named_on_all_ranks_before_any_step
         assert well == "well"
         assert error.startswith(f"gradient all-reduce of unit '{unit}'")
         assert (
-            f"the ranks brought gradients of different units or steps. Before it, {'; '.join(seen)}. Every rank must run"
-            in error
+            "the ranks brought gradients of different units or steps. Before it,"
+            f" {'; '.join(seen)}. Every rank must run" in error
         )
 
 
-# --- what each rank may do for itself ---------------------------------------------------------------------------------
+# --- what each rank may do for itself -----------------------------------------------------------
 
 
 def _live_differently() -> Any:
-    """Gradients of each step, where ranks run other forwards, and take losses from other outputs, than the others."""
+    """Gradients of each step, where ranks run other forwards, and take losses from other outputs,
+    than the others.
+    """
     torch.manual_seed(0)
     rank = dist.get_rank()
     model = Layers()
@@ -87,7 +95,9 @@ def _live_differently() -> Any:
         (sum(output.sum() for output in outputs) / (1 + rank)).backward()
         outputs = [model(x), model(x * 2)]
         (outputs[step % 2 if rank else 0].sum()).backward()  # one of them, and on each rank another
-        found.append(sum(p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None))
+        found.append(
+            sum(p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None)
+        )
         model.zero_grad()
     return found
 

@@ -1,4 +1,6 @@
-"""A module below several annotated models, such as the encoder of an actor and a critic, trains in any order of their steps."""
+"""A module below several annotated models, such as the encoder of an actor and a critic, trains in
+any order of their steps.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Model(nn.Module):
 
 
 class Models:
-    """An encoder, and what trains with it: in one process on the batches of all ranks, or annotated on this rank's."""
+    """An encoder, and what trains with it: in one process on the batches of all ranks, or annotated
+    on this rank's.
+    """
 
     def __init__(self, annotate: Callable[[Encoder, Model, Model], object] | None) -> None:
         torch.manual_seed(0)
@@ -49,7 +53,9 @@ class Models:
         self.plain = annotate is None
         if annotate is not None:
             annotate(self.encoder, self.actor, self.critic)
-        self.parameters = list({id(p): p for m in (self.actor, self.critic) for p in m.parameters()}.values())
+        self.parameters = list(
+            {id(p): p for m in (self.actor, self.critic) for p in m.parameters()}.values()
+        )
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1, momentum=0.9)
 
     def run(self, *losses: Callable[[int], Tensor]) -> None:
@@ -59,7 +65,9 @@ class Models:
             (torch.stack([loss(rank) for loss in losses]).sum() / len(ranks)).backward()
 
     def loss(self, model: nn.Module, step: int, rank: int) -> Tensor:
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+        x = torch.randn(
+            3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
+        )
         return model(x).square().mean()  # type: ignore[no-any-return]
 
     def of(self, model: nn.Module, step: int) -> Callable[[int], Tensor]:
@@ -166,7 +174,9 @@ def _all(verb: Callable[..., object], encoder: Encoder, actor: Model, critic: Mo
         verb(module)
 
 
-def _blocks_only(verb: Callable[..., object], encoder: Encoder, actor: Model, critic: Model) -> None:
+def _blocks_only(
+    verb: Callable[..., object], encoder: Encoder, actor: Model, critic: Model
+) -> None:
     """Nothing annotates the encoder itself, which owns no trained parameter then."""
     encoder.unused.requires_grad_(False)
     for module in (encoder.one, encoder.other):
@@ -180,14 +190,18 @@ def _blocks_too(verb: Callable[..., object], encoder: Encoder, actor: Model, cri
         verb(module)
 
 
-def _of_two_verbs(below: Callable[..., object], above: Callable[..., object], encoder: Encoder, *models: Model) -> None:
+def _of_two_verbs(
+    below: Callable[..., object], above: Callable[..., object], encoder: Encoder, *models: Model
+) -> None:
     below(encoder)
     for model in models:
         above(model)
 
 
 def _hybrid(encoder: Encoder, *models: Model) -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+    )
     for module in (encoder.one, encoder, *models):
         fully_shard(module, mesh=mesh)
 
@@ -206,7 +220,8 @@ PLANS: Final[dict[str, Callable[..., object]]] = {
 
 def _agree(plan: str) -> None:
     annotate = _hybrid if plan == "hybrid" else PLANS[plan]
-    has_blocks = "blocks" in plan or plan == "hybrid"  # sharded units that some ranks skip are refused
+    # sharded units that some ranks skip are refused
+    has_blocks = "blocks" in plan or plan == "hybrid"
     for program in PROGRAMS[has_blocks:]:
         models, plain = Models(annotate), Models(None)
         if "only" in plan:
@@ -218,13 +233,19 @@ def _agree(plan: str) -> None:
             expected = [p.grad for p in plain.parameters]
             where = f"{program.__name__}, step {step}"
             assert [g is None for g in found] == [g is None for g in expected], where
-            there = zip(all_full([g for g in found if g is not None]), [g for g in expected if g is not None], strict=True)
+            there = zip(
+                all_full([g for g in found if g is not None]),
+                [g for g in expected if g is not None],
+                strict=True,
+            )
             for one, other in there:
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11, msg=where)
             models.step()
             plain.step()
         for one, other in zip(all_full(models.parameters), plain.parameters, strict=True):
-            torch.testing.assert_close(one, other.detach(), rtol=1e-9, atol=1e-11, msg=program.__name__)
+            torch.testing.assert_close(
+                one, other.detach(), rtol=1e-9, atol=1e-11, msg=program.__name__
+            )
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -233,7 +254,10 @@ def test_a_shared_encoder_trains_as_in_one_process(pool: Pool, plan: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("ranks", "plan"), [(1, "sharded"), (1, "replicated"), (3, "replicated"), (3, "sharded blocks"), (4, "hybrid")]
+    ("ranks", "plan"),
+    [(1, "sharded"), (1, "replicated"), (3, "replicated"), (3, "sharded blocks"), (4, "hybrid")],
 )
-def test_a_shared_encoder_trains_on_other_numbers_of_ranks(pool: Pool, ranks: int, plan: str) -> None:
+def test_a_shared_encoder_trains_on_other_numbers_of_ranks(
+    pool: Pool, ranks: int, plan: str
+) -> None:
     pool.run(ranks, _agree, plan)

@@ -37,13 +37,17 @@ class Lookups(nn.Module):
 
     def forward(self, x: Tensor, tables: Sequence[str] = ("words", "bags")) -> Tensor:
         found = {"words": lambda: self.words(x).sum(1), "bags": lambda: self.bags(x)}
-        y: Tensor = self.head(sum([found[table]() for table in tables], self.head.weight.new_zeros(len(x), 4)))
+        y: Tensor = self.head(
+            sum([found[table]() for table in tables], self.head.weight.new_zeros(len(x), 4))
+        )
         return y.square().sum()
 
 
 def _batch(step: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randint(0, ROWS, (2 + dist.get_rank(), 3), generator=generator).to(current_device())
+    return torch.randint(0, ROWS, (2 + dist.get_rank(), 3), generator=generator).to(
+        current_device()
+    )
 
 
 def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -75,7 +79,9 @@ def test_sparse_adam_trains_as_with_ddp() -> None:
 
 @pytest.mark.parametrize("accumulate", [False, True])
 @spmd(ranks=[2, 4])
-def test_ranks_without_a_sparse_gradient_bring_none_and_what_nobody_used_stays(accumulate: bool) -> None:
+def test_ranks_without_a_sparse_gradient_bring_none_and_what_nobody_used_stays(
+    accumulate: bool,
+) -> None:
     plain, ours = Lookups().double().to(current_device()), Lookups().double().to(current_device())
     replicate(ours)
     mine = [("words",), ("words", "bags"), (), ("bags",)]
@@ -99,7 +105,9 @@ def test_ranks_without_a_sparse_gradient_bring_none_and_what_nobody_used_stays(a
                 continue
             assert parameter.grad is not None, (name, step)
             assert parameter.grad.is_sparse == ("head" not in name)
-            torch.testing.assert_close(parameter.grad.to_dense(), expected[name], msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                parameter.grad.to_dense(), expected[name], msg=lambda text, n=name: f"{n}: {text}"
+            )
 
 
 @spmd(ranks=2)
@@ -129,7 +137,9 @@ def test_a_sparse_table_alone_is_a_unit_and_one_that_a_dense_layer_reads_too_is_
 
 
 @spmd(ranks=2)
-def test_tables_with_sparse_gradients_cannot_be_sharded_but_what_does_not_train_them_so_can() -> None:
+def test_tables_with_sparse_gradients_cannot_be_sharded_but_what_does_not_train_them_so_can() -> (
+    None
+):
     for kind in (nn.Embedding, nn.EmbeddingBag):
         table = kind(ROWS, 4, sparse=True, device=current_device())
         model = nn.Sequential(table, nn.Linear(4, 4, device=current_device()))
@@ -137,12 +147,16 @@ def test_tables_with_sparse_gradients_cannot_be_sharded_but_what_does_not_train_
         for policy in (None, {kind}):
             with pytest.raises(AnnotationError) as caught:
                 fully_shard(model, policy=policy, sync_module_states="broadcast")
-            assert str(caught.value) == (
-                f"parameter '0.weight' gets sparse gradients ({kind.__name__}, sparse=True); gradients of sharded parameters "
-                f"are dense. Call replicate() on the {kind.__name__} before, or make it with sparse=False"
+            assert (
+                str(caught.value)
+                == f"parameter '0.weight' gets sparse gradients ({kind.__name__}, sparse=True);"
+                " gradients of sharded parameters are dense. Call replicate() on the"
+                f" {kind.__name__} before, or make it with sparse=False"
             )
             assert table.weight is weight
-        fully_shard(copy.deepcopy(model), ignored_params=["0.weight"], sync_module_states="broadcast")
+        fully_shard(
+            copy.deepcopy(model), ignored_params=["0.weight"], sync_module_states="broadcast"
+        )
         frozen = copy.deepcopy(model)
         frozen[0].requires_grad_(False)
         fully_shard(frozen, sync_module_states="broadcast")
@@ -169,7 +183,9 @@ class Tied(nn.Module):
 
 
 @spmd(ranks=2)
-def test_a_table_that_a_sharded_head_is_tied_to_gets_dense_gradients_whichever_of_them_is_used() -> None:
+def test_a_table_that_a_sharded_head_is_tied_to_gets_dense_gradients_whichever_of_them_is_used() -> (
+    None
+):
     plain, ours = Tied().to(current_device()), Tied().to(current_device())
     replicate(ours.table)
     fully_shard(ours)
@@ -177,7 +193,10 @@ def test_a_table_that_a_sharded_head_is_tied_to_gets_dense_gradients_whichever_o
         model(_batch(0), head=dist.get_rank() == 1).backward()
     assert plain.table.weight.grad is not None
     plain.table.weight.grad = plain.table.weight.grad.to_dense()
-    expected, actual = averaged_gradients(plain)["table.weight"], full_gradients(ours)["table.weight"]
+    expected, actual = (
+        averaged_gradients(plain)["table.weight"],
+        full_gradients(ours)["table.weight"],
+    )
     assert actual is not None
     torch.testing.assert_close(actual, expected)
 
@@ -189,7 +208,9 @@ def test_sparse_gradients_with_precision_scaling_and_accumulation(sharded: bool)
     low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     replicate(ours.words, mp_policy=low, grad_reduce="sum")
     called: list[Tensor] = []
-    ours.words.weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter.grad.clone()))
+    ours.words.weight.register_post_accumulate_grad_hook(
+        lambda parameter: called.append(parameter.grad.clone())
+    )
     (fully_shard if sharded else replicate)(ours, ignored_params=["bags.weight"])
     for step in range(3):
         with no_sync(ours, enabled=step < 2):
@@ -209,7 +230,9 @@ def test_sparse_gradients_with_precision_scaling_and_accumulation(sharded: bool)
 
 
 class Functional(nn.Module):
-    """A table that no module tells of: read sparsely, densely or not at all, next to a dense parameter."""
+    """A table that no module tells of: read sparsely, densely or not at all, next to a dense
+    parameter.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +252,11 @@ def _mixed(model: Functional, **arguments: Any) -> None:
 
 
 def _hybrid(model: Functional, **arguments: Any) -> None:
-    fully_shard(model, mesh=init_device_mesh(current_device().type, (2, dist.get_world_size() // 2)), **arguments)
+    fully_shard(
+        model,
+        mesh=init_device_mesh(current_device().type, (2, dist.get_world_size() // 2)),
+        **arguments,
+    )
 
 
 _LOW: Final = MixedPrecisionPolicy(reduce_dtype=torch.float64)
@@ -245,19 +272,31 @@ _SPARSE_ANYHOW: Final[dict[str, Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("scheme", _SPARSE_ANYHOW)
 @spmd(ranks=2)
-def test_functional_sparse_gradients_are_scaled_accumulated_and_reduced_as_dense_ones(scheme: str) -> None:
-    reads = ("sparse", "sparse"), ("sparse", "dense"), ("dense", "sparse"), ("sparse", ""), ("", "sparse", "sparse")
+def test_functional_sparse_gradients_are_scaled_accumulated_and_reduced_as_dense_ones(
+    scheme: str,
+) -> None:
+    reads = (
+        ("sparse", "sparse"),
+        ("sparse", "dense"),
+        ("dense", "sparse"),
+        ("sparse", ""),
+        ("", "sparse", "sparse"),
+    )
     for number, (steps, synced) in enumerate(itertools.product(reads, ("always", "last", "never"))):
         _assert_as_plain(_SPARSE_ANYHOW[scheme], 1 + number % 2, steps, synced)
 
 
-def _assert_as_plain(annotate: Callable[..., Any], factor: int, steps: Sequence[str], synced: str) -> None:
+def _assert_as_plain(
+    annotate: Callable[..., Any], factor: int, steps: Sequence[str], synced: str
+) -> None:
     plain, ours = Functional().to(current_device()), Functional().to(current_device())
     annotate(ours, grad_reduce="sum" if factor == 2 else "mean")
     for step, read in enumerate(steps):
         # On rank 1 the table is read in the other order.
         mine = read if dist.get_rank() == 0 else steps[-1 - step]
-        with no_sync(ours, enabled=synced == "never" or (synced == "last" and step < len(steps) - 1)):
+        with no_sync(
+            ours, enabled=synced == "never" or (synced == "last" and step < len(steps) - 1)
+        ):
             ours(_batch(step), mine).backward()
         plain(_batch(step), mine).backward()
     if synced == "never":
@@ -269,4 +308,6 @@ def _assert_as_plain(annotate: Callable[..., Any], factor: int, steps: Sequence[
         found = actual[name]
         assert expected is not None
         assert found is not None
-        torch.testing.assert_close(found, factor * expected, msg=lambda text, n=name: f"{n}, {steps}, {synced}: {text}")
+        torch.testing.assert_close(
+            found, factor * expected, msg=lambda text, n=name: f"{n}, {steps}, {synced}: {text}"
+        )

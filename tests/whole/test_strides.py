@@ -1,4 +1,6 @@
-"""A parameter that is not contiguous keeps its layout: unsharded, in its shards and their gradients, and after `remove`."""
+"""A parameter that is not contiguous keeps its layout: unsharded, in its shards and their
+gradients, and after `remove`.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def _train(width: int, options: dict[str, Any], runs: bool) -> None:
     if not runs:
         step_on_shards(optimizers[1]).remove()
     for step in range(3):
-        x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step)).to(current_device())
+        x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step)).to(
+            current_device()
+        )
         for each, optimizer in zip((plain, model), optimizers, strict=True):
             optimizer.zero_grad()
             each(x).square().mean().backward()
@@ -60,7 +64,10 @@ def _train(width: int, options: dict[str, Any], runs: bool) -> None:
             assert one.grad is not None
             assert isinstance(other.grad, DTensor)
             assert other.grad.shape == other.shape
-            assert other.to_local().stride() == other.grad.to_local().stride() or not other.to_local().numel()
+            assert (
+                other.to_local().stride() == other.grad.to_local().stride()
+                or not other.to_local().numel()
+            )
             torch.testing.assert_close(full(other.grad), one.grad, msg=name)
         for optimizer in optimizers:
             optimizer.step()

@@ -1,4 +1,6 @@
-"""Ties across units: kept between replicated ones, refused by name between a sharded and a replicated one."""
+"""Ties across units: kept between replicated ones, refused by name between a sharded and a
+replicated one.
+"""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -97,11 +99,15 @@ def test_ranks_that_use_a_tied_weight_in_different_units_get_its_mean() -> None:
     replicate(ours.a)
     replicate(ours.b)
     replicate(ours)
-    _assert_means(plain, ours, ["ab", "b", "b", "aab"] if dist.get_rank() else ["b", "ab", "b", "abb"])
+    _assert_means(
+        plain, ours, ["ab", "b", "b", "aab"] if dist.get_rank() else ["b", "ab", "b", "abb"]
+    )
 
 
 @spmd(ranks=2)
-def test_a_tied_weight_whose_unit_was_removed_is_refused_where_it_is_read_until_that_is_annotated_anew() -> None:
+def test_a_tied_weight_whose_unit_was_removed_is_refused_where_it_is_read_until_that_is_annotated_anew() -> (
+    None
+):
     plain, ours = _twins()
     replicate(ours.a)
     replicate(ours.b)
@@ -141,7 +147,10 @@ def test_a_weight_that_is_untied_after_the_annotation_is_refused() -> None:
         _, ours = _twins()
         annotate(ours)
         ours.b.weight = nn.Parameter(ours.b.weight.detach().clone())
-        with pytest.raises(ForeignParameterError, match=r"parameter '.*weight' of unit '.*' is tied: it has 2 places"):
+        with pytest.raises(
+            ForeignParameterError,
+            match=r"parameter '.*weight' of unit '.*' is tied: it has 2 places",
+        ):
             ours(torch.ones(2, 3, dtype=torch.float64, device=current_device()), "ab")
 
 
@@ -159,7 +168,7 @@ def test_a_tied_parameter_that_would_be_averaged_over_two_meshes_is_refused(pool
     )
 
 
-# --- with fully_shard -------------------------------------------------------------------------------------------------
+# --- with fully_shard ---------------------------------------------------------------------------
 
 
 def _mixed() -> list[str]:
@@ -174,7 +183,9 @@ def _mixed() -> list[str]:
     return said
 
 
-def test_a_parameter_tied_between_a_sharded_and_a_replicated_unit_is_refused_by_name(pool: Pool) -> None:
+def test_a_parameter_tied_between_a_sharded_and_a_replicated_unit_is_refused_by_name(
+    pool: Pool,
+) -> None:
     assert_text(
         "\n".join(pool.run(2, _mixed)[0]),
         """\

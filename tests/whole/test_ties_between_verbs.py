@@ -1,4 +1,6 @@
-"""A parameter tied between a replicated module and sharded ones stays one: it is replicated, whoever reads it."""
+"""A parameter tied between a replicated module and sharded ones stays one: it is replicated,
+whoever reads it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ import composable
 from composable import checkpoint, fully_shard, remove, replicate
 from composable.errors import ForeignParameterError
 from tests.helpers.compare import full
-from tests.helpers.mixes import RECIPES, WIDTH, WORDS, Block, assert_alike, batch_of, gradient, kinds, losses
+from tests.helpers.mixes import (
+    RECIPES,
+    WIDTH,
+    WORDS,
+    Block,
+    assert_alike,
+    batch_of,
+    gradient,
+    kinds,
+    losses,
+)
 from tests.helpers.mixes import train as train_as
 from tests.helpers.placed import placed
 from tests.helpers.world import current_device, spmd
@@ -67,7 +79,8 @@ def with_checkpointing(model: Tied) -> None:
 
 
 ORDERS: Final[dict[str, Callable[[Tied], None]]] = {
-    order.__name__: order for order in (in_the_readme, shards_first, head_replicated, head_a_unit, with_checkpointing)
+    order.__name__: order
+    for order in (in_the_readme, shards_first, head_replicated, head_a_unit, with_checkpointing)
 }
 
 
@@ -142,7 +155,9 @@ def test_whichever_verb_is_removed_first_plain_parameters_come_back_tied(order: 
 @spmd(ranks=2)
 def test_a_head_that_is_called_by_itself_computes_and_its_gradient_is_averaged(order: str) -> None:
     plain, model = twins(order)
-    rows = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64, device=current_device()).view(2, WIDTH)
+    rows = torch.linspace(-1, 1, 2 * WIDTH, dtype=torch.float64, device=current_device()).view(
+        2, WIDTH
+    )
     for rank in range(2):
         (plain.head(rows[rank]).square().mean() / 2).backward()
     model.head(rows[dist.get_rank()]).square().mean().backward()
@@ -152,7 +167,9 @@ def test_a_head_that_is_called_by_itself_computes_and_its_gradient_is_averaged(o
 @spmd(ranks=2)
 def test_an_annotation_further_out_ties_what_the_one_inside_did_not_cover() -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Sequential(nn.Embedding(WORDS, WIDTH), Block()), nn.Linear(WIDTH, WORDS))
+    plain = nn.Sequential(
+        nn.Sequential(nn.Embedding(WORDS, WIDTH), Block()), nn.Linear(WIDTH, WORDS)
+    )
     plain[1].weight = plain[0][0].weight  # type: ignore[index]
     plain = placed(plain, current_device(), torch.float64)
     model = copy.deepcopy(plain)
@@ -182,9 +199,11 @@ def test_a_parameter_put_at_one_place_comes_to_both_and_different_ones_are_refus
     model.embedding.weight, model.head.weight = others
     with pytest.raises(ForeignParameterError) as caught:
         model(batch_of(0))
-    assert str(caught.value) == (
-        "parameter 'weight' of unit 'embedding' is tied: it has 2 places, and different parameters were registered at them. "
-        "Register one parameter at all of them; to untie them, call remove() on the annotated modules first"
+    assert (
+        str(caught.value)
+        == "parameter 'weight' of unit 'embedding' is tied: it has 2 places, and different"
+        " parameters were registered at them. Register one parameter at all of them; to untie"
+        " them, call remove() on the annotated modules first"
     )
     assert model.embedding.weight is others[0]
     assert model.head.weight is others[1]

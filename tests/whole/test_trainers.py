@@ -1,4 +1,6 @@
-"""Trainers of others: what wraps an annotated model is refused by name, and accelerate and the Trainer train it as it is."""
+"""Trainers of others: what wraps an annotated model is refused by name, and accelerate and the
+Trainer train it as it is.
+"""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -49,10 +51,13 @@ class Regression(nn.Module):
 
 def _data() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(4, generator=generator), "labels": torch.randn(1, generator=generator)} for _ in range(16)]
+    return [
+        {"x": torch.randn(4, generator=generator), "labels": torch.randn(1, generator=generator)}
+        for _ in range(16)
+    ]
 
 
-# --- wrapped ----------------------------------------------------------------------------------------------------------
+# --- wrapped ------------------------------------------------------------------------------------
 
 
 def _wrapped(verb: str) -> str:
@@ -89,16 +94,18 @@ def _wrapped_before(verb: str, below: bool) -> str:
 def test_a_model_that_was_wrapped_before_is_refused_with_what_to_annotate(
     pool: Pool, verb: str, below: bool, what: str
 ) -> None:
-    assert same_on_all(pool.run(2, _wrapped_before, verb, below)) == (
-        f"ClashError: {verb}: {what} is a DistributedDataParallel already, and gradients would be averaged twice. Do not wrap: "
-        "annotate the Regression in its place"
+    assert (
+        same_on_all(pool.run(2, _wrapped_before, verb, below))
+        == f"ClashError: {verb}: {what} is a DistributedDataParallel already, and gradients would"
+        " be averaged twice. Do not wrap: annotate the Regression in its place"
     )
 
 
 _WRAPPED: Final = (
-    "ClashError: DistributedDataParallel around this Regression: VERB averages its gradients already, and they would be averaged "
-    "twice. Do not wrap it: train the module as it is. With accelerate, prepare it by "
-    "accelerator.prepare_model(model, evaluation_mode=True), which does not wrap"
+    "ClashError: DistributedDataParallel around this Regression: VERB averages its gradients"
+    " already, and they would be averaged twice. Do not wrap it: train the module as it is. With"
+    " accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does"
+    " not wrap"
 )
 
 
@@ -130,7 +137,7 @@ def test_a_wrapper_that_was_told_to_ignore_a_replicated_part_trains_the_rest() -
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
-# --- torch's own verbs ------------------------------------------------------------------------------------------------
+# --- torch's own verbs --------------------------------------------------------------------------
 
 
 _TORCHS: Final = ("replicate", "newer replicate", "fully_shard", "FullyShardedDataParallel")
@@ -144,7 +151,9 @@ def _torchs(kind: str) -> Callable[[nn.Module], nn.Module]:
         "replicate": _composable.replicate,
         "newer replicate": replicate_with_fsdp.replicate,
         "fully_shard": fsdp.fully_shard,
-        "FullyShardedDataParallel": partial(fsdp.FullyShardedDataParallel, device_id=current_device(), use_orig_params=True),
+        "FullyShardedDataParallel": partial(
+            fsdp.FullyShardedDataParallel, device_id=current_device(), use_orig_params=True
+        ),
     }[kind]
 
 
@@ -173,11 +182,14 @@ def test_what_verbs_of_torch_manage_is_refused(pool: Pool, verb: str) -> None:
     assert outcomes[0] == outcomes[1]
     for kind, said in zip(_TORCHS, outcomes[0], strict=True):
         name = kind.removeprefix("newer ")
-        tail = f"is managed by torch's {name} already, and gradients would be averaged twice. Leave one of the two out"
+        tail = (
+            f"is managed by torch's {name} already, and gradients would be averaged twice. Leave"
+            " one of the two out"
+        )
         assert said == [f"ClashError: {verb}: {what} {tail}" for what in ("the module", "'0'")]
 
 
-# --- trained ----------------------------------------------------------------------------------------------------------
+# --- trained ------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -185,7 +197,10 @@ def _launched() -> Iterator[None]:
     """What a launcher says in the environment, and accelerate's own state, for this run only."""
     from accelerate.state import AcceleratorState, GradientState  # noqa: PLC0415, slow, and it warns
 
-    with mock.patch.dict(os.environ, environment(1, ACCELERATE_USE_CPU="true")), warnings.catch_warnings():
+    with (
+        mock.patch.dict(os.environ, environment(1, ACCELERATE_USE_CPU="true")),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # theirs
         try:
             yield
@@ -263,7 +278,9 @@ def _with_the_trainer(verb: str, folder: str) -> None:
             train_dataset=_data(),  # type: ignore[arg-type]
             optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
         )
-        trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)  # type: ignore[method-assign]
+        trainer.accelerator.prepare_model = partial(
+            trainer.accelerator.prepare_model, evaluation_mode=True
+        )  # type: ignore[method-assign]
         trainer.train()
         assert trainer.model_wrapped is model
         _assert_trained(model)
@@ -271,7 +288,9 @@ def _with_the_trainer(verb: str, folder: str) -> None:
 
 @pytest.mark.beyond_sim("it knows no such device, and trains on the host")
 @pytest.mark.parametrize("verb", _VERBS)
-def test_the_trainer_of_transformers_trains_an_annotated_model(pool: Pool, verb: str, tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_trains_an_annotated_model(
+    pool: Pool, verb: str, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     pool.run(2, _with_the_trainer, verb, str(tmp_path))
 
@@ -287,6 +306,10 @@ def _wrapped_by_the_trainer(folder: str) -> str:
         return refusal(trainer.train)
 
 
-def test_the_trainer_that_would_wrap_is_refused_with_the_way_to_stop_it(pool: Pool, tmp_path: Path) -> None:
+def test_the_trainer_that_would_wrap_is_refused_with_the_way_to_stop_it(
+    pool: Pool, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
-    assert same_on_all(pool.run(2, _wrapped_by_the_trainer, str(tmp_path))) == _WRAPPED.replace("VERB", "replicate")
+    assert same_on_all(pool.run(2, _wrapped_by_the_trainer, str(tmp_path))) == _WRAPPED.replace(
+        "VERB", "replicate"
+    )

@@ -1,6 +1,8 @@
-"""Replicated units below one annotated module launch their reductions in one order, which all ranks share.
+"""Replicated units below one annotated module launch their reductions in one order, which all ranks
+share.
 
-Ranks run the units in orders of their own and leave out units and layers, so gradients become ready in different orders.
+Ranks run the units in orders of their own and leave out units and layers, so gradients become ready
+in different orders.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from tests.helpers.means import WIDTH, twins
 from tests.helpers.world import Pool, current_device
 
 CAP: Final = 100 / (1 << 20)  # bytes: several buckets in a unit
-_COMMS: Final = {"messages": lambda comm: comm, "collectives": all_ordered, "accelerator": all_accelerators}
+_COMMS: Final = {
+    "messages": lambda comm: comm,
+    "collectives": all_ordered,
+    "accelerator": all_accelerators,
+}
 
 
 class Block(nn.Module):
@@ -42,14 +48,18 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Rows of a sparse table, then blocks. In step `s` rank `r` begins with block `r + s`, leaves one out and shortens one."""
+    """Rows of a sparse table, then blocks. In step `s` rank `r` begins with block `r + s`, leaves
+    one out and shortens one.
+    """
 
     def __init__(self, count: int = 4, reentrant: int = -1) -> None:
         super().__init__()
-        self.table = nn.Embedding(6, WIDTH, sparse=current_device().type != "sim")  # which has no sparse tensors
+        # which has no sparse tensors
+        self.table = nn.Embedding(6, WIDTH, sparse=current_device().type != "sim")
         self.blocks = nn.ModuleList(Block() for _ in range(count))
         self.head = nn.Linear(WIDTH, WIDTH)
-        self.reentrant = reentrant  # which block runs in a checkpoint of torch's, of the kind that calls backward in backward
+        # which block runs in a checkpoint of torch's, of the kind that calls backward in backward
+        self.reentrant = reentrant
 
     def forward(self, rows: Tensor, step: int) -> Tensor:
         x = self.table(rows)
@@ -130,7 +140,9 @@ def _parity(form: str, comm: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("comm", _COMMS)
 @pytest.mark.parametrize("form", _FORMS)
-def test_ranks_whose_units_become_ready_in_different_orders_get_the_means(pool: Pool, form: str, comm: str) -> None:
+def test_ranks_whose_units_become_ready_in_different_orders_get_the_means(
+    pool: Pool, form: str, comm: str
+) -> None:
     pool.run(2, _parity, form, comm)
 
 
@@ -140,5 +152,7 @@ def test_so_do_four_ranks(pool: Pool, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["_by_policy", "_below_shards"])
-def test_a_unit_whose_gradients_come_in_a_backward_inside_another_one_belongs_to_the_outer_one(pool: Pool, form: str) -> None:
+def test_a_unit_whose_gradients_come_in_a_backward_inside_another_one_belongs_to_the_outer_one(
+    pool: Pool, form: str
+) -> None:
     pool.run(2, _parity, form, "messages", reentrant=2)

@@ -1,6 +1,8 @@
-"""Units of several modules show their parameters between the modules: code there reads the weight of the next one.
+"""Units of several modules show their parameters between the modules: code there reads the weight
+of the next one.
 
-Losses that are fused with the head (TRL's and Liger's) do so over the unit `[norm, head]`, which accelerate makes.
+Losses that are fused with the head (TRL's and Liger's) do so over the unit `[norm, head]`, which
+accelerate makes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from composable import checkpoint, fully_shard, no_sync, replicate
 from tests.helpers.compare import all_full, assert_mean_gradients
 from tests.helpers.world import Pool, spmd
 
-KINDS = ("fused", "fused, the head runs", "head first", "last in a checkpoint", "torch's checkpoint", "twice")
+KINDS = (
+    "fused",
+    "fused, the head runs",
+    "head first",
+    "last in a checkpoint",
+    "torch's checkpoint",
+    "twice",
+)
 
 
 class Model(nn.Module):
@@ -53,13 +62,19 @@ def _annotate(model: Model, verb: str, reshard: bool | None) -> None:
         return
     if verb == "beside":
         replicate([model.norm, model.head])
-    for unit in (model.body, model.middle, *([[model.norm, model.head]] if verb == "fully_shard" else ())):
+    for unit in (
+        model.body,
+        model.middle,
+        *([[model.norm, model.head]] if verb == "fully_shard" else ()),
+    ):
         fully_shard(unit, reshard_after_forward=reshard)
     fully_shard(model, reshard_after_forward=reshard)
 
 
 def _batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+    return torch.randn(
+        3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64
+    )
 
 
 def _train(kind: str, verb: str, reshard: bool | None) -> None:
@@ -82,8 +97,12 @@ def _train(kind: str, verb: str, reshard: bool | None) -> None:
         for found, right in zip(model.parameters(), expected, strict=True):
             assert (found.grad is None) == (right is None)
         there = [p.grad for p in model.parameters() if p.grad is not None]
-        for found, right in zip(all_full(there), [g for g in expected if g is not None], strict=True):
-            torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-11, msg=f"{kind}, {verb}, step {step}")
+        for found, right in zip(
+            all_full(there), [g for g in expected if g is not None], strict=True
+        ):
+            torch.testing.assert_close(
+                found, right, rtol=1e-9, atol=1e-11, msg=f"{kind}, {verb}, step {step}"
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -97,7 +116,9 @@ def _train_all(verb: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("verb", ["fully_shard", "beside", "replicate"])
-def test_the_weight_of_the_next_module_is_whole_between_two_modules(pool: Pool, ranks: int, verb: str) -> None:
+def test_the_weight_of_the_next_module_is_whole_between_two_modules(
+    pool: Pool, ranks: int, verb: str
+) -> None:
     pool.run(ranks, _train_all, verb)
 
 
@@ -111,7 +132,8 @@ def _look() -> None:
     seen: list[set[str]] = []
     model.middle.register_forward_hook(lambda *_: seen.append(_names_of_what_is_registered(model)))
     loss = model(_batch(0, 0))
-    seen.append(_names_of_what_is_registered(model))  # the head has not run, and the root's forward is over
+    # the head has not run, and the root's forward is over
+    seen.append(_names_of_what_is_registered(model))
     loss.backward()
     seen.append(_names_of_what_is_registered(model))
     handle = model.middle.register_forward_hook(lambda *_: 1 / 0)
@@ -163,7 +185,9 @@ def test_a_unit_of_several_modules_may_be_below_two_models(pool: Pool, kind: str
 
 @spmd(ranks=2)
 def test_models_that_are_one_unit_are_planned_together_whichever_is_called_first() -> None:
-    """So what is between two modules of a unit inside of the second one is inside of a model, too."""
+    """So what is between two modules of a unit inside of the second one is inside of a model,
+    too.
+    """
     torch.manual_seed(0)
     plain, ours = (nn.ModuleList([nn.Linear(6, 6), Model("fused")]).double() for _ in range(2))
     ours.load_state_dict(plain.state_dict())

@@ -1,4 +1,6 @@
-"""Parameters that train and that no annotation reaches, around annotated modules: named once in the log."""
+"""Parameters that train and that no annotation reaches, around annotated modules: named once in the
+log.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,13 @@ def _around_blocks(verb: str) -> list[str]:
 
 
 @pytest.mark.parametrize("verb", list(_VERBS))
-def test_what_blocks_leave_out_is_named_once_in_the_first_forward_that_trains(pool: Pool, verb: str) -> None:
+def test_what_blocks_leave_out_is_named_once_in_the_first_forward_that_trains(
+    pool: Pool, verb: str
+) -> None:
     line = (
-        f"WARNING: {verb}: 'emb.weight', 'head.weight', 'head.bias' of Model trains, and no annotation reaches it: every rank "
-        f"trains its own. Annotate the model around the annotated modules as well, {verb}(model), or freeze it"
+        f"WARNING: {verb}: 'emb.weight', 'head.weight', 'head.bias' of Model trains, and no"
+        " annotation reaches it: every rank trains its own. Annotate the model around the"
+        f" annotated modules as well, {verb}(model), or freeze it"
     )
     assert pool.run(2, _around_blocks, verb) == [[line], [line]]
 
@@ -92,5 +97,7 @@ def _covered(verb: str) -> list[str]:
 
 
 @pytest.mark.parametrize("verb", list(_VERBS))
-def test_nothing_is_said_of_what_is_annotated_ignored_or_averaged_by_ddp(pool: Pool, verb: str) -> None:
+def test_nothing_is_said_of_what_is_annotated_ignored_or_averaged_by_ddp(
+    pool: Pool, verb: str
+) -> None:
     assert pool.run(2, _covered, verb) == [[], []]

@@ -1,4 +1,6 @@
-"""Parts that a step does not use, on some ranks or on all, train as in one process: in every row, however they are annotated."""
+"""Parts that a step does not use, on some ranks or on all, train as in one process: in every row,
+however they are annotated.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ WIDTH: Final = 4
 STEPS: Final = 3
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------
+# --- modules ------------------------------------------------------------------------------------
 
 
 class Part(nn.Module):
@@ -60,7 +62,9 @@ class Constant(Part):
 
 
 class Experts(nn.Module):
-    """A forward that does not use them sends no token to the first expert; the second never gets one."""
+    """A forward that does not use them sends no token to the first expert; the second never gets
+    one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +101,11 @@ class Around(nn.Module):
 
     def __init__(self, part: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.before, self.part, self.after = nn.Linear(WIDTH, WIDTH), part(), nn.Linear(WIDTH, WIDTH)
+        self.before, self.part, self.after = (
+            nn.Linear(WIDTH, WIDTH),
+            part(),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor, use: Any) -> Tensor:
         return self.after(self.part(self.before(x), use))  # type: ignore[no-any-return]
@@ -142,7 +150,11 @@ class OwnHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.first, self.second = Body(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.body, self.first, self.second = (
+            Body(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor, use: Any) -> Tensor:
         y = self.body(x)
@@ -164,7 +176,7 @@ class _HeadsOfAUnit(Heads):
     pass
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------
 
 UNITS: Final = {Branch, Constant, Dropped, Detached, Experts, Temperature, Body, _HeadsOfAUnit}
 
@@ -228,7 +240,7 @@ ROWS: Final[dict[str, Row]] = {
 }  # fmt: skip
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------
 
 ANNOTATED: Final = (
     "sharded", "sharded and kept", "hybrid", "replicated", "replicated units", "replicated in sharded", "sharded in replicated"
@@ -244,7 +256,9 @@ def _annotate(model: nn.Module, how: str) -> None:
     parts = [module for module in model.modules() if type(module) in UNITS]
     match how:
         case "sharded" | "sharded and kept":
-            fully_shard(model, policy=UNITS, reshard_after_forward=None if how == "sharded" else False)
+            fully_shard(
+                model, policy=UNITS, reshard_after_forward=None if how == "sharded" else False
+            )
         case "hybrid":
             fully_shard(model, policy=UNITS, mesh=_hybrid_mesh())
         case "replicated":
@@ -252,7 +266,11 @@ def _annotate(model: nn.Module, how: str) -> None:
         case "replicated units":
             replicate(model, policy=UNITS, bucket_cap_mb=0.0001)
         case "replicated in sharded" | "sharded in replicated":
-            inner, outer = (replicate, fully_shard) if how.startswith("replicated") else (fully_shard, replicate)
+            inner, outer = (
+                (replicate, fully_shard)
+                if how.startswith("replicated")
+                else (fully_shard, replicate)
+            )
             for part in parts:
                 inner(part)
             outer(model)
@@ -274,7 +292,11 @@ def _batches_of(rank: int, around: str) -> int:
 
 def _backward(model: nn.Module, row: Row, number: int, rank: int, weight: float) -> None:
     generator = torch.Generator().manual_seed(10 * (number + 1) + rank)
-    x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64).to(current_device()).requires_grad_()
+    x = (
+        torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+        .to(current_device())
+        .requires_grad_()
+    )
     use = row.use(number, rank)
     (row.loss(model(x, use), x, use) * weight).backward()
 
@@ -330,13 +352,16 @@ def run(how: str, everything: bool = False) -> tuple[list[str], int]:
     """What differs, by row and what is around it, and how many programs ran.
 
     Args:
-        everything: all combinations; otherwise every row meets every annotation and everything that may be around it.
+        everything: all combinations; otherwise every row meets every annotation and everything that
+            may be around it.
     """
     found, programs = [], 0
     for number, name in enumerate(ROWS):
         turn = number + ANNOTATED.index(how) + dist.get_world_size()
         for around in AROUND if everything else (AROUND[turn % len(AROUND)],):
-            for optimizer in OPTIMIZERS if everything else (list(OPTIMIZERS)[turn // len(AROUND) % 2],):
+            for optimizer in (
+                OPTIMIZERS if everything else (list(OPTIMIZERS)[turn // len(AROUND) % 2],)
+            ):
                 case = f"{name}, {how}, {around}, {optimizer}"
                 try:
                     actual = _train(name, how, around, optimizer)
@@ -358,7 +383,9 @@ ON_RANKS: Final = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(ranks, how) for ranks in ON_RANKS for how in ON_RANKS[ranks]])
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(ranks, how) for ranks in ON_RANKS for how in ON_RANKS[ranks]]
+)
 def test_parts_that_a_step_does_not_use_train_as_in_one_process(
     pool: Pool, ranks: int, how: str, record_property: Callable[[str, object], None]
 ) -> None:

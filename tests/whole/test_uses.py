@@ -1,4 +1,6 @@
-"""What programs do with a model between two optimizer steps, other than one forward and one backward."""
+"""What programs do with a model between two optimizer steps, other than one forward and one
+backward.
+"""
 
 from __future__ import annotations
 
@@ -171,23 +173,32 @@ _SCHEMES: Final = (
 
 
 def _run(program: str, scheme: str) -> None:
-    assert_same_gradients(BATTERY["a unit used several times"], SCHEMES[scheme].annotate, PROGRAMS[program])
+    assert_same_gradients(
+        BATTERY["a unit used several times"], SCHEMES[scheme].annotate, PROGRAMS[program]
+    )
 
 
 @pytest.mark.parametrize("scheme", _SCHEMES)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme: str, device: str) -> None:
+def test_gradients_are_those_of_the_plain_model(
+    pool: Pool, program: str, scheme: str, device: str
+) -> None:
     need_devices(device, 2)
     if program.startswith("a_part") and scheme == "fully_shard as one unit":
-        pytest.skip("the part is no unit here; calling it alone is refused, see test_misuse_while_running.py")
+        pytest.skip(
+            "the part is no unit here; calling it alone is refused, see"
+            " test_misuse_while_running.py"
+        )
     pool.run(2, _run, program, scheme, device=device)
 
 
-# --- units of several modules -----------------------------------------------------------------------------------------
+# --- units of several modules -------------------------------------------------------------------
 
 
 class Chain(nn.Module):
-    """Between the modules of one unit there are so many others that all of their reductions cannot be in flight at once."""
+    """Between the modules of one unit there are so many others that all of their reductions cannot
+    be in flight at once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,5 +260,8 @@ def test_units_of_several_modules_have_the_gradients_of_the_plain_model(
 ) -> None:
     need_devices(device, 2)
     if program.startswith("a_part") and shape == "a part of one with another":
-        pytest.skip("the part is no unit here; calling it alone is refused, see test_misuse_while_running.py")
+        pytest.skip(
+            "the part is no unit here; calling it alone is refused, see"
+            " test_misuse_while_running.py"
+        )
     pool.run(2, _run_in_shape, program, shape, device=device)

@@ -1,4 +1,6 @@
-"""Windows of accumulation over several models in one program: adversaries, a teacher and its student."""
+"""Windows of accumulation over several models in one program: adversaries, a teacher and its
+student.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def one_of_each(models: Models, case: Case) -> None:
     replicate(models.other)
 
 
-SCHEMES: Final = {scheme.__name__: scheme for scheme in (both_sharded, both_replicated, one_of_each)}
+SCHEMES: Final = {
+    scheme.__name__: scheme for scheme in (both_sharded, both_replicated, one_of_each)
+}
 
 
 def _held(*models: nn.Module, enabled: bool = True) -> AbstractContextManager[object]:
@@ -71,7 +75,9 @@ def _end(*models: nn.Module) -> None:
 
 
 def adversaries_in_turns(models: Models, x: Tensor) -> None:
-    """Each has a window of two; the generator's backwards go through the discriminator, whose gradients they spoil."""
+    """Each has a window of two; the generator's backwards go through the discriminator, whose
+    gradients they spoil.
+    """
     for number in range(2):
         with _held(models.other, enabled=number == 0):
             fake = models.one((number + 1) * x).detach()
@@ -86,7 +92,9 @@ def adversaries_in_turns(models: Models, x: Tensor) -> None:
 def adversaries_at_once(models: Models, x: Tensor) -> None:
     """Windows that overlap: one opens inside of the other's, and ends after it."""
     with _held(models.other):
-        (models.other(x).square().mean() - models.other(models.one(x).detach()).square().mean()).backward()
+        (
+            models.other(x).square().mean() - models.other(models.one(x).detach()).square().mean()
+        ).backward()
         with _held(models.one):
             models.other(models.one(2 * x)).square().mean().backward()
     with _held(models.one):
@@ -96,7 +104,9 @@ def adversaries_at_once(models: Models, x: Tensor) -> None:
 
 
 def spoilt_gradients_are_cleared(models: Models, x: Tensor) -> None:
-    """What a generator's window leaves in the discriminator is cleared before the discriminator's own."""
+    """What a generator's window leaves in the discriminator is cleared before the discriminator's
+    own.
+    """
     with _held(models.one, models.other):
         models.other(models.one(x)).square().mean().backward()
     models.other.zero_grad()
@@ -123,7 +133,9 @@ def one_loss_of_both(models: Models, x: Tensor) -> None:
 
 
 def an_error_in_one_leaves_the_other(models: Models, x: Tensor) -> None:
-    """What one model holds outlives an exception in the other's forward, and its scope ends with it."""
+    """What one model holds outlives an exception in the other's forward, and its scope ends with
+    it.
+    """
     with _held(models.one):
         models.one(x).square().mean().backward()
     try:

@@ -1,4 +1,6 @@
-"""Shards that are written to between a forward and its backward: refused where plain autograd refuses, and only there."""
+"""Shards that are written to between a forward and its backward: refused where plain autograd
+refuses, and only there.
+"""
 
 from __future__ import annotations
 
@@ -60,20 +62,33 @@ def _refusal(write: str, after: bool | None) -> list[str]:
     optimizer.zero_grad()
     y = sharded(x)
     y.sum().backward()
-    torch.testing.assert_close(sharded[2].bias.grad.full_tensor(), torch.full((3,), 2.0, device=x.device))  # type: ignore[index]
+    torch.testing.assert_close(
+        sharded[2].bias.grad.full_tensor(), torch.full((3,), 2.0, device=x.device)
+    )  # type: ignore[index]
     return said
 
 
 @pytest.mark.parametrize("after", [None, True, False])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_backward_through_values_that_are_gone_is_refused(pool: Pool, write: str, after: bool | None, device: str) -> None:
+def test_a_backward_through_values_that_are_gone_is_refused(
+    pool: Pool, write: str, after: bool | None, device: str
+) -> None:
     need_devices(device, 2)
     for said in pool.run(2, _refusal, write, after, device=device):
-        assert said == ["one of the variables needed for gradient computation has been modified by an inplace operation"] * 2
+        assert (
+            said
+            == [
+                "one of the variables needed for gradient computation has been modified by an"
+                " inplace operation"
+            ]
+            * 2
+        )
 
 
 def _a_step_for_another_part(model: nn.Module, x: Tensor) -> None:
-    """One optimizer holds both parts, each has its own loss; one part gets a gradient, and only it is stepped."""
+    """One optimizer holds both parts, each has its own loss; one part gets a gradient, and only it
+    is stepped.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     left, right = model[0](x), model[2](torch.ones(2, 5, device=x.device, requires_grad=True))  # type: ignore[index]
     left.square().sum().backward()
@@ -83,7 +98,9 @@ def _a_step_for_another_part(model: nn.Module, x: Tensor) -> None:
 
 
 def _a_step_of_weights_that_are_not_needed(model: nn.Module, x: Tensor) -> None:
-    """The first weight is multiplied with what needs no gradient, so that nothing needs the weight itself."""
+    """The first weight is multiplied with what needs no gradient, so that nothing needs the weight
+    itself.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, second = model[0](x), model[0](2 * x)  # type: ignore[index]
     first.square().sum().backward()
@@ -92,7 +109,10 @@ def _a_step_of_weights_that_are_not_needed(model: nn.Module, x: Tensor) -> None:
     second.square().sum().backward()
 
 
-LEGAL: Final = {program.__name__: program for program in (_a_step_for_another_part, _a_step_of_weights_that_are_not_needed)}
+LEGAL: Final = {
+    program.__name__: program
+    for program in (_a_step_for_another_part, _a_step_of_weights_that_are_not_needed)
+}
 
 
 @pytest.mark.parametrize("after", [None, True, False])

@@ -35,7 +35,9 @@ class _Writes(nn.Module):
 @spmd(ranks=[1, 2])
 @pytest.mark.parametrize("width", [4, _WIDE])
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-def test_a_write_that_is_lost_is_told_of_once_by_name(width: int, reshard_after_forward: bool | None) -> None:
+def test_a_write_that_is_lost_is_told_of_once_by_name(
+    width: int, reshard_after_forward: bool | None
+) -> None:
     model = nn.Sequential(_Writes(lambda weight: weight.mul_(2.0), width)).to(current_device())
     fully_shard(model[0], reshard_after_forward=reshard_after_forward)
     fully_shard(model)
@@ -50,8 +52,9 @@ def test_a_write_that_is_lost_is_told_of_once_by_name(width: int, reshard_after_
         return
     assert out[0, 0].item() == pytest.approx(2.0)
     assert lines == [
-        "WARNING: unit '0': 'weight' was written to in place while it was unsharded; the write is lost, since only shards are kept. "
-        "Write to the parameter outside of forward, where it is a DTensor"
+        "WARNING: unit '0': 'weight' was written to in place while it was unsharded; the write is"
+        " lost, since only shards are kept. Write to the parameter outside of forward, where it is"
+        " a DTensor"
     ]
 
 

@@ -1,4 +1,6 @@
-"""Models that must train as if no annotation were there; knows no annotation but the experts' own."""
+"""Models that must train as if no annotation were there; knows no annotation but the experts'
+own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from tests.helpers.battery.outputs import OUTPUTS
 from tests.helpers.battery.ready_made import READY_MADE
 from tests.helpers.battery.transformers import TRANSFORMERS
 
-BATTERY: dict[str, Case] = {case.name: case for case in (*TRANSFORMERS, *READY_MADE, *ODD, *OUTPUTS)}
+BATTERY: dict[str, Case] = {
+    case.name: case for case in (*TRANSFORMERS, *READY_MADE, *ODD, *OUTPUTS)
+}
 
 __all__ = ["BATTERY", "DTYPE", "Case"]

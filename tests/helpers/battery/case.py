@@ -27,15 +27,17 @@ class Case:
     """A model, its batches and its loss, all functions of seeds.
 
     Attributes:
-        build: makes the model on the CPU; the same one for the same seed of torch's default generator.
+        build: makes the model on the CPU; the same one for the same seed of torch's default
+            generator.
         batch: makes one rank's inputs, batch first, all ranks equally many rows.
         loss: runs forward and gives the mean loss over the rows.
         units: classes whose modules become units of their own.
         personalize: changes the model of one rank, before annotation.
         prepare: annotates what no scheme may touch, before the scheme; collective.
         own: prefixes of FQNs of parameters that each rank trains by itself.
-        joined: whether one process on all ranks' batches computes the same; False where forward mixes rows
-            (batch statistics) or ranks differ. Then the reference simulates one replica per rank.
+        joined: whether one process on all ranks' batches computes the same; False where forward
+            mixes rows (batch statistics) or ranks differ. Then the reference simulates one replica
+            per rank.
     """
 
     name: str
@@ -54,7 +56,9 @@ class Case:
         self.personalize(model, rank)
         return placed(model, device)
 
-    def inputs(self, seed: int, step: int, rank: int, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+    def inputs(
+        self, seed: int, step: int, rank: int, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step * 1009 + rank)
         made = self.batch(generator)
         return tuple([t.to(device, DTYPE) if _is_float(t) else t.to(device) for t in made])

@@ -55,7 +55,9 @@ class Reused(nn.Module):
 
 
 class OddSizes(nn.Module):
-    """Sizes that no number of ranks divides, fewer rows than ranks, one element, no dimension, a transposed weight."""
+    """Sizes that no number of ranks divides, fewer rows than ranks, one element, no dimension, a
+    transposed weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +118,9 @@ class FrozenInside(nn.Module):
 
 
 class Unused(nn.Module):
-    """A unit that never runs, one whose output is dropped, a parameter and an output that nobody reads."""
+    """A unit that never runs, one whose output is dropped, a parameter and an output that nobody
+    reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +170,16 @@ ODD: Final = (
     Case("frozen units", Frozen, rows(4, 6), mean_square, (Layer,)),
     Case("frozen between trained", FrozenInside, rows(4, 6), mean_square, (Layer,)),
     Case("unused units and parameters", Unused, rows(4, 6), mean_square, (Layer,)),
-    Case("two dtypes", MixedDtypes, rows(4, 6), mean_square, (Layer,), personalize=_single_precision_head),
-    Case("two forwards, one backward", lambda: Nested(1), rows(4, 6), _two_forwards, (Nested, Layer)),
+    Case(
+        "two dtypes",
+        MixedDtypes,
+        rows(4, 6),
+        mean_square,
+        (Layer,),
+        personalize=_single_precision_head,
+    ),
+    Case(
+        "two forwards, one backward", lambda: Nested(1), rows(4, 6), _two_forwards, (Nested, Layer)
+    ),
     Case("inputs that need gradients", Reused, rows(4, 6), _gradient_of_inputs, (Layer,)),
 )

@@ -61,7 +61,10 @@ CONTAINERS: Final[dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tenso
     "plain object": (Plain, lambda out: out.inside["deep"][0]),
     "slotted object": (Slotted, lambda out: out.hidden),
     "mapping with attributes": (lambda x: Wordy(hidden=x), lambda out: out.hidden),
-    "view": (lambda x: x.view(-1, 2, 3).transpose(0, 1), lambda out: out.transpose(0, 1).reshape(-1, 6)),
+    "view": (
+        lambda x: x.view(-1, 2, 3).transpose(0, 1),
+        lambda out: out.transpose(0, 1).reshape(-1, 6),
+    ),
     "list of views": (lambda x: x.unbind(1), lambda out: torch.stack(out, 1)),
 }
 
@@ -135,13 +138,20 @@ class Passing(nn.Module):
         self, x: Tensor, memory: Tensor, bias: Tensor, logits: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         measured = self.router(x) + bias
-        return x + self.down(torch.tanh(self.up(x + memory)) * measured.sum(-1, True)), memory, bias, logits + (measured,)
+        return (
+            x + self.down(torch.tanh(self.up(x + memory)) * measured.sum(-1, True)),
+            memory,
+            bias,
+            logits + (measured,),
+        )
 
 
 class Picking(nn.Module):
     """Has no parameters: hands on a part of what it got, and a view of another."""
 
-    def forward(self, x: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]
+    ) -> tuple[Tensor, Tensor]:
         return x[0], x[1].view(-1, 2, 3)[:, 1]
 
 
@@ -181,6 +191,12 @@ class HandingOn(nn.Module):
 
 OUTPUTS: Final = (
     Case("outputs in containers", Outputs, rows(4, 6), _loss, (Wrapping,)),
-    Case("outputs handed on", HandingOn, rows(4, 6), mean_square, (Maker, Passing, Picking, Borrowing)),
+    Case(
+        "outputs handed on",
+        HandingOn,
+        rows(4, 6),
+        mean_square,
+        (Maker, Passing, Picking, Borrowing),
+    ),
     Case("views written in place", InPlace, rows(4, 6), mean_square, (Wrapping,)),
 )

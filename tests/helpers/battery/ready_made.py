@@ -16,7 +16,9 @@ class Convolutions(nn.Module):
 
     def __init__(self, *, frozen_statistics: bool) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU()
+        )
         self.body = nn.Sequential(nn.Conv2d(6, 10, 3, groups=2), nn.GroupNorm(2, 10), nn.SiLU())
         self.up = nn.Sequential(nn.ConvTranspose2d(10, 5, 2, stride=2), nn.Tanh())
         self.head = nn.Linear(5, 3)
@@ -30,7 +32,9 @@ class Convolutions(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """nn.LSTM keeps a list of its weights of its own, `_flat_weights`, next to its registered parameters."""
+    """nn.LSTM keeps a list of its weights of its own, `_flat_weights`, next to its registered
+    parameters.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,8 +49,10 @@ class Recurrent(nn.Module):
 
 
 class Mixer(nn.MultiheadAttention):
-    """A unit of its own, while the attention inside an encoder layer is none: torch's checkpoints cannot be nested there,
-    since attention asks whether its inputs are the same object, and those of a recomputation are not."""
+    """A unit of its own, while the attention inside an encoder layer is none: torch's checkpoints
+    cannot be nested there, since attention asks whether its inputs are the same object, and those
+    of a recomputation are not.
+    """
 
 
 class Attention(nn.Module):
@@ -79,7 +85,9 @@ class Containers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(5, 5) * 0.3) for _ in range(3)])
-        self.scales = nn.ParameterDict({"b": nn.Parameter(torch.ones(5)), "a": nn.Parameter(torch.zeros(5))})
+        self.scales = nn.ParameterDict(
+            {"b": nn.Parameter(torch.ones(5)), "a": nn.Parameter(torch.zeros(5))}
+        )
         self.pair = nn.Bilinear(5, 5, 4)
         self.heads = nn.ModuleDict({"z": nn.Linear(4, 2), "y": nn.Linear(4, 3)})
 

@@ -1,4 +1,6 @@
-"""Transformers and mixtures of experts, written out; knows no annotation but the experts' own groups."""
+"""Transformers and mixtures of experts, written out; knows no annotation but the experts' own
+groups.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,18 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm1(x)).view(batch, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH)))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 class Transformer(nn.Module):
-    """A language model whose output layer is its embedding, with buffers of several dtypes that forward reads."""
+    """A language model whose output layer is its embedding, with buffers of several dtypes that
+    forward reads.
+    """
 
     shift: Tensor
     offset: Tensor
@@ -100,7 +106,9 @@ def _different_experts(model: nn.Module, rank: int) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".expert." in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                )
 
 
 @functools.cache
