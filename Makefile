@@ -1,6 +1,8 @@
-# The two commands a newcomer needs are `make demo` and `make test`; both prepare .venv when it is missing or out of date.
+# The two commands a newcomer needs are `make demo` and `make test`; both prepare .venv when it is
+# missing or out of date.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-accelerator lint format types layers bench bench-smoke check-gpu demo-smoke check clean
+.PHONY: help demo test test-all test-accelerator lint format types layers bench bench-smoke \
+	check-gpu demo-smoke check clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
@@ -18,24 +20,37 @@ help: ## show this list
 demo: $(READY) ## train a small language model over two processes (ARGS="--help" for its options)
 	@$(PY) -m composable demo $(ARGS)
 
-test: $(READY) ## run all tests (ARGS="-k name" for some of them)
-	@$(PY) -m pytest $(ARGS)
+# Tables of cases (ranks x verbs x options) take most of the time: a third of each runs, the same
+# one in every run, unless ARGS names tests.
+SAMPLE := $(if $(ARGS),,--sample)
 
-# What an accelerator may do otherwise than a host: streams, memory that is gone, waits of the host. Not what only the host does.
-# tests/accelerator/README.md says which other tests have run there; ON_ACCELERATOR="tests/accelerator tests/optim ..." takes them.
-ON_ACCELERATOR ?= tests/accelerator tests/engine tests/whole/test_host_waits.py tests/whole/test_recovery.py \
-	tests/whole/test_removal.py tests/whole/test_mixed_state.py tests/whole/test_hybrid_state.py tests/state/test_checkpoints.py \
-	tests/whole/test_float16.py tests/optim/test_clipping_limits.py tests/algorithms/test_outer_steps.py \
+test: $(READY) ## run all tests, on a third of large tables of cases (ARGS="-k name": some)
+	@$(PY) -m pytest $(SAMPLE) $(ARGS)
+
+test-all: $(READY) ## run every case of every test: before a change of the engine lands
+	@$(PY) -m pytest
+	@$(MAKE) test-accelerator SAMPLE=
+
+# What an accelerator may do otherwise than a host: streams, memory that is gone, waits of the host.
+# Not what only the host does. tests/accelerator/README.md says which other tests have run there;
+# ON_ACCELERATOR="tests/accelerator tests/optim ..." takes them.
+ON_ACCELERATOR ?= tests/accelerator tests/engine tests/whole/test_host_waits.py \
+	tests/whole/test_recovery.py tests/whole/test_removal.py tests/whole/test_mixed_state.py \
+	tests/whole/test_hybrid_state.py tests/state/test_checkpoints.py tests/whole/test_float16.py \
+	tests/optim/test_clipping_limits.py tests/algorithms/test_outer_steps.py \
 	tests/algorithms/test_averaging.py $(BY_CHOICES)
 
-# Then all choices of an accelerator over tensors of the host, whose numbers are compared with one process's. Left out is what
-# only a host's communicators do: tell of ranks that left, sum in the order of ranks, launch before the one before is over.
-BY_CHOICES ?= tests/whole/test_parity.py tests/whole/test_hybrid.py tests/whole/test_precision.py tests/whole/test_accumulation.py
+# Then all choices of an accelerator over tensors of the host, whose numbers are compared with one
+# process's. Left out is what only a host's communicators do: tell of ranks that left, sum in the
+# order of ranks, launch before the one before is over.
+BY_CHOICES ?= tests/whole/test_parity.py tests/whole/test_hybrid.py tests/whole/test_precision.py \
+	tests/whole/test_accumulation.py
 NOT_BY_CHOICES := not launches_do_not_depend and not told_by_its_number and not bit_by_bit
 
-test-accelerator: $(READY) ## run what streams matter to on a simulated accelerator, which finds missing waits; builds it first
-	@$(PY) -m pytest --device sim $(ON_ACCELERATOR) $(ARGS)
-	@COMPOSABLE_TEST_CHOICES=accelerator $(PY) -m pytest $(BY_CHOICES) -k "$(NOT_BY_CHOICES)" $(ARGS)
+test-accelerator: $(READY) ## find missing waits of streams on a simulated accelerator; builds it first
+	@$(PY) -m pytest --device sim $(ON_ACCELERATOR) $(SAMPLE) $(ARGS)
+	@COMPOSABLE_TEST_CHOICES=accelerator $(PY) -m pytest $(BY_CHOICES) -k "$(NOT_BY_CHOICES)" \
+		$(SAMPLE) $(ARGS)
 
 lint: $(READY) ## style and formatting
 	@$(PY) -m ruff check .

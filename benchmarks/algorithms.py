@@ -1,5 +1,6 @@
-"""The ways to gather and to reduce-scatter one flat tensor that are worth comparing; must not know
-who asks, nor time.
+"""The ways to gather and to reduce-scatter one flat tensor that are worth comparing.
+
+Must not know who asks, nor time.
 
 Each algorithm is made once for its tensors, then called again and again: what can be prepared is
 not part of its time. Calling it starts the movement and returns what waits for its end, so that

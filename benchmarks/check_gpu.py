@@ -1,11 +1,14 @@
-"""The first hour on a machine with a GPU: tests, the sanitizer and the figures that only a device
-gives, on one page.
+"""The first hour on a machine with a GPU: what only a device can tell, on one page.
+
+That is tests, the sanitizer and the figures that only a device gives.
 
 Usage:
 
-    make check-gpu                       # all of it; the page is benchmarks/results/gpu.md make
-    check-gpu ARGS="--only tests,memory" make check-gpu ARGS=--rehearse       # without a device:
-    shows that each check starts, and measures nothing
+    # all of it; the page is benchmarks/results/gpu.md
+    make check-gpu
+    make check-gpu ARGS="--only tests,memory"
+    # without a device: shows that each check starts, and measures nothing
+    make check-gpu ARGS=--rehearse
 
 Each check is a command that can be repeated by itself: it stands on the page with what it printed
 and how it ended. It measures nothing itself.

@@ -1,5 +1,6 @@
-"""Claim: each backend gets the algorithm that moves its bytes fastest. Times algorithms by size;
-knows no model.
+"""Claim: each backend gets the algorithm that moves its bytes fastest.
+
+Times algorithms by size; knows no model.
 
 The rate is the full tensor's size over the slowest rank's time, whatever the algorithm sends behind
 the scenes. The second table asks from which shard size on a parameter deserves a message of its

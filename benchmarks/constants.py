@@ -1,10 +1,11 @@
-"""Claim: constants that tune have values that others do not beat. Times steps with other ones;
-knows where constants stand.
+"""Claim: constants that tune have values that others do not beat.
+
+Times steps with other ones; knows where constants stand.
 
 Usage:
 
-    python benchmarks/constants.py                          # all constants, GPT of 43 M parameters,
-    2 ranks python benchmarks/constants.py --only IN_FLIGHT --rounds 7
+    python benchmarks/constants.py  # all constants, GPT of 43 M parameters, 2 ranks
+    python benchmarks/constants.py --only IN_FLIGHT --rounds 7
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A device without memory: tensors on it have shapes and no numbers, for worlds of any size; must
-not know what is measured.
+"""A device without memory: tensors on it have shapes and no numbers, for worlds of any size.
+
+Must not know what is measured.
 
 PrivateUse1 as a backend in Python, fake tensors and a fake process group. What the host would have
 to read raises; what lands on another device raises; memory is counted storage by storage, operation

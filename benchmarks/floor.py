@@ -1,5 +1,6 @@
-"""Claim: a step costs little more than it must. Compares it with its floor, shows where the rest
-goes; no internals.
+"""Claim: a step costs little more than it must.
+
+Compares it with its floor, shows where the rest goes; no internals.
 
 The floor is measured in the same run: the un-annotated forward and backward, then the bytes that
 have to move, unit by unit by the fastest algorithm at hand and with buffers that are never made

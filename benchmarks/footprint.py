@@ -1,5 +1,6 @@
-"""Predicts a step's peak of memory from shapes; must not run what it predicts, save for the
-activations of one forward.
+"""Predicts a step's peak of memory from shapes.
+
+Must not run what it predicts, save for the activations of one forward.
 
 Arithmetic that can be checked with a pencil: what lives all the time (parameters, gradients,
 AdamW's two states), what a forward leaves for backward (activations), and what is passing through

@@ -1,11 +1,13 @@
-"""Runs contenders turn by turn in one run, each in ranks of its own; must not know what is measured
-nor who competes.
+"""Runs contenders turn by turn in one run, each in ranks of its own.
 
-Note [Living contenders, alternating turns] Every contender gets processes of its own, one per rank,
-all alive during the whole run. Only one contender works at a
-time; the others block on a pipe and cost nothing. So a round A B C A B C ... sees the same weather on the machine,
-while no contender inherits another's heap, garbage or autograd threads. A turn is a few untimed steps (the caches are
-somebody else's), then the timed ones, with a barrier before each; a step lasts as long as its slowest rank.
+Must not know what is measured nor who competes.
+
+Note [Living contenders, alternating turns]
+Every contender gets processes of its own, one per rank, all alive during the whole run. Only one
+contender works at a time; the others block on a pipe and cost nothing. So a round A B C A B C ...
+sees the same weather on the machine, while no contender inherits another's heap, garbage or
+autograd threads. A turn is a few untimed steps (the caches are somebody else's), then the timed
+ones, with a barrier before each; a step lasts as long as its slowest rank.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A process group in which every other rank is a copy of this one, for worlds of any size; must not
-know who calls it.
+"""A process group in which every other rank is a copy of this one, for worlds of any size.
+
+Must not know who calls it.
 
 torch's own fake process group copies the input of an all-gather once per rank, in a loop: 5 ms with
 4096 ranks, more than the work that `scale.py` is after. This one fills the output in one kernel, so

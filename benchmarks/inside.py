@@ -1,5 +1,6 @@
-"""Shows where composable's host time goes: pieces of one unit's way through a step. Looks into the
-library; compares nothing.
+"""Shows where composable's host time goes: pieces of one unit's way through a step.
+
+Looks into the library; compares nothing.
 
 Every piece is timed where it happens (`in place`), and in another process a few times more directly
 afterwards (`again`, the least): the same work on the same data, which the caches have by then.

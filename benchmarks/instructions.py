@@ -1,5 +1,6 @@
-"""Claim: little Python stands between the user and the hardware. Counts the host's instructions per
-unit; times nothing.
+"""Claim: little Python stands between the user and the hardware.
+
+Counts the host's instructions per unit; times nothing.
 
 `overhead.py` times the same work, and needs a machine that does nothing else. Instructions come out
 the same on a busy one, to a few in a thousand. So does what time has beside them: memory that is
@@ -8,9 +9,10 @@ for both, or as much as `--cache` says. Lines of 64 bytes that are in neither ar
 three in a hundred: where things lie differs from run to run. Clipping and the optimizer's step,
 between a backward and the next forward, are done and not counted.
 
-    python benchmarks/instructions.py                      # 16 transformer blocks, forward and
-    backward; takes some minutes
-    python benchmarks/instructions.py --cache 2048         # ... on a processor with a second-level cache of 2 MiB
+    # 16 transformer blocks, forward and backward; takes some minutes
+    python benchmarks/instructions.py
+    # ... on a processor with a second-level cache of 2 MiB
+    python benchmarks/instructions.py --cache 2048
 
 Needs valgrind, with its headers, and a C compiler.
 """

@@ -1,10 +1,12 @@
-"""Claim: with local steps, bytes between replicas fall with the length of a round. Counts them, and
-draws the loss beside synchronous training.
+"""Claim: with local steps, bytes between replicas fall with the length of a round.
+
+Counts them, and draws the loss beside synchronous training.
 
 Usage:
 
-    python benchmarks/local_steps.py                 # 300 steps of a small model of the demo, 2
-    replicas of 2 ranks python benchmarks/local_steps.py --every 1,10,50
+    # 300 steps of a small model of the demo, 2 replicas of 2 ranks
+    python benchmarks/local_steps.py
+    python benchmarks/local_steps.py --every 1,10,50
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Claim: the peak of memory is below FSDP2's, and known before the run. Measures bytes per phase;
-knows no internals.
+"""Claim: the peak of memory is below FSDP2's, and known before the run.
+
+Measures bytes per phase; knows no internals.
 
 On CPU a phase's peak is the kernel's high-water mark of resident memory, reset before each phase,
 above what the process held before the model was made; pages that several ranks map count in equal

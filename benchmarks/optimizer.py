@@ -1,14 +1,16 @@
-"""Claim: an optimizer's step over sharded parameters costs the host little. Times AdamW alone; no
-byte is communicated.
+"""Claim: an optimizer's step over sharded parameters costs the host little.
+
+Times AdamW alone; no byte is communicated.
 
 The models' gradients come from a real backward pass, so every contender's optimizer sees what it
 would see in training. `plain shards` are ordinary tensors of the shards' sizes: what a step on the
 local storage costs without any DTensor. `composable` steps local shards of its own accord;
 `composable-on-dtensors` refuses that, and its results are the same bit for bit.
 
-    python benchmarks/optimizer.py                 # 389 parameters over 8 ranks python
-    benchmarks/optimizer.py --width 2048 --units 3 --fake-world 2    # few, and larger than the
-    caches
+    # 389 parameters over 8 ranks
+    python benchmarks/optimizer.py
+    # few, and larger than the caches
+    python benchmarks/optimizer.py --width 2048 --units 3 --fake-world 2
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Claim: little Python stands between the user and the hardware. Times the host per unit and step;
-no byte is sent.
+"""Claim: little Python stands between the user and the hardware.
+
+Times the host per unit and step; no byte is sent.
 
 A fake process group answers every collective at once, and the units are so small that what remains
 is the host's work. `added` is a contender's time above the un-annotated model's in the same round,
@@ -9,10 +10,10 @@ does the same to the local shards. All step with torch's AdamW: FSDP2 DTensors, 
 shards of its own accord. `un-annotated` clips and steps whole parameters, so what is added by work
 on shards may be less than nothing in these two phases.
 
-    python benchmarks/overhead.py                          # 32 transformer blocks of 12 parameters
-    python benchmarks/overhead.py --units 1..128           # how it grows with the units
-    python benchmarks/overhead.py --units 16 --params 1..16    # ... and with the parameters of a unit
-    python benchmarks/overhead.py --before ../of-last-week     # ... beside earlier code, in turns
+    python benchmarks/overhead.py                            # 32 blocks of 12 parameters
+    python benchmarks/overhead.py --units 1..128             # how it grows with the units
+    python benchmarks/overhead.py --units 16 --params 1..16  # ... and with a unit's parameters
+    python benchmarks/overhead.py --before ../of-last-week   # ... beside earlier code, in turns
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-"""Claim: sharded training needs no more memory than FSDP2's, at any number of ranks. Predicted
-without an accelerator.
+"""Claim: sharded training needs no more memory than FSDP2's, at any number of ranks.
+
+Predicted without an accelerator.
 
 Six blocks of Llama 7B in bfloat16 on a device whose tensors have no numbers. The unit is one
 block's unsharded parameters (386 MiB) with their padding. Counted is what lies above the shards at
 the peak of forward and of backward; in backward sharded gradients come up, as many as the last
 column says. Activations are those of one token.
 
-    python benchmarks/peak.py                  # 8, 64, 128 and 512 ranks python benchmarks/peak.py
-    --ranks 1024 python benchmarks/peak.py --contenders composable-hybrid,fsdp2-hybrid python
-    benchmarks/peak.py --json           # all that was counted, also operations and payloads, for
-    tests
+    # 8, 64, 128 and 512 ranks
+    python benchmarks/peak.py
+    python benchmarks/peak.py --ranks 1024
+    python benchmarks/peak.py --contenders composable-hybrid,fsdp2-hybrid
+    # all that was counted, also operations and payloads, for tests
+    python benchmarks/peak.py --json
 """
 
 from __future__ import annotations

@@ -1,11 +1,14 @@
-"""Runs a selection of the benchmarks and puts their tables and charts into README.md; must not
-measure anything itself.
+"""Runs a selection of the benchmarks and puts their tables and charts into README.md.
+
+Must not measure anything itself.
 
 Usage:
 
-    python benchmarks/run_all.py                   # under ten minutes on two cores python
-    benchmarks/run_all.py --only step,memory python benchmarks/run_all.py --smoke           # shows
-    that every benchmark runs; README.md stays as it is
+    # under ten minutes on two cores
+    python benchmarks/run_all.py
+    python benchmarks/run_all.py --only step,memory
+    # shows that every benchmark runs; README.md stays as it is
+    python benchmarks/run_all.py --smoke
 """
 
 from __future__ import annotations

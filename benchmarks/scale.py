@@ -1,5 +1,6 @@
-"""Claim: a rank's work does not depend on how many ranks there are. Fakes worlds of 8 to 16384; no
-byte is sent.
+"""Claim: a rank's work does not depend on how many ranks there are.
+
+Fakes worlds of 8 to 16384; no byte is sent.
 
 `annotate`: a model of 70 B parameters on the meta device, once per process. `first step`, `step`:
 host time with a small model of tall matrices, so that up to 1024 ranks each own a row; beyond, a

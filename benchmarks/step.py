@@ -1,5 +1,6 @@
-"""Claim: a training step is faster than with FSDP2, FSDP1 and DDP. Times steps and their phases;
-knows no internals.
+"""Claim: a training step is faster than with FSDP2, FSDP1 and DDP.
+
+Times steps and their phases; knows no internals.
 
 Usage:
 

@@ -1,5 +1,6 @@
-"""Claim: on accelerators that are told what to do in time, no more communication is exposed than
-with FSDP2. Virtual time.
+"""Claim: on accelerators told what to do in time, no more is exposed than with FSDP2.
+
+What is exposed is communication, in virtual time.
 
 No accelerator and no values: both libraries run as they are, over the clocks of `virtual.py`. What
 these say is when things are launched and what waits for what; they know nothing of kernels' true

@@ -1,5 +1,6 @@
-"""Draws what `timeline.py` found: who waits at which bandwidth, memory over time, streams side by
-side; must run nothing.
+"""Draws what `timeline.py` found: waits by bandwidth, memory over time, streams side by side.
+
+Must run nothing.
 """
 
 from __future__ import annotations

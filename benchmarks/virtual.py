@@ -1,12 +1,14 @@
-"""A machine that computes nothing and keeps time: streams, events, a process group and tensors
-without values; knows no model.
+"""A machine that computes nothing and keeps time; knows no model.
 
-Note [Virtual time] Programs run as they are, in one process, over tensors of the host whose memory
-nobody touches. Every operation and every collective is skipped; what it would take on the device is
-added to the clock of the stream that it was given to. An operation starts when its stream is free,
-what the stream was told to wait for is over, and the host has launched it. What is modelled, and
-with which figures, says `Device`. Collectives of one process group run one after the other, in the
-order in which they were launched, whatever their streams, as NCCL's do on one communicator.
+It has streams, events, a process group and tensors without values.
+
+Note [Virtual time]
+Programs run as they are, in one process, over tensors of the host whose memory nobody touches.
+Every operation and every collective is skipped; what it would take on the device is added to the
+clock of the stream that it was given to. An operation starts when its stream is free, what the
+stream was told to wait for is over, and the host has launched it. What is modelled, and with which
+figures, says `Device`. Collectives of one process group run one after the other, in the order in
+which they were launched, whatever their streams, as NCCL's do on one communicator.
 """
 
 from __future__ import annotations
@@ -33,14 +35,19 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Device:
-    """What operations take, in seconds: like an H100, as matrix products and copies in training
-    programs reach it.
+    """What operations take, in seconds: like an H100, as training programs reach it.
 
-    flops: of products per second, 60 % of the peak of 989 T in bfloat16. memory: bytes per second
-    read and written, 80 % of 3.35 T. launch: of a kernel on its stream, at least. host: of an
-    operation on the host, until the device may begin. bandwidth: bytes per second that a rank gets
-    and gives in collectives, at most ("bus bandwidth"). latency: of one launch of collectives.
-    part: of each tensor in it.
+    They reach it with matrix products and copies.
+
+    Attributes:
+        flops: of products per second, 60 % of the peak of 989 T in bfloat16.
+        memory: bytes per second read and written, 80 % of 3.35 T.
+        launch: of a kernel on its stream, at least.
+        host: of an operation on the host, until the device may begin.
+        bandwidth: bytes per second that a rank gets and gives in collectives, at most ("bus
+            bandwidth").
+        latency: of one launch of collectives.
+        part: of each tensor in it.
     """
 
     flops: float = 0.6 * 989e12

@@ -11,8 +11,9 @@ from composable.demo.options import DemoError, OneLineParser, Options, add_argum
 
 
 def main(command_line: Sequence[str]) -> int:
-    """Run one command; returns the exit status: 0 done, 1 failed, 2 asked for something that cannot
-    be done.
+    """Run one command and return the exit status.
+
+    0: done. 1: failed. 2: asked for something that cannot be done.
     """
     parser = OneLineParser(
         prog="python -m composable", description="Scale PyTorch models by annotating them in place."

@@ -3,14 +3,14 @@
 The only use of torch's private parts for that. All of them exist in torch 2.11.0, 2.13.0 and
 2.14.1.
 
-Note [Between graphs] Our callbacks move memory, count and talk to other ranks: they run as they
-are, between compiled graphs. Dynamo, which traces Python for torch.compile, meets a function in two
-ways. It finds a call of it while it traces the caller: then an attribute of the function decides.
-Or code that is not traced calls it, and the interpreter asks Dynamo before it runs the frame: then
-a mark on the function's code decides, for the frame and for those below it.
-`torch.compiler.disable` sets the attribute and makes a wrapper in place of the mark. Wrappers cost
-every call of a model that nobody compiles 0.8 us, and import Dynamo, which takes a second, when
-they are made. Marks cost nothing.
+Note [Between graphs]
+Our callbacks move memory, count and talk to other ranks: they run as they are, between compiled
+graphs. Dynamo, which traces Python for torch.compile, meets a function in two ways. It finds a call
+of it while it traces the caller: then an attribute of the function decides. Or code that is not
+traced calls it, and the interpreter asks Dynamo before it runs the frame: then a mark on the
+function's code decides, for the frame and for those below it. `torch.compiler.disable` sets the
+attribute and makes a wrapper in place of the mark. Wrappers cost every call of a model that nobody
+compiles 0.8 us, and import Dynamo, which takes a second, when they are made. Marks cost nothing.
 """
 
 from __future__ import annotations

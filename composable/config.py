@@ -1,5 +1,6 @@
-"""The values that users pass to the verbs: policies, dtypes and modes, checked when they are
-made.
+"""The values that users pass to the verbs: policies, dtypes and modes.
+
+They are checked when they are made.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ GradReduce = str | float
 
 
 def divisor_of(verb: str, grad_reduce: object) -> float | None:
-    """Return what the sum of gradients over all ranks is divided by; None stands for the number of
-    ranks.
+    """Return what the sum of gradients over all ranks is divided by.
+
+    None stands for the number of ranks.
 
     Raises:
         AnnotationError: it is neither "mean" nor "sum" nor a positive number.
@@ -73,10 +75,10 @@ def real_dtype(value: object, what: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """The dtypes in which a unit computes, reduces gradients, and takes and returns tensors. At
-    rest parameters keep their own.
+    """The dtypes in which a unit computes, reduces gradients, and takes and returns tensors.
 
-    Each is a dtype or its name ("bf16", "float32"); attributes are dtypes.
+    At rest parameters keep their own. Each is a dtype or its name ("bf16", "float32"); attributes
+    are dtypes.
 
     Args:
         param_dtype: parameters are gathered and computed with in it. None: in the dtype that they
@@ -97,7 +99,8 @@ class MixedPrecisionPolicy:
             outputs are cast back.
 
     Example:
-        >>> fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32"))
+        >>> precision = MixedPrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32")
+        >>> fully_shard(model, policy={Block}, mp_policy=precision)
     """
 
     param_dtype: Any = None
@@ -141,8 +144,9 @@ class MixedPrecisionPolicy:
         return self.full_precision_classes if self.param_dtype is not None else ()
 
     def in_full_precision(self) -> MixedPrecisionPolicy:
-        """Return the same policy for a module that computes, and reduces gradients, in its own
-        dtype.
+        """Return the same policy for a module that computes and reduces in its own dtype.
+
+        What is reduced is its gradients.
         """
         return replace(self, param_dtype=None, reduce_dtype=None, buffer_dtype=None)
 
@@ -168,7 +172,8 @@ class CPUOffloadPolicy:
             memory, for hosts with little of it; then the host waits for each copy.
 
     Example:
-        >>> fully_shard(model, policy={Block}, mesh=init_device_mesh("cuda", (8,)), offload_policy=CPUOffloadPolicy())
+        >>> mesh = init_device_mesh("cuda", (8,))
+        >>> fully_shard(model, policy={Block}, mesh=mesh, offload_policy=CPUOffloadPolicy())
     """
 
     pin_memory: bool = True

@@ -22,9 +22,7 @@ class AnnotationError(ComposableError, ValueError):
 
 
 class AlreadyAnnotatedError(AnnotationError):
-    """The caller's: the same annotation was applied to the module, or to what it contains,
-    before.
-    """
+    """The caller's: the module, or what it contains, has the same annotation already."""
 
 
 class ClashError(AnnotationError):
@@ -36,21 +34,15 @@ class NotAnnotatedError(AnnotationError):
 
 
 class NamesChangedError(AnnotationError):
-    """The verb's author's: the verb changed the names of parameters, buffers or modules, or their
-    order.
-    """
+    """The verb's author's: names of parameters, buffers or modules, or their order, changed."""
 
 
 class PolicyError(AnnotationError):
-    """The policy's author's: a policy picks nothing, or is not one, or returns what is no
-    answer.
-    """
+    """The policy's author's: a policy picks nothing, is not one, or returns what is no answer."""
 
 
 class UnknownArgumentError(AnnotationError, TypeError):
-    """The caller's: an argument that the function does not have, or a positional one where a
-    keyword is meant.
-    """
+    """The caller's: the function has no such argument, or takes it by keyword only."""
 
 
 class TiedParametersError(AnnotationError):
@@ -58,9 +50,7 @@ class TiedParametersError(AnnotationError):
 
 
 class MeshError(AnnotationError):
-    """The caller's: the mesh or the process group does not fit the annotation, or does not
-    exist.
-    """
+    """The caller's: the mesh or process group does not fit the annotation, or does not exist."""
 
 
 class OptimizerError(ComposableError, ValueError):
@@ -75,9 +65,7 @@ class ClippingError(ComposableError, ValueError):
 
 
 class RanksDisagreeError(ComposableError, RuntimeError):
-    """The program's: ranks differ in what they annotated, in their weights, or in the order in
-    which they run.
-    """
+    """The program's: ranks differ in annotations, in weights, or in the order in which they run."""
 
 
 class CommunicationError(ComposableError, RuntimeError):
@@ -89,9 +77,7 @@ class PhaseError(ComposableError, RuntimeError):
 
 
 class ForeignParameterError(ComposableError, RuntimeError):
-    """The caller's: a parameter was put into a sharded module that cannot take the place of the
-    sharded one.
-    """
+    """The caller's: a parameter put into a sharded module cannot take the sharded one's place."""
 
 
 class OutputError(ComposableError, RuntimeError):
@@ -99,9 +85,7 @@ class OutputError(ComposableError, RuntimeError):
 
 
 class DifferentiationError(ComposableError, RuntimeError):
-    """The caller's: gradients were asked for in a way in which sharded parameters cannot give
-    them.
-    """
+    """The caller's: gradients were asked for in a way that sharded parameters do not allow."""
 
 
 class SavedTensorError(ComposableError, RuntimeError):
@@ -117,9 +101,7 @@ class CommHookError(ComposableError, RuntimeError):
 
 
 class NonFiniteError(ComposableError, RuntimeError):
-    """The program's: gradients are infinite or NaN where they must not be; they are as they were
-    before.
-    """
+    """The program's: gradients are infinite or NaN where they must not be; they are unchanged."""
 
 
 # --- words for messages -------------------------------------------------------------------------
@@ -127,7 +109,8 @@ class NonFiniteError(ComposableError, RuntimeError):
 
 def describe_module(module: object, fqn: str | None = None) -> str:
     """Name a module in a few words: `Block 'layers.3'`, or `Block` where its FQN is not known.
-    Never its repr.
+
+    Its repr is never part of it.
     """
     kind = type(module).__name__
     return f"{kind} '{fqn}'" if fqn else kind

@@ -1,16 +1,17 @@
 """Keep the generated parts of the pages true: diagrams, the reference, and what programs print.
 
-    python -m docs.generate            # rewrite the pages python -m docs.generate --check    #
-    change nothing; name the pages that are out of date python -m docs.generate --measure
-    docs/decisions/0003-elastic-buffers.md     # repeat a measurement
+    python -m docs.generate          # rewrite the pages
+    python -m docs.generate --check  # change nothing; name the pages that are out of date
+    python -m docs.generate --measure docs/decisions/0003-elastic-buffers.md  # repeat a measurement
 
 Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the
 top of `root.py`, `param_group.py` and `reduction.py`; between the same marks with `reference`, what
-`docs.reference` makes of the docstrings. A code block that
-opens with "```python run" is a program: the programs of a page run one after the other and share their variables, and a block
-"```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two ranks, each with variables of
-its own; `raises` says that it ends with an error, whose name and message are printed. Programs that open with
-"```python measure" take times, which differ from run to run; their output is replaced on demand only (`--measure`).
+`docs.reference` makes of the docstrings. A code block that opens with "```python run" is a program:
+the programs of a page run one after the other and share their variables, and a block
+"```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two
+ranks, each with variables of its own; `raises` says that it ends with an error, whose name and
+message are printed. Programs that open with "```python measure" take times, which differ from run
+to run; their output is replaced on demand only (`--measure`).
 """
 
 from __future__ import annotations

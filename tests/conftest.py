@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+from zlib import crc32
 
 import pytest
 
@@ -17,6 +18,8 @@ pytest.register_assert_rewrite("tests.helpers.compare")
 
 ACCELERATOR: Final = Path(__file__).parent / "accelerator"  # whose tests run on nothing else
 
+FEW: Final = 4  # cases of one test that `--sample` runs at least
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     devices = (
@@ -24,6 +27,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " -k cuda"
     )
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=devices)
+    sample = "of tests with many cases, run a third of the cases: the same ones in every run"
+    parser.addoption("--sample", action="store_true", help=sample)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +47,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == ACCELERATOR and not is_simulated(config) else None
 
 
+def sample(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What `--sample` leaves out. Most tests with many cases multiply numbers of ranks, verbs and
+    options; any third of such a table meets each value of each of them.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for each in cases.values():
+        if len(each) > FEW:
+            # by a number that does not depend on the process, and mixes the table's rows
+            each.sort(key=lambda item: crc32(item.nodeid.encode()))
+            left_out.update(each[max(FEW, len(each) // 3) :])
+    return left_out
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--sample"):
+        left_out = sample(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     missing = what_is_missing() if is_simulated(config) else ""
     for item in items:
         if missing:

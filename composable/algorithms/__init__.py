@@ -1,3 +1,4 @@
-"""What goes beyond a step that is alike on all ranks, on public parts and the seams of the
-engine.
+"""What goes beyond a step that is alike on all ranks.
+
+It is built on public parts and on the seams of the engine.
 """

@@ -1,5 +1,6 @@
-"""Averages of parameters over ranks that train apart: at once, every so many steps, or in groups
-within groups.
+"""Averages of parameters over ranks that train apart.
+
+They are made at once, every so many steps, or in groups within groups.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ REPLICAS: Final = "replicate"
 
 
 def mesh_info_around(unit: Unit) -> MeshInfo:
-    """The mesh that tells a unit's replicas: of a replicated unit next to hybrid shards over the
-    same ranks, it is theirs.
+    """Return the mesh that tells a unit's replicas.
+
+    For a replicated unit next to hybrid shards over the same ranks, it is the mesh of the shards.
     """
     if unit.rest_mesh is not None:
         for around in unit.within:
@@ -105,8 +107,9 @@ def _group_over(caller: str, unit: Unit, info: MeshInfo, over: Over) -> dist.Pro
 
 
 class _Average:
-    """One all-reduce of tensors of one dtype. A single flat one, such as the shards of a unit, is
-    reduced where it is.
+    """One all-reduce of tensors of one dtype.
+
+    A single flat tensor, such as the shards of a unit, is reduced where it is.
     """
 
     def __init__(self, tensors: list[Tensor], comm: Comm, label: str) -> None:
@@ -128,8 +131,9 @@ class _Average:
 
 
 def _memory_of(unit: Unit) -> Iterator[Tensor]:
-    """The floating-point memory of a unit's parameters: the shard buffer of a group, or every
-    parameter.
+    """Yield the floating-point memory of a unit's parameters.
+
+    It is the shard buffer of a group that has shards, and otherwise every parameter.
     """
     for group in unit.groups:
         if group.precision.original.is_floating_point or group.precision.original.is_complex:
@@ -178,13 +182,12 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
 
 
 def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
-    """Replace every parameter of the units in `model`, with or without a gradient, by its mean over
-    ranks that trained apart.
+    """Replace the parameters of the units in `model` by their means over ranks that trained apart.
 
-    Shards are averaged with the same shards of other ranks, where they are: one message per unit
-    and dtype. Means are computed in the parameters' dtype. Floating-point buffers of the state dict
-    are averaged, too; other buffers stay as they are. All ranks call this together, outside of
-    forward and backward.
+    Every parameter is averaged, with or without a gradient. Shards are averaged with the same
+    shards of other ranks, where they are: one message per unit and dtype. Means are computed in the
+    parameters' dtype. Floating-point buffers of the state dict are averaged, too; other buffers
+    stay as they are. All ranks call this together, outside of forward and backward.
 
     Args:
         model: an annotated module, or one that contains some.
@@ -324,7 +327,8 @@ class HierarchicalAverager(_Averager):
             `average_parameters`.
 
     Example:
-        >>> HierarchicalAverager(model, {8: 4, 64: 32})  # 8 ranks of a host every 4 steps, all 64 every 32
+        >>> # 8 ranks of a host every 4 steps, all 64 every 32
+        >>> HierarchicalAverager(model, {8: 4, 64: 32})
 
     Source: torch's `HierarchicalModelAverager`, which takes sizes by period.
     """

@@ -17,7 +17,7 @@ its first sum wherever the others are:
 | sum | means |
 |---|---|
 | 0 | no rank has data any more |
-| at most the number of ranks | so many ranks have data, and begin a forward, or the turn of another joinable |
+| at most the number of ranks | so many have data, and begin a forward or another joinable's turn |
 | `_CALL` | the source calls something, and says what |
 
 An iteration is closed by one sum and the next begins with another, both of ones. Ranks in
@@ -92,8 +92,9 @@ class ModelJoinable(Joinable):
                 )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Open a scope, or add this to the one that another joinable of the same `Join` has
-        opened.
+        """Open a scope, or add this to the one that another joinable has opened.
+
+        The other one is of the same `Join`.
         """
         for each in LISTENERS:
             scope = each()
@@ -189,8 +190,9 @@ class _Scope(JoinHook):
         return self if member is self._first else JoinHook()
 
     def take(self, joinables: Sequence[Joinable], hooks: list[JoinHook]) -> None:
-        """Call the hooks of other joinables from this one's, when the source says so, and in the
-        end after this one's.
+        """Call the hooks of other joinables from this one's.
+
+        They are called when the source says so, and in the end after this one's.
         """
         for joinable, hook in zip(joinables, [*hooks], strict=True):
             if not isinstance(joinable, ModelJoinable):
@@ -208,8 +210,9 @@ class _Scope(JoinHook):
         return notification_sum(mine, self._group, self._device)
 
     def _send(self) -> None:
-        """Say what was told since the last message. Of the ranks with data, all take part, and the
-        source is heard.
+        """Say what was told since the last message.
+
+        Of the ranks with data, all take part, and the source is heard.
         """
         message = torch.zeros(1 + 3 * _EVENTS, dtype=torch.int64)
         message[0] = len(self._said)
@@ -269,8 +272,9 @@ class _Scope(JoinHook):
             raise problem
 
     def _announce(self, *what: Any) -> None:
-        """Count the ranks that have data, and say to the others what begins: a forward, or the turn
-        of another joinable.
+        """Count the ranks that have data, and say to the others what begins.
+
+        What begins is a forward, or the turn of another joinable.
         """
         if self._phase:
             self._tell(Event.LOST, 0, 0, now=True)
@@ -285,8 +289,9 @@ class _Scope(JoinHook):
             self._object(what)
 
     def turn(self, other: Joinable) -> bool:
-        """Another joinable is about to communicate. Returns whether it is one of this scope's
-        `Join`, which says so itself.
+        """Take note that another joinable is about to communicate.
+
+        Returns whether it is one of this scope's `Join`. If so, the scope announces it itself.
         """
         config = self._first._join_config
         if not config.enable or config.throw_on_early_termination or other not in self._others:
@@ -422,8 +427,9 @@ class _Scope(JoinHook):
                 self._call("step", self._optimizers.index(optimizer), _options_of(optimizer))
 
     def _cleared(self) -> tuple[list[int], list[int]]:
-        """Find the parameters whose gradients are None, and those whose gradients were set to zero
-        since the last backward.
+        """Find the parameters whose gradients are None, and those whose gradients are zeroed.
+
+        The latter were set to zero since the last backward.
         """
         parameters = self._parameters
         zeroed, self._zeroed = self._zeroed, set()
@@ -433,8 +439,9 @@ class _Scope(JoinHook):
         ]
 
     def _hear_of_zeros(self, owner: nn.Module | Optimizer) -> None:
-        """Note calls of `zero_grad(set_to_none=False)`; without gradients there is something to see
-        afterwards.
+        """Note calls of `zero_grad(set_to_none=False)`.
+
+        After other calls the gradients are None, which can be seen afterwards.
         """
         scope, before = ref(self), owner.zero_grad
 
@@ -468,8 +475,9 @@ class _Scope(JoinHook):
             torch.set_grad_enabled(grad)
 
     def _follow_iteration(self) -> bool:
-        """Shadow one forward, or call the hook of another joinable, and do what follows; returns
-        whether there is more to come.
+        """Shadow one forward, or call the hook of another joinable, and do what follows.
+
+        Returns whether there is more to come.
         """
         self._meet()
         what, detail = self._object()
@@ -583,8 +591,9 @@ class _Scope(JoinHook):
 
     @torch.no_grad()
     def _take_over(self, source: int, is_last_joiner: bool) -> None:
-        """Ranks without data take what is not trained by gradients from one that had data to the
-        end.
+        """Let ranks without data take over what is not trained by gradients.
+
+        They take it from a rank that had data to the end.
         """
         self.source = source
         optimizers, carried = self._optimizers, self._carried
@@ -711,8 +720,7 @@ def _scale_gradients(unit: Unit, scope: ref[_Scope]) -> list[Callable[[], object
 
 
 def joinable(model: nn.Module, *others: Any) -> Joinable:
-    """Make a model known to torch's `Join`, so that its ranks may have different numbers of
-    batches.
+    """Make a model known to torch's `Join`, so that ranks may have different numbers of batches.
 
     A rank that has left the scope takes part in what the others do: it gathers and reduces with
     zeros for gradients, and follows them in `optimizer.step()`, `zero_grad`, `no_sync`,

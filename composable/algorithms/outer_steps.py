@@ -1,7 +1,7 @@
-"""`local_steps` (DiLoCo): replicas train apart for some steps, then an outer optimizer steps by the
-mean of what they did.
+"""`local_steps` (DiLoCo): replicas train apart for some steps, then an outer optimizer steps.
 
-A round has `every` steps of the inner optimizer. At its end
+The outer optimizer steps by the mean of what the replicas did. A round has `every` steps of the
+inner optimizer. At its end
 
     difference = backup - parameter              on each replica
     difference = mean over the replicas          one message per unit
@@ -162,11 +162,10 @@ class _Rounds:
 
 
 class LocalSteps:
-    """Replicas that train apart until `remove()`. Made by `local_steps`; as a context manager it
-    removes itself at the end.
+    """Replicas that train apart until `remove()`.
 
-    An exception that leaves the context changes nothing: replicas differ then, and stay apart until
-    `remove()`.
+    Made by `local_steps`. As a context manager it removes itself at the end. An exception that
+    leaves the context changes nothing: replicas differ then, and stay apart until `remove()`.
 
     Args:
         model, optimizers, rounds: as given to `local_steps`.
@@ -267,8 +266,9 @@ class LocalSteps:
                 )
 
     def refuse_behind(self, optimizer: Optimizer) -> None:
-        """An optimizer that was not passed is about to step: not by gradients of a round that has
-        ended.
+        """Refuse to step by gradients of a round that has ended.
+
+        `optimizer`, which was not passed, is about to step.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -306,17 +306,16 @@ class LocalSteps:
     @torch.no_grad()
     def remove(self) -> None:
         """Average parameters and buffers over the replicas, and train synchronously from now on.
-        All ranks call it together.
 
-        A round that has begun ends with a plain mean, without the outer optimizer. May be called
-        again.
+        All ranks call it together. A round that has begun ends with a plain mean, without the outer
+        optimizer. May be called again.
 
         Raises:
             PhaseError: not between two steps.
         """
         if not self._undo:
             return
-        # it has none after the annotation was removed
+        # a unit has no modules after its annotation was removed
         units = [unit for unit in self._units if unit.modules]
         for unit in units:
             refuse_moment(f"remove {_CALLER}", unit)
@@ -343,11 +342,11 @@ class LocalSteps:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return backups and the outer optimizer's state by FQN, sharded like the parameters; all
-        ranks call it together.
+        """Return backups and the outer optimizer's state by FQN, sharded like the parameters.
 
-        All replicas return the same. The model's parameters and the inner optimizer's state differ
-        between replicas inside a round, so a checkpoint that resumes exactly is one per replica.
+        All ranks call it together. All replicas return the same. The model's parameters and the
+        inner optimizer's state differ between replicas inside a round, so a checkpoint that resumes
+        exactly is one per replica.
         """
         made = not self.outer.state
         # a checkpoint is read into tensors that are there
@@ -377,8 +376,9 @@ class LocalSteps:
 
     @contextmanager
     def _stepped_once(self) -> Iterator[None]:
-        """Step the outer optimizer by zeros, for the state that it makes, and take back all that
-        the step changed.
+        """Step the outer optimizer by zeros, for the state that it makes.
+
+        At the end of the context all that the step changed is taken back.
         """
         own, groups = dict(vars(self.outer)), [dict(group) for group in self.outer.param_groups]
         values = [message.backup.clone() for message in self._messages]
@@ -402,8 +402,9 @@ class LocalSteps:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, with the same `every` and `delay`. Load the model
-        and the inner optimizer, too.
+        """Go on where `state_dict` was called, with the same `every` and `delay`.
+
+        Load the model and the inner optimizer, too.
 
         Args:
             state_dict: what `state_dict` returned, sharded in any way over the same ranks.
@@ -504,13 +505,13 @@ def local_steps(
     keep: float = 0.0,
     offload: bool = False,
 ) -> LocalSteps:
-    """Let replicas train apart, and step an outer optimizer by the mean of what they did after
-    every `every` steps (DiLoCo).
+    """Let replicas train apart, and step an outer optimizer after every `every` steps (DiLoCo).
 
-    From here on gradients are reduced inside a replica only: over the shard dimension of a hybrid
-    mesh, and not at all for a `replicate`d model. Nothing travels between replicas until
-    `optimizer` has stepped `every` times: then one message per unit, of the size of its shards.
-    Call it when all replicas have the same parameters, on all ranks together, between two steps.
+    The outer optimizer steps by the mean of what the replicas did. From here on gradients are
+    reduced inside a replica only: over the shard dimension of a hybrid mesh, and not at all for a
+    `replicate`d model. Nothing travels between replicas until `optimizer` has stepped `every`
+    times: then one message per unit, of the size of its shards. Call it when all replicas have the
+    same parameters, on all ranks together, between two steps.
 
     Each replica is a job of its own in the meantime: clipping, checks and exports are a replica's.
     Replicas must step alike: a `GradScaler` skips steps of one replica, so train in bfloat16.
@@ -549,9 +550,15 @@ def local_steps(
             a round that has ended.
 
     Example:
-        >>> fully_shard(model, mesh=init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard")))
+        >>> mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard"))
+        >>> fully_shard(model, mesh=mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> local_steps(model, optimizer, every=50, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True))
+        >>> local_steps(
+        ...     model,
+        ...     optimizer,
+        ...     every=50,
+        ...     outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
+        ... )
 
     Source: DiLoCo, https://arxiv.org/abs/2311.08105; sent early: https://arxiv.org/abs/2501.18512.
     """

@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 @untraced
 def skipped(module: nn.Module, x: T) -> T:
-    """Return `x`, and take part in the collectives of `module` without computing it, because other
-    ranks do.
+    """Return `x`, and take part in the collectives of `module` without computing it.
 
-    Ranks may decide for themselves: `y = layer(x) if keep else skipped(layer, x)`, for stochastic
-    depth, mixture of depths, or experts without tokens. The gradients of the module's parameters
-    count as zero from a rank that skips it. Its parameters are gathered and its gradients are
-    reduced all the same, so a rank that skips saves the computation, and no communication.
+    A rank takes part in them because other ranks compute the module. Ranks may decide for
+    themselves: `y = layer(x) if keep else skipped(layer, x)`, for stochastic depth, mixture of
+    depths, or experts without tokens. The gradients of the module's parameters count as zero from a
+    rank that skips it. Its parameters are gathered and its gradients are reduced all the same, so a
+    rank that skips saves the computation, and no communication.
 
     Annotated modules below `module` are taken to run once each, in the order of `.modules()`.
 

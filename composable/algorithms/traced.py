@@ -1,5 +1,6 @@
-"""Reductions of `replicate` that the compiler sees: one functional all-reduce per gradient, in
-compiled autograd's graph.
+"""Reductions of `replicate` that the compiler sees.
+
+They are one functional all-reduce per gradient, in compiled autograd's graph.
 
 Compiled autograd records a whole backward, with the hooks of parameters, as one graph. It tells
 nobody when that backward ends, so the engine cannot reduce buckets there. In its place a hook on
@@ -44,8 +45,7 @@ _FELL_BACK: Final = (
 
 
 class TracedReduction:
-    """Called by autograd, or traced by the compiler, when a gradient of one parameter is
-    accumulated.
+    """Called by autograd, or traced by the compiler, when one parameter's gradient is accumulated.
 
     Attributes:
         ordinary: the engine's hook, which this one stands in front of.
@@ -86,8 +86,9 @@ class TracedReduction:
 
 
 def trace_reductions(root: Root) -> str:
-    """Let the compiler reduce the gradients of a forward of `root` that begins, or return why it
-    cannot.
+    """Let the compiler reduce the gradients of a forward of `root` that begins.
+
+    Returns why it cannot, or an empty string.
     """
     reason = root.eager_because if root.eager_because == _FELL_BACK else _obstacle(root)
     if not reason:
@@ -122,8 +123,9 @@ def _obstacle(root: Root) -> str:
 
 
 def _fall_back(root: Root) -> None:
-    """Put the engine's hooks back: autograd itself runs a backward. For good, if the compiler was
-    to get that backward.
+    """Put the engine's hooks back: autograd itself runs a backward.
+
+    This is for good if the compiler was to get that backward.
     """
     for unit in root.units:
         for param in unit.params:

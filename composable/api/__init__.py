@@ -1,3 +1,4 @@
-"""The public functions: the four verbs, scopes and explicit calls. They check arguments and call
-the engine.
+"""The public functions: the four verbs, scopes and explicit calls.
+
+They check arguments and call the engine.
 """

@@ -22,13 +22,12 @@ _LEVELS: Final = {"all": SyncMode.HOLD, "replicate": SyncMode.HOLD_SHARDS}
 
 @contextmanager
 def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> Iterator[None]:
-    """Let backwards inside the scope accumulate gradients on each rank, and the first one outside
-    of it reduce the sum.
+    """Let backwards inside the scope accumulate gradients on each rank.
 
-    Gradients of several micro-batches are communicated once. The scope counts when backward runs:
-    forward may run inside the scope or before it. All ranks do the same. Scopes nest: the innermost
-    one that a unit is in decides, so one with `enabled=False` inside of another reduces. An
-    exception that leaves the scope ends it.
+    The first backward outside of the scope reduces the sum. Gradients of several micro-batches are
+    communicated once. The scope counts when backward runs: forward may run inside the scope or
+    before it. All ranks do the same. Scopes nest: the innermost one that a unit is in decides, so
+    one with `enabled=False` inside of another reduces. An exception that leaves the scope ends it.
 
     Until they are reduced, gradients are whole on every rank. A sharded parameter's `grad` is a
     `DTensor` with a `Partial` placement then, a replicated parameter's is this rank's own;
@@ -74,8 +73,7 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
 @untraced
 @torch.no_grad()
 def reduce_gradients(model: nn.Module) -> None:
-    """Reduce the gradients that backwards under `no_sync` have accumulated on each rank, without
-    another backward.
+    """Reduce the gradients accumulated on each rank under `no_sync`, without another backward.
 
     All ranks call it together, outside of forward and backward, after the same backwards.
 

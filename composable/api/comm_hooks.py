@@ -48,8 +48,9 @@ Hook = Callable[[Any, Any], Any]  # of a state and a bucket; returns a tensor or
 
 
 class CommHookHandle:
-    """What `register_comm_hook` returns. As a context manager it removes the hook at the end of its
-    body.
+    """What `register_comm_hook` returns.
+
+    As a context manager it removes the hook at the end of its body.
     """
 
     def __init__(self, units: Sequence[Unit], stage: str) -> None:
@@ -57,13 +58,14 @@ class CommHookHandle:
         self._stage = stage
 
     def remove(self) -> None:
-        """Reduce gradients as before the hook, from the next backward on. All ranks do so together.
-        May be called again.
+        """Reduce gradients as before the hook, from the next backward on.
+
+        All ranks do so together. May be called again.
 
         Raises:
             PhaseError: as `register_comm_hook`.
         """
-        # it has none after the annotation was removed
+        # a unit has no modules after its annotation was removed
         units = [unit for unit in self._units if unit.modules]
         for unit in units:
             refuse_moment("remove a communication hook", unit)
@@ -82,8 +84,9 @@ class CommHookHandle:
 def register_comm_hook(
     module: nn.Module, hook: Hook, state: Any = None, *, stage: str | None = None
 ) -> CommHookHandle:
-    """Let `hook` reduce gradients in place of the library: to compress them, count them, or keep
-    them on their rank.
+    """Let `hook` reduce gradients in place of the library.
+
+    It may compress them, count them, or keep them on their rank.
 
     The hook is called as `hook(state, bucket)` and returns the reduced gradients, or a
     `torch.futures.Future` of them. It replaces the sum over the ranks *and* its division, so it
@@ -234,8 +237,9 @@ def _takes_state_and_bucket(hook: Hook) -> bool:
 
 
 def _inside(hook: Any) -> str:
-    """Return the full name of a hook inside of partials, and of torch's wrappers, which compress
-    what it is given.
+    """Return the full name of a hook inside of partials, and of torch's wrappers.
+
+    These wrappers compress what the hook is given.
     """
     while True:
         module = str(getattr(hook, "__module__", ""))
@@ -275,8 +279,9 @@ def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> N
 
 
 def refuse_moment(what: str, unit: Unit) -> None:
-    """Raise if `unit` is not between two steps: how its gradients are reduced must not change
-    then.
+    """Raise if `unit` is not between two steps.
+
+    How its gradients are reduced may change only between two steps.
     """
     accumulates = unit.accumulation.now is not SyncMode.REDUCE or unit.has_unreduced
     if in_backward() or unit.depth or accumulates or (unit.root is not None and unit.root.in_step):

@@ -73,13 +73,12 @@ def fully_shard(
     sync_module_states: str = "check",
     dp_mesh_dims: None = None,
 ) -> Any:
-    """Shard the parameters, gradients and optimizer state of `module` over the ranks of a mesh, in
-    place.
+    """Shard the parameters, gradients and optimizer state of `module` over a mesh, in place.
 
-    Every rank keeps 1/n of each parameter, as a `DTensor` under its old name. Before the module's
-    forward, and again before its backward, the parameters are all-gathered; in backward the
-    gradients are reduce-scattered. The next module's parameters are gathered while this one
-    computes. Annotate inner modules first, or name them in `policy`: each is unsharded and
+    Every rank of the mesh keeps 1/n of each parameter, as a `DTensor` under its old name. Before
+    the module's forward, and again before its backward, the parameters are all-gathered; in
+    backward the gradients are reduce-scattered. The next module's parameters are gathered while
+    this one computes. Annotate inner modules first, or name them in `policy`: each is unsharded and
     resharded on its own, so that at most two of them (`prefetch` + 1) are unsharded at a time,
     besides the parameters of the outer module itself.
 

@@ -126,9 +126,12 @@ def _device_type(verb: str, modules: Sequence[nn.Module], group: dist.ProcessGro
     ):
         _WARNED.add(group)
         logger.warning(
-            "a module that is being annotated is on the host, and so it trains there, though its process group serves %s, too; "
-            "if it should train there, call module.to('%s') first, or pass a mesh of that device", kind, kind,
-        )  # fmt: skip
+            "a module that is being annotated is on the host, and so it trains there, though its"
+            " process group serves %s, too; if it should train there, call module.to('%s') first,"
+            " or pass a mesh of that device",
+            kind,
+            kind,
+        )
     return "cpu" if on_host else kind
 
 

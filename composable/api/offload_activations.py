@@ -35,15 +35,14 @@ def offload_activations(
     min_bytes: int = MIN_BYTES,
     pin_memory: bool = True,
 ) -> Any:
-    """Keep the tensors that `module` saves for backward in the host's memory until backward needs
-    them, in place.
+    """Keep the tensors that `module` saves for backward in the host's memory, in place.
 
-    Each tensor is copied to the host while forward goes on, and copied back ahead of its use in
-    backward, in the order in which backward reads. Shapes, dtypes, strides and values are the same,
-    bit for bit; storages that several tensors share are copied once. Parameters, their views,
-    buffers and tensors that are not plain and strided stay on the device. Forwards without
-    gradients copy nothing. On a CPU nothing is copied, and `describe` says so. With a policy only
-    the modules that it picks are annotated, not `module`.
+    They are there until backward needs them. Each tensor is copied to the host while forward goes
+    on, and copied back ahead of its use in backward, in the order in which backward reads. Shapes,
+    dtypes, strides and values are the same, bit for bit; storages that several tensors share are
+    copied once. Parameters, their views, buffers and tensors that are not plain and strided stay on
+    the device. Forwards without gradients copy nothing. On a CPU nothing is copied, and `describe`
+    says so. With a policy only the modules that it picks are annotated, not `module`.
 
     With `checkpoint` on the same module, in either order of the calls, or inside of it, activations
     are recomputed, and the inputs of what is recomputed are on the host. Inside a checkpointed

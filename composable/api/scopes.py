@@ -1,5 +1,6 @@
-"""Scopes and explicit calls around annotated modules: when parameters are unsharded, and how to
-give up a step.
+"""Scopes and explicit calls around annotated modules.
+
+They say when parameters are unsharded, and how to give up a step.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from composable.errors import NotAnnotatedError, PhaseError, closest
 
 
 def units_in(verb: str, module: nn.Module, *, sharded: bool = False) -> list[Unit]:
-    """Find the units of both verbs in `module`, or those of `fully_shard` as a traversal finds
-    them.
+    """Find the units of both verbs in `module`.
+
+    If `sharded`, find those of `fully_shard`, as a traversal finds them.
     """
     module = unwrapped(module)
     units = get_states(module) if sharded else units_below([module])
@@ -63,12 +65,12 @@ class Unsharding:
 
 @untraced
 def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
-    """All-gather the parameters of every unit in `module`. Until `reshard(module)`, modules hold
-    whole plain parameters.
+    """All-gather the parameters of every unit in `module`.
 
-    A forward with gradients, or a backward, in between uses these parameters, and reshards them as
-    usual; forwards without gradients keep them. All ranks call this together. What is written to
-    unsharded parameters is lost when they are resharded; edit them inside `unsharded(module)`.
+    Until `reshard(module)`, modules hold whole plain parameters. A forward with gradients, or a
+    backward, in between uses these parameters, and reshards them as usual; forwards without
+    gradients keep them. All ranks call this together. What is written to unsharded parameters is
+    lost when they are resharded; edit them inside `unsharded(module)`.
 
     Args:
         module: an annotated module, or one that contains some.
@@ -95,8 +97,9 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
 
 @untraced
 def reshard(module: nn.Module) -> None:
-    """Free the unsharded parameters of every unit in `module` now, also those that are kept; the
-    next use gathers them anew.
+    """Free the unsharded parameters of every unit in `module` now, also those that are kept.
+
+    The next use gathers them anew.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
@@ -117,14 +120,14 @@ def reshard(module: nn.Module) -> None:
 
 @contextmanager
 def keep_unsharded(module: nn.Module) -> Iterator[None]:
-    """Unshard every unit in `module` now, and reshard none before the scope ends: for generation
-    and evaluation.
+    """Unshard every unit in `module` now, and reshard none before the scope ends.
 
-    All ranks open the scope together. Inside, modules hold whole plain parameters: any module may
-    be called, annotated or not, and `model.head.weight` may be read, as often as each rank likes,
-    since nothing needs to be gathered. From a forward with gradients on, and if some parameter has
-    a gradient when the scope is opened, modules hold their whole parameters in forwards of their
-    units only, because `zero_grad` and clipping look for gradients at the sharded ones.
+    This is for generation and evaluation. All ranks open the scope together. Inside, modules hold
+    whole plain parameters: any module may be called, annotated or not, and `model.head.weight` may
+    be read, as often as each rank likes, since nothing needs to be gathered. From a forward with
+    gradients on, and if some parameter has a gradient when the scope is opened, modules hold their
+    whole parameters in forwards of their units only, because `zero_grad` and clipping look for
+    gradients at the sharded ones.
 
     Parameters that an optimizer changes inside the scope are gathered again at the next forward of
     their unit, on every rank. Writes that no version counter records (`parameter.data`, NumPy) are
@@ -222,12 +225,12 @@ def _call_as_forward(module: nn.Module, name: str, *args: Any, **kwargs: Any) ->
 
 @untraced
 def reset(module: nn.Module) -> None:
-    """Give up a step that failed on all ranks: parameters are sharded again, gradients that were
-    not reduced are dropped.
+    """Give up a step that failed on all ranks.
 
-    The next forward does this by itself. Call it to free memory in an `except` block. All ranks
-    call it together, after the same forwards and backwards: it waits for collectives that were
-    launched. It cannot help one rank that goes on alone.
+    Parameters are sharded again, and gradients that were not reduced are dropped. The next forward
+    does this by itself. Call it to free memory in an `except` block. All ranks call it together,
+    after the same forwards and backwards: it waits for collectives that were launched. It cannot
+    help one rank that goes on alone.
 
     Args:
         module: an annotated module, or one that contains some.

@@ -1,12 +1,19 @@
 """The only callers of torch.distributed's collectives. They move tensors, and know no modules,
 parameters or units.
 
-| tensors on | backend | class | algorithm |
-|---|---|---|---|
-| any device, one rank | none | `LocalComm` | copies |
-| a host | gloo, up to `PAIRS_UP_TO` ranks | `PointToPointComm` | a message per pair of ranks, straight into its place |
-| a host | any other | `GenericComm` | the group's own tensor collectives, asynchronous |
-| an accelerator | NCCL and others | `AcceleratorComm` | the group's own, many in one launch, on streams of their own |
+| tensors on           | backend                         | class              |
+|----------------------|---------------------------------|--------------------|
+| any device, one rank | none                            | `LocalComm`        |
+| a host               | gloo, up to `PAIRS_UP_TO` ranks | `PointToPointComm` |
+| a host               | any other                       | `GenericComm`      |
+| an accelerator       | NCCL and others                 | `AcceleratorComm`  |
+
+| class              | algorithm                                                    |
+|--------------------|--------------------------------------------------------------|
+| `LocalComm`        | copies                                                       |
+| `PointToPointComm` | a message per pair of ranks, straight into its place         |
+| `GenericComm`      | the group's own tensor collectives, asynchronous             |
+| `AcceleratorComm`  | the group's own, many in one launch, on streams of their own |
 """
 
 from composable.comm.accelerator import AcceleratorComm

@@ -60,8 +60,9 @@ class Verb(Protocol, Generic[P, S_co]):
         ...
 
     def state(self, module: nn.Module | Sequence[nn.Module]) -> S_co | None:
-        """Return the verb's state for `module`, or for a list that was annotated as one; None if
-        the verb was not applied.
+        """Return the verb's state for `module`, or for a list that was annotated as one.
+
+        Returns None if the verb was not applied.
 
         Raises:
             AnnotationError: `module` is not a module, or is a list of modules that were annotated
@@ -155,8 +156,9 @@ class Annotation:
             self.callbacks = []
 
     def undo_on(self, module: nn.Module) -> None:
-        """Run the callbacks and unregister the record, also if one raises. Does nothing if it is
-        not registered.
+        """Run the callbacks and unregister the record, also if one raises.
+
+        Does nothing if the record is not registered.
         """
         if not self.is_on(module):
             return
@@ -187,8 +189,9 @@ class Annotation:
         self.undo_on(module)
 
     def roll_back(self, error: BaseException) -> None:
-        """The verb raised `error`: run the callbacks. An exception of a callback becomes a note of
-        `error`.
+        """Run the callbacks, because the verb raised `error`.
+
+        An exception of a callback becomes a note of `error`.
         """
         try:
             self.undo()
@@ -217,8 +220,9 @@ class Annotation:
 
 
 def _is_copied_whole(callback: Callable[[], object]) -> bool:
-    """Whether `copy.deepcopy` copies what the callback changes. Of a function it copies neither
-    defaults nor the closure.
+    """Whether `copy.deepcopy` copies what the callback changes.
+
+    Of a function it copies neither defaults nor the closure.
     """
     function = callback.func if isinstance(callback, partial) else callback
     return isinstance(function, MethodType) or (
@@ -227,8 +231,9 @@ def _is_copied_whole(callback: Callable[[], object]) -> bool:
 
 
 def _in_words(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers and strings as they are. Others may hold parts of the model or process groups, or be
-    lambdas.
+    """Keep numbers and strings as they are, and name the types of other values.
+
+    The others may hold parts of the model or process groups, or be lambdas.
     """
     plain = (bool, int, float, str, torch.dtype, type(None))
     return {
@@ -238,10 +243,10 @@ def _in_words(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def registry(module: nn.Module) -> Mapping[str, Annotation]:
-    """The annotations of `module` by the verb's name, in the order of the calls; empty if there are
-    none.
+    """Return the annotations of `module` by the verb's name, in the order of the calls.
 
-    The mapping is read-only. A verb that is running is not in it yet.
+    The mapping is empty if there are none. It is read-only. A verb that is running is not in it
+    yet.
 
     Example::
 
@@ -266,8 +271,9 @@ _LISTS: Final = ("_flat_weights",)  # recurrent modules keep their parameters in
 
 
 class _Snapshot:
-    """The attributes and tables of all modules below `roots`, and the attributes of their
-    parameters. Copies no tensor.
+    """The attributes and tables of all modules below `roots`, and their parameters' attributes.
+
+    It copies no tensor.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -382,8 +388,9 @@ def contract(
     equivalents: Mapping[str, str] | None = None,
     only_submodules_with: str | None = None,
 ) -> Callable[[Callable[Concatenate[Any, P], Any]], Verb[P, S]]:
-    """Turn a function of a module, or of a list of modules, into a verb: its calls are recorded and
-    can be removed.
+    """Turn a function of a module, or of a list of modules, into a verb.
+
+    Calls of the verb are recorded and can be removed.
 
     A verb can be applied once per module. It must keep the names and the order of parameters,
     buffers and modules. If it raises, the modules are as before, and the caller gets the exception.

@@ -43,8 +43,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Managed(Generic[T]):
-    """A parameter or a buffer that an annotation manages, with all its registrations: several if it
-    is tied.
+    """A parameter or a buffer that an annotation manages, with all its registrations.
+
+    It has several registrations if it is tied.
     """
 
     tensor: T
@@ -100,8 +101,9 @@ def names_below(root: nn.Module) -> Mapping[int, str]:
 def registered_parameters(
     root: nn.Module, prefix: str = "", stop: Collection[str] = (REPLICATE,)
 ) -> Iterator[tuple[Place, nn.Parameter]]:
-    """Every registration of a parameter in `root` and below, except in subtrees annotated with one
-    of `stop`.
+    """Yield every registration of a parameter in `root` and below.
+
+    Subtrees annotated with one of `stop` are left out.
     """
     return _registered("_parameters", root, prefix, stop)
 
@@ -118,10 +120,10 @@ def _registered(
 def managed_parameters(
     modules: Sequence[nn.Module], *, ignored: Collection[int] = ()
 ) -> list[Managed[nn.Parameter]]:
-    """Return the parameters below `modules` that no annotation below them manages, without those
-    whose ids are `ignored`.
+    """Return the parameters below `modules` that no annotation below them manages.
 
-    Names in one of several modules begin with its index.
+    Parameters whose ids are in `ignored` are left out. Names in one of several modules begin with
+    its index.
     """
     return [
         managed for managed in _managed("_parameters", modules) if id(managed.tensor) not in ignored
@@ -129,8 +131,9 @@ def managed_parameters(
 
 
 def managed_buffers(modules: Sequence[nn.Module]) -> list[Managed[Tensor]]:
-    """Return the buffers of `modules`, persistent or not, that are in no annotated module below
-    them.
+    """Return the buffers of `modules`, persistent or not.
+
+    Buffers in annotated modules below them are left out.
     """
     return _managed("_buffers", modules)
 
@@ -149,11 +152,10 @@ def _managed(table: str, modules: Sequence[nn.Module]) -> list[Managed[Any]]:
 
 
 def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
-    """Return the fully sharded modules in `root`, in order; for modules annotated as one unit, the
-    first of them.
+    """Return the fully sharded modules in `root`, in order.
 
-    `replicate`d subtrees are left out with everything in them, except that `root` itself may be
-    replicated.
+    For modules annotated as one unit, return the first of them. `replicate`d subtrees are left out
+    with everything in them, except that `root` itself may be replicated.
     """
     return [module for module, _ in _units(root, SHARD, stop=(REPLICATE,))]
 
@@ -164,15 +166,17 @@ def get_states(root: nn.Module) -> list[Any]:
 
 
 def get_handles(root: nn.Module) -> list[Any]:
-    """Return the param groups of each of `get_states(root)`: one entry per unit, also for a unit
-    without parameters.
+    """Return the param groups of each of `get_states(root)`.
+
+    There is one entry per unit, also for a unit without parameters.
     """
     return [state.handle for state in get_states(root)]
 
 
 def get_root_states(root: nn.Module) -> list[Any]:
-    """Return the units of the topmost fully sharded modules in `root`: its own, or those of the
-    subtrees if it has none.
+    """Return the units of the topmost fully sharded modules in `root`.
+
+    These are its own, or those of the subtrees if it has none.
     """
     units = get_states(root)
     inside = {
@@ -186,15 +190,17 @@ def get_root_states(root: nn.Module) -> list[Any]:
 
 
 def get_replicated_states(root: nn.Module) -> list[Any]:
-    """Return the units of all `replicate`d modules in `root`, in order, also inside fully sharded
-    ones.
+    """Return the units of all `replicate`d modules in `root`, in order.
+
+    Units inside fully sharded modules are included.
     """
     return [state for _, state in _units(root, REPLICATE)]
 
 
 def get_all_sharded_states(root: nn.Module) -> list[Any]:
-    """Return the units of all fully sharded modules in `root`, in order, also inside `replicate`d
-    ones.
+    """Return the units of all fully sharded modules in `root`, in order.
+
+    Units inside `replicate`d modules are included.
     """
     return [state for _, state in _units(root, SHARD)]
 
@@ -210,10 +216,10 @@ def _units(root: nn.Module, verb: str, stop: Collection[str] = ()) -> list[tuple
 
 
 class TreeWatch:
-    """Whether modules below `root` were added, removed or exchanged, or whether their number of
-    parameters changed.
+    """Whether the modules below `root`, or their number of parameters, have changed.
 
-    The comparison runs in C: the engine makes it before every root forward.
+    Modules have changed if some were added, removed or exchanged. The comparison runs in C: the
+    engine makes it before every root forward.
     """
 
     def __init__(self, root: nn.Module) -> None:

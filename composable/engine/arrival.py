@@ -132,8 +132,9 @@ class Buckets:
         )
 
     def _fill(self, order: Sequence[ManagedParam]) -> None:
-        """Fill buckets with parameters in `order`; those of one unit, precision and device share
-        some.
+        """Fill buckets with parameters in `order`.
+
+        Those of one unit, precision and device share some.
         """
         open_buckets: dict[ParamGroup, list[ManagedParam]] = {}
         sizes: dict[ParamGroup, int] = {}
@@ -236,8 +237,8 @@ class Buckets:
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
-            if before.bucket.reduction is not None and have_post_accumulate_hooks(
-                before.bucket.at_rest
+            if before.bucket.reduction is not None and (
+                have_post_accumulate_hooks(before.bucket.at_rest)
             ):
                 before.bucket.land()
 

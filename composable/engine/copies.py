@@ -100,7 +100,7 @@ class _Copies:
         }
         for unit, twin in copied.items():
             twin.relate(unit, copied)
-        # they decide how others rest
+        # Sharded units first: they decide how others rest.
         for unit, twin in sorted(copied.items(), key=lambda pair: not pair[0].is_sharded):
             if not twin.modules:
                 twin.fill(unit, memo, plain=self.plain)
@@ -171,8 +171,8 @@ def _copy_of(parameter: DTensor) -> nn.Parameter:
     the mesh.
     """
     made = dtensor_parameter(
-        local_of(parameter).clone(), parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride(),
-        requires_grad=parameter.requires_grad,
+        local_of(parameter).clone(), parameter.device_mesh, parameter.placements,
+        parameter.shape, parameter.stride(), requires_grad=parameter.requires_grad,
     )  # fmt: skip
     assert isinstance(parameter, nn.Parameter)
     copy_attributes(parameter, made)

@@ -86,7 +86,8 @@ class GradBucket:
         # What is added to a gradient that is there must not be in its memory already.
         keeps = keeps and self.in_place and precision.reduce == precision.gradient
         self.reducer = Reducer(
-            self.at_rest, slots, precision, device, mesh_info, offloaded=home is not None, keeps=keeps
+            self.at_rest, slots, precision, device, mesh_info,
+            offloaded=home is not None, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self.home = home
@@ -156,8 +157,8 @@ class GradBucket:
             ]
             there = [gradient for gradient in gradients if gradient is not None]
             for parameter, gradient in zip(self.compute, gradients, strict=True):
-                # it stays, and the reduced gradient will be copied to it
                 if parameter.grad is not None:
+                    # it stays, and the reduced gradient will be copied to it
                     parameter.grad = gradient
         if self._factor != 1.0 and there:
             torch._foreach_mul_(there, self._factor)
@@ -309,7 +310,8 @@ class GradBucket:
             self._hold_no_more()
         plan = reducer.plan_of(trainable)
         self.reduction = Reduction(
-            reducer, plan, gradients, counts, absent=absent, carried=carried, shards_only=shards_only
+            reducer, plan, gradients, counts,
+            absent=absent, carried=carried, shards_only=shards_only,
         )  # fmt: skip
 
     def advance(self) -> bool:
@@ -473,8 +475,8 @@ def _is_whole(gradient: Tensor | None) -> TypeGuard[DTensor]:
 
 def _add(parameter: nn.Parameter, grad: Tensor, more: Tensor) -> None:
     if isinstance(grad, DTensor) and isinstance(more, DTensor):
-        # of a loss that was made from the at-rest parameter itself
         if grad.placements != more.placements:
+            # of a loss that was made from the at-rest parameter itself
             parameter.grad = grad = grad.redistribute(placements=more.placements)
         local_of(grad).add_(local_of(more))
     else:

@@ -1,12 +1,15 @@
 """Communication hooks: a user's function in place of one stage of the gradient reduction, with its
 divisions.
 
-| mesh          | stage          | the hook gets                                      | and returns the mean over |
-|---------------|----------------|----------------------------------------------------|---------------------------|
-| `replicate`   | all_reduce     | whole gradients                                    | all ranks                 |
-| `fully_shard` | reduce_scatter | whole gradients, and this rank keeps its shards    | all ranks                 |
-| hybrid        | reduce_scatter | the same                                           | the shard dimension       |
-| hybrid        | all_reduce     | this rank's shards: means over the shard dimension | the replicate dimension   |
+| mesh          | stage          | the hook gets          | and returns the mean over |
+|---------------|----------------|------------------------|---------------------------|
+| `replicate`   | all_reduce     | whole gradients        | all ranks                 |
+| `fully_shard` | reduce_scatter | whole gradients (1)    | all ranks                 |
+| hybrid        | reduce_scatter | whole gradients (1)    | the shard dimension       |
+| hybrid        | all_reduce     | this rank's shards (2) | the replicate dimension   |
+
+(1) This rank keeps its shards of what the hook returns.
+(2) They are means over the shard dimension.
 
 So hooks written for an all-reduce work for shards as well, at the bytes of an all-reduce, and see
 gradients in the shapes of their parameters, which PowerSGD needs. The flags of unused parameters
@@ -187,9 +190,8 @@ class CommHook:
                 value = returned.wait()
             except RuntimeError as error:
                 self._raise_failed(bucket, label, error)
-            # the future of a collective has a list
             if isinstance(value, (list, tuple)) and len(value) == 1:
-                (value,) = value
+                (value,) = value  # the future of a collective has a list
         found = type(value).__name__
         if isinstance(value, Tensor):
             alike = value.dtype == like.dtype or (
@@ -208,8 +210,9 @@ class CommHook:
     def _raise_failed(self, bucket: HookBucket, label: str, error: Exception) -> NoReturn:
         raise CommunicationError(
             f"rank {dist.get_rank()}: the communication hook '{self.name}' failed in the {label}:"
-            f" {first_line(error)}\nLook for the first error among all"
-            f" ranks.\n{ledger_of(bucket.group).report()}"
+            f" {first_line(error)}\n"
+            "Look for the first error among all ranks.\n"
+            f"{ledger_of(bucket.group).report()}"
         ) from error
 
 

@@ -119,9 +119,8 @@ class _Uncompiled(torch.autograd.Function):
         return gradient, None
 
     @staticmethod
-    # asked for when the node is recorded, in torch 2.11 to 2.14
     def _compiled_autograd_key(ctx: Any) -> Any:
-        ctx.refuse()
+        ctx.refuse()  # asked for when the node is recorded, in torch 2.11 to 2.14
 
 
 def refuse_compiled(output: Any, refuse: Callable[[], object]) -> Any:

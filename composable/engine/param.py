@@ -4,12 +4,14 @@ with.
 Autograd always accumulates on the compute form; gradients land on the at-rest form. Both are one
 object where nothing is sharded or cast:
 
-| case                            | at rest                                     | compute                              |
-|---------------------------------|---------------------------------------------|--------------------------------------|
-| `fully_shard`                   | `DTensor` over the shard buffer             | `nn.Parameter` over the full buffer  |
-| `replicate` in a tree of shards | `DTensor(Replicate)` over the user's memory | the user's own parameter             |
-| `replicate` alone, or one rank  | the user's own parameter                    | the same object                      |
-| the last two with a cast        | as above                                    | `nn.Parameter` over the full buffer  |
+| case                            | at rest                  | compute                             |
+|---------------------------------|--------------------------|-------------------------------------|
+| `fully_shard`                   | `DTensor` over the       | `nn.Parameter` over the full buffer |
+|                                 | shard buffer             |                                     |
+| `replicate` in a tree of shards | `DTensor(Replicate)`     | the user's own parameter            |
+|                                 | over the user's memory   |                                     |
+| `replicate` alone, or one rank  | the user's own parameter | the same object                     |
+| the last two with a cast        | as above                 | `nn.Parameter` over the full buffer |
 """
 
 from __future__ import annotations
@@ -458,7 +460,7 @@ def whole_of(tensor: Tensor) -> Tensor:
         assert isinstance(moved, DTensor)
         tensor = moved
     whole = tensor.full_tensor()
-    # replicated, or one rank
+    # Replicated, or over one rank, the whole is the local tensor itself.
     return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
 
 

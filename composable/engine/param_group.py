@@ -3,12 +3,12 @@ together.
 
 State machine, with everything that may affect it in this file:
 
-| state                | `unshard`                        | `wait_for_unshard` | `reshard`            | `reshard_after_forward(n)` |
-|----------------------|----------------------------------|--------------------|----------------------|----------------------------|
-| SHARDED              | UNSHARDING                       | -                  | -                    | -                          |
-| UNSHARDING           | -                                | UNSHARDED          | waits, then SHARDED  | -                          |
-| UNSHARDED            | -                                | -                  | SHARDED              | SHARDED_POST_FORWARD       |
-| SHARDED_POST_FORWARD | UNSHARDING, from n ranks' shards | -                  | SHARDED              | -                          |
+| state                | `unshard`  | `wait_for_unshard` | `reshard`  | `reshard_after_forward(n)` |
+|----------------------|------------|--------------------|------------|----------------------------|
+| SHARDED              | UNSHARDING | -                  | -          | -                          |
+| UNSHARDING           | -          | UNSHARDED          | waits, then SHARDED | -                 |
+| UNSHARDED            | -          | -                  | SHARDED    | SHARDED_POST_FORWARD       |
+| SHARDED_POST_FORWARD | UNSHARDING, from n ranks' shards | - | SHARDED | -                        |
 
 `unshard` reshards first what is out of date. A collective in flight owns its memory, so `reshard`
 waits for it first. Groups whose compute parameters are the users' own memory have nothing to
@@ -240,8 +240,8 @@ class ParamGroup:
                 at_rest = self._at_home(registered, own.detach())
             else:
                 at_rest = dtensor_parameter(
-                    own.detach(), rest_mesh, [Replicate()] * rest_mesh.ndim, own.shape, own.stride(),
-                    requires_grad=own.requires_grad,
+                    own.detach(), rest_mesh, [Replicate()] * rest_mesh.ndim,
+                    own.shape, own.stride(), requires_grad=own.requires_grad,
                 )  # fmt: skip
                 copy_attributes(own, at_rest)
                 # autograd accumulates on `own`, and users mean the reduced gradient
@@ -374,8 +374,9 @@ class ParamGroup:
                 else:
                     whole = whole_shape(slot)
                     param.at_rest = dtensor_parameter(
-                        self._local(slot), mesh, shard_placements(slot, mesh, self.mesh_info.shard_dim), whole.shape,
-                        whole.stride(), requires_grad=registered.requires_grad,
+                        self._local(slot), mesh,
+                        shard_placements(slot, mesh, self.mesh_info.shard_dim),
+                        whole.shape, whole.stride(), requires_grad=registered.requires_grad,
                     )  # fmt: skip
                     take_hooks(registered, param.at_rest)
                     copy_attributes(registered, param.at_rest)
@@ -411,8 +412,8 @@ class ParamGroup:
         # insides.
         gradient, registered.grad = registered.grad, None
         made = dtensor_parameter(
-            local, registered.device_mesh, registered.placements, registered.shape, registered.stride(),
-            requires_grad=registered.requires_grad,
+            local, registered.device_mesh, registered.placements,
+            registered.shape, registered.stride(), requires_grad=registered.requires_grad,
         )  # fmt: skip
         copy_attributes(registered, made)
         torch.utils.swap_tensors(registered, made)

@@ -131,9 +131,8 @@ class BufferCasts:
                         torch.where(buffer.to(cast.dtype) == cast, buffer, cast.to(buffer.dtype))
                     )
                     module._buffers[name] = buffer
-                elif (
-                    held is not None and held.dtype == cast.dtype
-                ):  # forward registered another tensor
+                elif held is not None and held.dtype == cast.dtype:
+                    # forward registered another tensor
                     module._buffers[name] = held.to(buffer.dtype)
 
 
@@ -148,8 +147,9 @@ class ExactModule:
         self._handles = (before, module.register_forward_hook(self._cast_back))
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _cast_between(args, self._low, _dtype_of(module)), _cast_between(
-            kwargs, self._low, _dtype_of(module)
+        return (
+            _cast_between(args, self._low, _dtype_of(module)),
+            _cast_between(kwargs, self._low, _dtype_of(module)),
         )
 
     def _cast_back(self, module: nn.Module, args: Any, output: Any) -> Any:

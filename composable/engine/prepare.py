@@ -308,8 +308,8 @@ def _warn_of_unmanaged_around(root: Tree) -> None:
     if names:
         verb = root.units[0].spec.verb
         logger.warning(
-            "%s: %s of %s trains, and no annotation reaches it: every rank trains its own. Annotate the model around the "
-            "annotated modules as well, %s(model), or freeze it",
+            "%s: %s of %s trains, and no annotation reaches it: every rank trains its own."
+            " Annotate the model around the annotated modules as well, %s(model), or freeze it",
             verb, few(names), type(model).__name__, verb,
         )  # fmt: skip
 
@@ -532,9 +532,11 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
         ]
         if same:
             logger.warning(
-                "%s: the shards of all ranks have the same values, as if initialised shard by shard (model.apply(init)). To initialise "
-                "whole parameters as one process does, call materialize(model, init) on a model of the meta device, or edit them "
-                "inside unsharded(model)", few(same),
+                "%s: the shards of all ranks have the same values, as if initialised shard by shard"
+                " (model.apply(init)). To initialise whole parameters as one process does, call"
+                " materialize(model, init) on a model of the meta device, or edit them inside"
+                " unsharded(model)",
+                few(same),
             )  # fmt: skip
 
 

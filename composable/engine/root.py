@@ -4,13 +4,13 @@ step, line by line.
 State machine of a `Root`; what may change its phase is in this file, and the phase is what
 `running`, `iteration` and its end say:
 
-| phase    | a forward begins  | a forward ends                     | a backward begins | it ends                            | it raises | `reset` |
-|----------|-------------------|------------------------------------|-------------------|------------------------------------|-----------|---------|
-| IDLE     | FORWARD           | -                                  | BACKWARD          | -                                  | -         | -       |
-| FORWARD  | -                 | WAITING, or idle if nothing waits  | BACKWARD          | -                                  | IDLE      | IDLE    |
-| WAITING  | FORWARD           | -                                  | BACKWARD          | -                                  | -         | IDLE    |
-| BACKWARD | FORWARD, by reset | -                                  | -                 | IDLE, or on with what is open      | LOST      | IDLE    |
-| LOST     | FORWARD, by reset | -                                  | refused           | -                                  | -         | IDLE    |
+| phase    | a forward begins | a forward ends | a backward begins | it ends | it raises | `reset` |
+|----------|------------------|----------------|-------------------|---------|-----------|---------|
+| IDLE     | FORWARD          | -              | BACKWARD          | -       | -         | -       |
+| FORWARD  | -                | WAITING, or idle if nothing waits | BACKWARD | - | IDLE | IDLE    |
+| WAITING  | FORWARD          | -              | BACKWARD          | -       | -         | IDLE    |
+| BACKWARD | FORWARD, by reset | -    | -     | IDLE, or on with what is open | LOST    | IDLE    |
+| LOST     | FORWARD, by reset | -             | refused           | -       | -         | IDLE    |
 
 Laws:
 
@@ -240,8 +240,8 @@ class Root:
         """
         tops = unit.modules if module in unit.modules else (module,)
         units = units_below(tops)
-        # annotated in a list, and called through a member that does not hold the others
         if unit not in units:
+            # annotated in a list, and called through a member that does not hold the others
             units = [unit]
         shared = [each for each in units if _is_also_below_another(each, unit)]
         # Replicated units that own a parameter which modules here read as well.
@@ -601,8 +601,8 @@ class Root:
             and self._last_backward is not None
             and not self._others_since(self._last_backward)
         )
-        # its forward's iteration has ended: a second backward through one graph, or of one step
         if iteration is None:
+            # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.iteration = Iteration(self._streams.here())
         self._left = []
         end = _end_of_backward(self)
@@ -685,8 +685,8 @@ class Root:
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
 
     def _note_graph(self, unit: Unit) -> None:
-        # create_graph=True: the new nodes need the parameters, and lie in no call
         if torch.is_grad_enabled():
+            # create_graph=True: the new nodes need the parameters, and lie in no call
             self._iteration.builds_graph = True
             self._pinned[unit] = None
             unit.keep(self)

@@ -21,13 +21,15 @@ from torch import Tensor
 class Event(enum.IntEnum):
     """What one unit does. `Unit.shadow` does it without computing; its `detail` is a number."""
 
-    ENTER = 0  # a forward of the module with this index, or its recomputation, begins
-    # that forward has outputs through which backward will come; 1: it counts as trained on
+    # A forward of the module with this index, or its recomputation, begins.
+    ENTER = 0
+    # That forward has outputs through which backward will come; 1: it counts as trained on.
     OUTPUT = 1
-    LEAVE = 2  # it ends; twice the index of the module, and 1 if parameters must outlive it
+    # It ends; twice the index of the module, and 1 if parameters must outlive it.
+    LEAVE = 2
     OPEN = 3  # a backward begins in the unit's root
-    # it has come to the outputs of one forward; 1: of one that counts as trained on, in this
-    # iteration
+    # It has come to the outputs of one forward; 1: of one that counts as trained on, in this
+    # iteration.
     COUNT = 4
     BACK = 5  # it enters the unit
     GRADIENT = 6  # a parameter has a gradient, and its unit was not entered

@@ -103,8 +103,8 @@ class SparseGradients:
                 continue
             mean = self._mean(param, rows, values, [row[2 * index + 1] for row in every])
             gradient = param.at_rest.grad
-            # another use of the weight made it dense
             if gradient is not None and not gradient.is_sparse:
+                # another use of the weight made it dense
                 gradient.copy_(mean.to_dense())
             else:
                 param.at_rest.grad = mean

@@ -417,7 +417,9 @@ class Unit:
         self.groups = [
             ParamGroup(
                 members, precision, device, self.mesh_info,
-                has_shards=self.is_sharded, rest_mesh=None if sparse else self.rest_mesh, offload=spec.offload,
+                has_shards=self.is_sharded,
+                rest_mesh=None if sparse else self.rest_mesh,
+                offload=spec.offload,
             )
             for (precision, device, sparse), members in alike.items()
         ]  # fmt: skip
@@ -678,8 +680,8 @@ class Unit:
     ) -> tuple[Any, Any]:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
         recomputes = in_backward() and self.root is not None and self.root.in_step
-        # then backwards have no iteration
         if self.root is not None and not self.root.eager_because:
+            # the compiler reduces the gradients: then backwards have no iteration
             recomputes = in_backward() or backward_is_compiled()
         # may reset, which forgets all calls
         root = None if recomputes else self.schedules.for_call(self, module)
@@ -796,11 +798,8 @@ class Unit:
             return False  # it was computed
         try:
             return any(group.aliases(tensor) for group in self.groups if group.gathers)
-        except (
-            NotImplementedError,
-            RuntimeError,
-        ):  # tensors without storage: nested, sparse, wrappers
-            return False
+        except (NotImplementedError, RuntimeError):
+            return False  # tensors without storage: nested, sparse, wrappers
 
     @untraced
     def on_error(self, module: nn.Module) -> None:
@@ -1016,8 +1015,8 @@ class Unit:
         meshes = [mesh for unit in self.within if (mesh := unit._mesh_of_shards()) is not None]
         beside = meshes[-1] if meshes else None
         if beside != self.beside:
-            alike = beside is not None and sorted(beside.mesh.flatten().tolist()) == sorted(
-                self.mesh_info.mesh.mesh.tolist()
+            alike = beside is not None and (
+                sorted(beside.mesh.flatten().tolist()) == sorted(self.mesh_info.mesh.mesh.tolist())
             )
             self.beside, self.rest_mesh = beside, beside if alike else None
             self.build()
@@ -1211,9 +1210,9 @@ def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None
 def _laid_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     """A copy with the strides of the whole parameter; `full_tensor` gives contiguous ones."""
     strides = parameter.stride()
-    return torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=whole.device).copy_(
-        whole
-    )
+    return torch.empty_strided(
+        whole.shape, strides, dtype=whole.dtype, device=whole.device
+    ).copy_(whole)  # fmt: skip
 
 
 @torch.no_grad()

@@ -1,10 +1,11 @@
 """Streams and events of an accelerator, what stands for them on a host, and labels for profilers.
 
-Note [Stream discipline] All buffers are allocated and freed on the compute stream. A communication
-stream starts after the compute stream's work so far (`fork`), because that work may still read what
-the communication overwrites. The compute stream waits for the event at the end of the communication
-(`join`) before it reads the result *and* before anything that the communication reads is freed. So
-memory never needs `record_stream`, and the host never blocks.
+Note [Stream discipline]
+All buffers are allocated and freed on the compute stream. A communication stream starts after the
+compute stream's work so far (`fork`), because that work may still read what the communication
+overwrites. The compute stream waits for the event at the end of the communication (`join`) before
+it reads the result *and* before anything that the communication reads is freed. So memory never
+needs `record_stream`, and the host never blocks.
 
 Autograd runs a hook on the stream on which its forward ran, and callbacks at the end of backward,
 too, unless no leaf got a gradient (`torch.autograd.grad`): then it knows no stream. So the engine

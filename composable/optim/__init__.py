@@ -1,7 +1,7 @@
-"""Optimizers over annotated models: clipping, gradient scalers, steps on local shards, steps in
-backward, checks of steps.
+"""Optimizers over annotated models.
 
-Importing this package registers the hooks of `step_checks` and `scaler` with torch.
+Clipping, gradient scalers, steps on local shards, steps in backward, checks of steps. Importing
+this package registers the hooks of `step_checks` and `scaler` with torch.
 """
 
 from composable.optim import scaler, step_checks

@@ -1,5 +1,6 @@
-"""`clip_grad_norm_`: one norm over any mix of sharded, replicated and plain parameters, the same on
-all ranks.
+"""`clip_grad_norm_`: one norm over any mix of sharded, replicated and plain parameters.
+
+The norm is the same on all ranks.
 
 All ranks have to run the same collectives. So parameters alone decide which: the process groups
 over which a parameter's placements shard it take part, whether or not this rank has a gradient or
@@ -58,12 +59,12 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     pp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Scale gradients down, in place, if their norm over all parameters and all ranks is above
-    `max_norm`.
+    """Scale gradients down, in place, if their norm is above `max_norm`.
 
-    Does what `torch.nn.utils.clip_grad_norm_` would do to the model before it was annotated.
-    torch's function works where all parameters are DTensors of one mesh; this one takes any mix.
-    All ranks call it together, with the same parameters in the same order.
+    The norm is that over all parameters and all ranks. Does what `torch.nn.utils.clip_grad_norm_`
+    would do to the model before it was annotated. torch's function works where all parameters are
+    DTensors of one mesh; this one takes any mix. All ranks call it together, with the same
+    parameters in the same order.
 
     Gradients that are plain tensors count once, since they are the same on all ranks. Gradients of
     parameters that no unit manages (`ignored_params`) have to be averaged by the caller before.
@@ -112,8 +113,8 @@ def clip_grad_norm_(
     ):
         raise ClippingError(
             "clip_grad_norm_: pp_group must be a process group, that of the pipeline that this rank"
-            " is a stage of, got a "
-            f'{type(pp_group).__name__}. Of a mesh, pass mesh["pp"].get_group()'
+            f" is a stage of, got a {type(pp_group).__name__}. Of a mesh, pass"
+            ' mesh["pp"].get_group()'
         )
     parameters = _parameters_of(model_or_parameters)
     if (name := stepped_in_backward(parameters)) is not None:
@@ -170,8 +171,9 @@ class _Part:
     gradients: list[Tensor] = field(default_factory=list)
 
     def lists(self) -> list[list[Tensor]]:
-        """The local gradients that are not empty, in lists of one dtype and device, which one
-        kernel can take.
+        """The local gradients that are not empty, in lists of one dtype and device.
+
+        One kernel can take such a list.
         """
         found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for local in locals_of(self.gradients):
@@ -245,12 +247,12 @@ class _Gradients:
         return tuple(dict.fromkeys(group for part in self._parts.values() for group in part.groups))
 
     def _model_group(self, part: _Part) -> dist.ProcessGroup | None:
-        """The largest known group that has all ranks of the part's units and others: those hold
-        other experts.
+        """The largest known group that has all ranks of the part's units and others.
 
-        Besides the group of an annotation around the units, parameters in the same list tell of
-        such groups. The groups of a tensor parallel mesh are not among them: no group of
-        `mesh["tp"]` contains one of `mesh["dp"]`.
+        Those others hold other experts. None if there is no such group. Besides the group of an
+        annotation around the units, parameters in the same list tell of such groups. The groups of
+        a tensor parallel mesh are not among them: no group of `mesh["tp"]` contains one of
+        `mesh["dp"]`.
         """
         if part.mesh is None:
             return part.model_group
@@ -269,8 +271,9 @@ class _Gradients:
         return max(larger, key=dist.get_world_size, default=None)
 
     def total_norm(self, order: float) -> Tensor:
-        """The norm of all gradients of all ranks, as if they were one vector: the same on all
-        ranks.
+        """The norm of all gradients of all ranks, as if they were one vector.
+
+        It is the same on all ranks.
         """
         largest = order == math.inf
         join = torch.maximum if largest else torch.add
@@ -309,8 +312,9 @@ class _Gradients:
 
 
 def _groups_and_copies(parameter: Tensor, unit_mesh: DeviceMesh | None) -> tuple[Groups, int]:
-    """The groups over which a parameter is sharded, and how many ranks of its unit hold the same
-    values.
+    """The groups over which a parameter is sharded, and the number of its copies.
+
+    The copies are the ranks of its unit that hold the same values.
     """
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -331,8 +335,9 @@ def _num_ranks(groups: Groups) -> int:
 
 
 def _power(norm: Tensor, order: float) -> Tensor:
-    """What is summed over ranks, or compared: in double precision, so that it overflows only where
-    the norm does.
+    """What is summed over ranks, or compared.
+
+    In double precision, so that it overflows only where the norm does.
     """
     return norm.double() if order == math.inf else norm.double() ** order
 

@@ -1,5 +1,6 @@
-"""`apply_optimizer_in_backward`: backward steps each parameter as soon as its reduced gradient is
-there, and frees it.
+"""`apply_optimizer_in_backward`: backward steps each parameter as soon as it can.
+
+That is when its reduced gradient is there, which is freed then.
 
 A post-accumulate hook on every parameter does it. The engine calls such hooks of the parameters
 that it manages when the reduced gradient lands; autograd calls those of other parameters.
@@ -118,8 +119,9 @@ class OptimizerInBackward(Optimizer):
         _alive.discard(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after the first one: call `apply_optimizer_in_backward` again for other
-        parameters.
+        """Refused after the first one.
+
+        Call `apply_optimizer_in_backward` again for other parameters.
 
         Args:
             param_group: as torch's optimizers take it.
@@ -183,13 +185,13 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     optimizer_kwargs: dict[str, Any] | None = None,
 ) -> OptimizerInBackward:
-    """Let backward step parameters as soon as their gradients are reduced, and free the gradients
-    at once.
+    """Let backward step parameters as soon as their gradients are reduced.
 
-    For parameters of `fully_shard`, of `replicate` and of neither, in any mix. Call it after
-    annotating, and again for parameters with other settings. Parameters are what an optimizer that
-    steps after backward makes of them, but there are never more gradients than those of about one
-    unit, or of a few buckets. Gradients are None when backward has returned.
+    The gradients are freed at once. For parameters of `fully_shard`, of `replicate` and of neither,
+    in any mix. Call it after annotating, and again for parameters with other settings. Parameters
+    are what an optimizer that steps after backward makes of them, but there are never more
+    gradients than those of about one unit, or of a few buckets. Gradients are None when backward
+    has returned.
 
     Under `no_sync` nothing is stepped before the backward that reduces. A backward that raises may
     have stepped a part of the model, on each rank another one: load the last checkpoint before
@@ -212,7 +214,9 @@ def apply_optimizer_in_backward(
 
     Example:
         >>> fully_shard(model, policy={Block})
-        >>> optimizer = apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 1e-3})
+        >>> optimizer = apply_optimizer_in_backward(
+        ...     torch.optim.AdamW, model.parameters(), {"lr": 1e-3}
+        ... )
         >>> model(x).sum().backward()  # and the parameters have been stepped
 
     After `torch.distributed.optim._apply_optimizer_in_backward`, whose arguments it has.

@@ -1,5 +1,6 @@
-"""`step_on_shards`: element-wise optimizers step the local shards of DTensors, with the same
-results, and in less host time.
+"""`step_on_shards`: element-wise optimizers step the local shards of DTensors.
+
+The results are the same, and it takes less host time.
 
 A hook before `step` may change the arguments of the call, the first of which is the optimizer
 itself. The hook here puts a stand-in in its place: an object that shares the optimizer's attributes
@@ -64,11 +65,11 @@ class _NotLocal(Exception):
 
 
 class _LocalStep:
-    """The groups and the state that an optimizer's code sees in one step: local tensors in place of
-    DTensors.
+    """The groups and the state that an optimizer's code sees in one step.
 
-    Parameters without a gradient are left out, as torch's code does. Lists and maps instead of one
-    loop, since this runs for every parameter in every step.
+    They have local tensors in place of DTensors. Parameters without a gradient are left out, as
+    torch's code does. Lists and maps instead of one loop, since this runs for every parameter in
+    every step.
 
     Args:
         check_state: state may have come from elsewhere since the last step.
@@ -134,8 +135,9 @@ class _LocalStep:
         self._before = list(map(dict, self.groups))
 
     def _check_state(self) -> None:
-        """A fused kernel does not compare the sizes of state and parameter: it would take the wrong
-        elements.
+        """Raise `_NotLocal` for state of another shape or placement than its parameter.
+
+        A fused kernel does not compare sizes: it would take the wrong elements.
         """
         for parameter, local in zip(self._parameters, self._locals, strict=True):
             values = [
@@ -156,8 +158,9 @@ class _LocalStep:
                 local.grad = None
 
     def finish(self, optimizer: Optimizer) -> None:
-        """Give gradients up, and let the optimizer's groups and state say what the step has left in
-        those that it saw.
+        """Give gradients up, and let the optimizer's groups and state say what the step has left.
+
+        The step has left it in the groups and the state that it saw.
         """
         self._drop_gradients()
         if optimizer.state is not self._users_state:
@@ -212,11 +215,10 @@ def _tell(state: State, shown: State, parameter: Tensor, stepped: Tensor) -> Non
 
 
 class ShardStepping:
-    """An optimizer steps its local shards until `remove()` is called. Made by `step_on_shards`, or
-    at a first step.
+    """An optimizer steps its local shards until `remove()` is called.
 
-    Where a group does not say how it steps, torch chooses `foreach` or a loop by the device, for
-    local tensors as for DTensors.
+    Made by `step_on_shards`, or at a first step. Where a group does not say how it steps, torch
+    chooses `foreach` or a loop by the device, for local tensors as for DTensors.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -230,8 +232,9 @@ class ShardStepping:
         _steppings[optimizer] = self
 
     def remove(self) -> None:
-        """Let the optimizer step DTensors from now on. Its state stays where it is. May be called
-        again.
+        """Let the optimizer step DTensors from now on.
+
+        Its state stays where it is. May be called again.
         """
         if (optimizer := self._optimizer()) is not None:
             self._finish(optimizer)
@@ -392,8 +395,10 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
 
 
 def step_on_shards_unasked(optimizer: Optimizer) -> bool:
-    """Do so for an optimizer that is about to step, if the result is known to be the same. Whether
-    it steps its shards.
+    """Do so for an optimizer that is about to step, if the result is known to be the same.
+
+    Returns:
+        Whether it steps its shards.
     """
     kind: Any = type(optimizer)
     if optimizer not in _steppings and _is_known(kind) and not _differentiable(optimizer):

@@ -1,5 +1,6 @@
-"""`describe`: the units of an annotated model as a table. It reads units and the registry, and
-changes nothing.
+"""`describe`: the units of an annotated model as a table.
+
+It reads units and the registry, and changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from composable.memory.torch_private import local_of
 
 OFFLOAD: Final = "offload_activations"
 _HEADER: Final = (
-    "unit", "module", "annotation", "params", "numel", "bytes", "per rank", "dtype", "placement", "after fwd", "state",
+    "unit", "module", "annotation", "params", "numel", "bytes",
+    "per rank", "dtype", "placement", "after fwd", "state",
 )  # fmt: skip
 _RIGHT_ALIGNED: Final = ("params", "numel", "bytes", "per rank")
 _OFFLOADED: Final = {
@@ -89,8 +91,9 @@ class Description:
     not_offloaded: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values. They are the same on every rank, except for `bytes_per_rank` of
-        uneven shards and `state`.
+        """Return plain values.
+
+        They are the same on every rank, except for `bytes_per_rank` of uneven shards and `state`.
         """
         return {
             "units": [asdict(row) for row in self.rows],
@@ -153,8 +156,9 @@ def readable_bytes(count: int) -> str:
 
 
 def describe(module: nn.Module) -> Description:
-    """Describe the units of an annotated model, in order: what each holds, and how it is
-    distributed.
+    """Describe the units of an annotated model, in order.
+
+    For each unit, say what it holds, and how it is distributed.
 
     Parameters that are neither sharded nor replicated come last, as a unit named "(not annotated)",
     or "(rest)" if other verbs were applied somewhere; those of `ignored_params` as "(ignored)".

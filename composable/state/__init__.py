@@ -1,3 +1,4 @@
-"""Initialise, look into, edit, save, load and average annotated models; must not know how a step
-runs.
+"""Initialise, look into, edit, save, load and average annotated models.
+
+This package must not know how a step runs.
 """

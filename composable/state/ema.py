@@ -24,11 +24,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class EMA:
-    """Keep `average = decay * average + (1 - decay) * parameter` of every parameter, and the newest
-    value of every buffer.
+    """Keep `average = decay * average + (1 - decay) * parameter` of every parameter.
 
-    No communication: averages are shards, placed as the parameters are. Works for annotated and
-    plain models alike.
+    Of every buffer the newest value is kept. No communication: averages are shards, placed as the
+    parameters are. Works for annotated and plain models alike.
 
     Args:
         model: the annotated model. Make the average after the annotation.
@@ -68,8 +67,9 @@ class EMA:
         return {**dict(self._model.named_parameters()), **dict(buffers.values())}
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Local tensors: averages that follow slowly, their values in the model, and pairs that are
-        copied.
+        """Return local tensors of the averages and of the model.
+
+        These are averages that follow slowly, their values in the model, and pairs that are copied.
         """
         tensors = self._tensors()
         changed = [
@@ -107,8 +107,9 @@ class EMA:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Let the model have the averages inside the scope, and its own values again after it, also
-        after an exception.
+        """Let the model have the averages inside the scope.
+
+        After the scope, also after an exception, the model has its own values again.
         """
         self._exchange()
         try:
@@ -125,15 +126,18 @@ class EMA:
             average.copy_(kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages by FQN, sharded like the parameters, for
-        `torch.distributed.checkpoint`; and the decay.
+        """Return the averages by FQN, sharded like the parameters, and the decay.
+
+        The result is for `torch.distributed.checkpoint`.
         """
         return {"decay": self._decay, "averages": dict(self._averages)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take averages over: whole plain ones, or sharded in any way over ranks of which this is
-        one. All ranks call this together.
+        """Take averages over: whole plain ones, or sharded ones.
+
+        Those may be sharded in any way over ranks of which this is one. All ranks call this
+        together.
 
         Args:
             state_dict: what `state_dict` returned.

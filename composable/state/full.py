@@ -25,12 +25,12 @@ SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 def stream_full(
     model: nn.Module, *, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time: for
-    weight sync and export.
+    """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time.
 
-    All ranks iterate together, to the end. A tensor is on the device of its shards, and nothing
-    keeps it once the next one is asked for, so that the memory needed is that of the largest
-    tensor. What every rank has whole is the model's own: do not write to it.
+    This is for weight sync and export. All ranks iterate together, to the end. A tensor is on the
+    device of its shards, and nothing keeps it once the next one is asked for, so that the memory
+    needed is that of the largest tensor. What every rank has whole is the model's own: do not write
+    to it.
 
     Args:
         model: an annotated module, or one that contains some.
@@ -126,8 +126,9 @@ def full_state_dict(
 def export(
     model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> None:
-    """Write whole weights as Hugging Face safetensors: one file, or several with an index, written
-    by several ranks.
+    """Write whole weights as Hugging Face safetensors.
+
+    These are one file, or several with an index, written by several ranks.
 
     The folder appears under its name when everything is written; what is cut off in the middle
     leaves `<folder>.partial`. All ranks call this together. A rank holds the files that it writes,
@@ -238,8 +239,9 @@ def _file_name(index: int, count: int) -> str:
 
 
 def _again(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
-    """List the saved names of tied parameters and buffers after their first: a file holds no tensor
-    twice.
+    """List the saved names of tied parameters and buffers after their first.
+
+    A file holds no tensor twice.
     """
     first: dict[int, str] = {}
     named = [
@@ -254,8 +256,9 @@ def _again(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
 
 
 def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """Spread tensors over files of about equal size, at least 1 GiB and at most about 5, so that
-    many ranks write at once.
+    """Spread tensors over files of about equal size, so that many ranks write at once.
+
+    A file has at least 1 GiB and at most about 5 GiB.
     """
     total = sum(sizes.values())
     count = max(1, min(ranks, total // SMALLEST_FILE), -(-total // (5 * SMALLEST_FILE)))

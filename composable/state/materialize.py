@@ -1,5 +1,6 @@
-"""`materialize`: give memory and values to a model that was built on the meta device and annotated
-there.
+"""`materialize`: give memory and values to a model on the meta device.
+
+The model was built and annotated there.
 
 Initialisers are written for whole plain parameters and draw random numbers in one order. So each
 module's initialiser runs once, with whole parameters, on every rank alike, module by module in the
@@ -53,8 +54,9 @@ _UNSET: Final[WeakKeyDictionary[nn.Module, dict[str, None]]] = WeakKeyDictionary
 
 
 class _Operators(TorchDispatchMode):
-    """Tells of every tensor that an operator reads or writes, before it runs; also through `.data`
-    and views.
+    """Tells of every tensor that an operator reads or writes, before it runs.
+
+    It does so through `.data` and views, too.
     """
 
     def __init__(self, touch: Touch) -> None:
@@ -96,8 +98,9 @@ def _storage(tensor: Tensor) -> int:
 
 
 def materialize(model: nn.Module, init: Init | None = None) -> None:
-    """Give memory to parameters and buffers that are on the meta device, and run initialisers: one
-    process's weights, sharded.
+    """Give memory to parameters and buffers on the meta device, and run initialisers.
+
+    The result is one process's weights, sharded.
 
     After `torch.manual_seed(seed)` on all ranks the weights are those of one process that runs,
     after the same seed, `model.to_empty(device=...)` and `model.apply(init)`, bit by bit, whatever
@@ -176,11 +179,10 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
 
 @untraced
 def refresh(model: nn.Module) -> None:
-    """Adopt now what was done to annotated modules since the last forward, or refuse it by name;
-    the next forward does it, too.
+    """Adopt now what was done to annotated modules since the last forward, or refuse it by name.
 
-    Moved, cast, replaced, frozen and unfrozen parameters are adopted. All ranks call this together,
-    outside of forward and backward. No communication.
+    The next forward does it, too. Moved, cast, replaced, frozen and unfrozen parameters are
+    adopted. All ranks call this together, outside of forward and backward. No communication.
 
     Args:
         model: an annotated module, or one that contains some.
@@ -237,8 +239,9 @@ def _tensor_at(place: Place) -> Tensor | None:
 
 
 class _Whole:
-    """The whole parameter that modules hold in place of an at-rest one. Its memory comes and
-    goes.
+    """The whole parameter that modules hold in place of an at-rest one.
+
+    Its memory comes and goes.
     """
 
     def __init__(self, managed: Managed) -> None:
@@ -429,8 +432,9 @@ def _transformers_around(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def _own_initialiser(module: nn.Module, around: nn.Module | None) -> Callable[[], object] | None:
-    """Find what a module is initialised by: the method of the transformers model around it, or its
-    own.
+    """Find what a module is initialised by.
+
+    It is the method of the transformers model around the module, or the module's own.
     """
     if around is not None:
         fill: Callable[[nn.Module], object] = around._init_weights  # type: ignore[assignment]

@@ -1,5 +1,6 @@
-"""`rebind_optimizer`: an optimizer that was built before an annotation goes on with the parameters
-of after it.
+"""`rebind_optimizer`: an optimizer goes on with the parameters of after an annotation.
+
+The optimizer was built before the annotation.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from composable.memory.torch_private import local_of
 
 @torch.no_grad()
 def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Let an optimizer that holds parameters of before an annotation hold those of after it, with
-    its state and groups.
+    """Let an optimizer that holds parameters of before an annotation hold those of after it.
 
-    For optimizers built before `fully_shard` or `replicate`, and after `remove` and an annotation
-    with another plan. State of a parameter's shape is cut like the parameter. All ranks call this
-    together, before the next step.
+    It keeps its state and groups. For optimizers built before `fully_shard` or `replicate`, and
+    after `remove` and an annotation with another plan. State of a parameter's shape is cut like the
+    parameter. All ranks call this together, before the next step.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.

@@ -36,8 +36,9 @@ _SCOPE: Final = "unsharded()"
 
 @dataclass(slots=True)
 class _Shown:
-    """A parameter whose whole copy is registered in its place. `version`: of its shard when it was
-    gathered.
+    """A parameter whose whole copy is registered in its place.
+
+    `version` is that of its shard when it was gathered.
     """
 
     managed: Managed
@@ -224,8 +225,9 @@ def _check_edit(each: _Shown) -> None:
 
 @torch.no_grad()
 def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
-    """Whether any rank's shards change: all ranks write or none, and nothing that backward still
-    needs without a reason.
+    """Whether any rank's shards change.
+
+    All ranks write or none, and nothing that backward still needs is written without a reason.
     """
 
     def differs(each: _Shown) -> bool:

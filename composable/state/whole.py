@@ -30,8 +30,9 @@ def write_whole(whole: Tensor, target: Tensor) -> None:
 
 
 def whole_parameter(value: Tensor, at_rest: nn.Parameter) -> nn.Parameter:
-    """Make a whole parameter to register in place of the at-rest one, with what users gave to
-    that.
+    """Make a whole parameter to register in place of the at-rest one.
+
+    It has what users gave to the at-rest one.
     """
     whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
     copy_attributes(at_rest, whole)
@@ -39,16 +40,18 @@ def whole_parameter(value: Tensor, at_rest: nn.Parameter) -> nn.Parameter:
 
 
 def follow_whole(at_rest: nn.Parameter, whole: nn.Parameter) -> None:
-    """Take over what was done to a whole parameter besides writing to it: freezing it, and Python
-    attributes.
+    """Take over what was done to a whole parameter besides writing to it.
+
+    That is freezing it, and Python attributes.
     """
     at_rest.requires_grad_(whole.requires_grad)
     copy_attributes(whole, at_rest)
 
 
 def all_or_none(caller: str, comm: Comm, act: Callable[[], None], must_agree: int = 0) -> None:
-    """Run `act` on all ranks; if one rank's raised, or they have other numbers `must_agree`, raise
-    on every rank.
+    """Run `act` on all ranks, and raise on every rank if it raised on one.
+
+    Also raise on every rank if the ranks have different numbers `must_agree`.
     """
     error: Exception | None = None
     try:
@@ -98,8 +101,9 @@ def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
 
 
 def require_at_rest(verb: str, units: list[Unit]) -> None:
-    """Let modules hold their at-rest parameters; inside of a forward or backward that is an
-    error.
+    """Let modules hold their at-rest parameters.
+
+    Inside of a forward or backward this is an error.
     """
     for unit in units:
         if unit.depth or in_backward():

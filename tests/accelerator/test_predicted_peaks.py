@@ -35,9 +35,7 @@ def _collectives(found: dict[str, Any], phase: str) -> int:
     return sum(_calls(found["operations"][phase], "c10d").values())
 
 
-def test_hybrid_peaks_are_those_of_fsdp2_or_less_over_one_group_for_each_dimension_and_one_for_both() -> (
-    None
-):
+def test_hybrid_peaks_are_those_of_fsdp2_or_less_over_one_group_for_each_dimension_and_one_for_both() -> None:  # fmt: skip  # noqa: E501
     ours, rival = measured(64, "composable-hybrid"), measured(64, "fsdp2-hybrid")
     for keep in (False, True):
         assert ours[keep]["forward"] <= rival[keep]["forward"]
@@ -47,9 +45,7 @@ def test_hybrid_peaks_are_those_of_fsdp2_or_less_over_one_group_for_each_dimensi
         assert ours[keep]["reads"] == 0
 
 
-def test_a_hybrid_unit_takes_one_gather_and_one_copy_and_on_its_way_back_two_sums_and_two_kernels() -> (
-    None
-):
+def test_a_hybrid_unit_takes_one_gather_and_one_copy_and_on_its_way_back_two_sums_and_two_kernels() -> None:  # fmt: skip  # noqa: E501
     found = measured(64, "composable-hybrid")[True]
     assert _collectives(found, "forward") == BLOCKS
     assert _collectives(found, "backward") == 2 * BLOCKS

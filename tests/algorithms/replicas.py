@@ -68,7 +68,8 @@ PLANS: Final[dict[str, Callable[[nn.Module, DeviceMesh], None]]] = {
 }
 # Name of the plan, ranks, replicas.
 WORLDS: Final = [
-    ("hybrid", 2, 2), ("hybrid", 4, 2), ("hybrid", 4, 1), ("replicate", 1, 1), ("replicate", 2, 2), ("replicate", 3, 3),
+    ("hybrid", 2, 2), ("hybrid", 4, 2), ("hybrid", 4, 1),
+    ("replicate", 1, 1), ("replicate", 2, 2), ("replicate", 3, 3),
 ]  # fmt: skip
 
 

@@ -74,8 +74,9 @@ def test_post_local_sgd_on_a_replicated_model_has_the_numbers_of_ddp(
         else PeriodicModelAverager(period=2, warmup_steps=3)
     )
     optimizers = [
-        PostLocalSGDOptimizer(_sgd(expected.parameters()), theirs), PostLocalSGDOptimizer(_sgd(model.parameters()), ours)
-    ]  # fmt: skip
+        PostLocalSGDOptimizer(_sgd(expected.parameters()), theirs),
+        PostLocalSGDOptimizer(_sgd(model.parameters()), ours),
+    ]
     for step in range(8):
         for each, optimizer in zip((rival, model), optimizers, strict=True):
             backward(each, step, dist.get_rank())

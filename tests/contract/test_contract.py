@@ -127,7 +127,7 @@ def test_the_state_of_a_list_is_that_of_its_modules():
     assert mark.state([model.enc[0]]) is None
     assert_text(
         message(AnnotationError, lambda: mark.state([model.emb, model.enc[0]])),
-        """mark.state() takes one module, or a list that was annotated as one; these were annotated apart""",
+        """mark.state() takes one module, or a list that was annotated as one; these were annotated apart""",  # noqa: E501
     )
     assert_text(
         message(AnnotationError, lambda: mark.state("emb")),  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def test_a_second_application_is_refused_with_the_call_site_of_the_first():
     text = message(AlreadyAnnotatedError, lambda: fully_shard(model.layers[3]))
     assert_text(
         text.replace(place, "train.py:41"),
-        """fully_shard was already applied to 'layers.3' (at train.py:41); to apply it anew, call remove(module, fully_shard) first""",
+        """fully_shard was already applied to 'layers.3' (at train.py:41); to apply it anew, call remove(module, fully_shard) first""",  # noqa: E501
     )
 
 
@@ -171,7 +171,7 @@ def test_a_module_without_a_known_fqn_is_named_by_its_class():
     text = message(AlreadyAnnotatedError, lambda: mark(mark(Block())))
     assert_text(
         text.replace(place, "train.py:41"),
-        """mark was already applied to Block (at train.py:41); to apply it anew, call remove(module, mark) first""",
+        """mark was already applied to Block (at train.py:41); to apply it anew, call remove(module, mark) first""",  # noqa: E501
     )
 
 
@@ -209,7 +209,7 @@ def test_clashing_verbs_are_refused_in_either_order_with_the_reason():
     replicate(model.enc)
     assert_text(
         message(ClashError, lambda: fully_shard(model.enc)),
-        """'enc' is managed by replicate; a module can be sharded or replicated, not both. Call remove(module, replicate) first""",
+        """'enc' is managed by replicate; a module can be sharded or replicated, not both. Call remove(module, replicate) first""",  # noqa: E501
     )
     fully_shard(model.emb)
     assert_text(

@@ -52,14 +52,14 @@ def test_require_callable_refuses_containers_without_a_forward_only():
     model = Model()
     assert_text(
         message(AnnotationError, lambda: require_callable(model.layers)),
-        """ModuleList 'layers' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=""",
+        """ModuleList 'layers' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=""",  # noqa: E501
     )
     assert_text(
         message(
             AnnotationError,
             lambda: require_callable(nn.ModuleDict(), so="there is nothing to run again"),
         ),
-        """ModuleDict has no forward, so there is nothing to run again; annotate its children, or pass policy=""",
+        """ModuleDict has no forward, so there is nothing to run again; annotate its children, or pass policy=""",  # noqa: E501
     )
     require_callable(Stack([Block()]))
     require_callable(nn.Sequential())

@@ -136,7 +136,7 @@ import pickle, sys
 from composable.contract.contract import registry
 model = pickle.loads(sys.stdin.buffer.read())
 print(registry(model)["mark"].kwargs["level"], registry(model)["mark"].state.value, len(model._forward_hooks))
-"""
+"""  # noqa: E501
 
 
 def test_a_record_survives_pickling_into_another_process():

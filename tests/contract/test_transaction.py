@@ -214,7 +214,7 @@ def test_remove_keeps_a_submodule_that_was_annotated_again_separately():
     assert len(model[1]._forward_hooks) == 1
 
 
-def test_the_names_of_a_tree_with_cycles_or_modules_shared_on_many_levels_are_compared_once_per_module():
+def test_the_names_of_a_tree_with_cycles_or_modules_shared_on_many_levels_are_compared_once_per_module():  # noqa: E501
     layer: nn.Module = nn.Linear(1, 1)
     for _ in range(40):  # 2 ** 40 paths lead to the innermost module
         layer = nn.Sequential(layer, layer)

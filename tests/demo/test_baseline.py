@@ -21,7 +21,7 @@ def test_losses_that_differ_by_more_are_refused_with_both_values() -> None:
         check_parity(2, 5.001, 5.0)
     assert_expected_inline(
         str(refusal.value),
-        """step 3: the annotated model's loss is 5.0010000, the un-annotated model's 5.0000000; they differ by 2.0e-04 of it, and 1e-04 is allowed""",
+        """step 3: the annotated model's loss is 5.0010000, the un-annotated model's 5.0000000; they differ by 2.0e-04 of it, and 1e-04 is allowed""",  # noqa: E501
     )
 
 

@@ -157,8 +157,9 @@ def test_memory_that_two_storages_share_counts_once() -> None:
 
 
 OPTIONS = Options(
-    steps=1, ranks=2, out=Path(), seed=0, batch_size=4, context=16, layers=2, width=64, learning_rate=1e-3, baseline_steps=0,
-    save_every=1, sample_bytes=0, prompt="def ", resume=False, quiet=True,
+    steps=1, ranks=2, out=Path(), seed=0, batch_size=4, context=16, layers=2, width=64,
+    learning_rate=1e-3, baseline_steps=0, save_every=1, sample_bytes=0, prompt="def ",
+    resume=False, quiet=True,
 )  # fmt: skip
 
 

@@ -27,17 +27,34 @@ def answer(capsys: pytest.CaptureFixture[str], *command_line: str) -> str:
 
 
 _REFUSED = {
-    "no number": ("--steps many", "--steps: needs a whole number of at least 1, got 'many' (see python -m composable demo --help)"),
-    "out of range": ("--ranks 0", "--ranks: needs a whole number from 1 to 64, got '0' (see python -m composable demo --help)"),
+    "no number": (
+        "--steps many",
+        "--steps: needs a whole number of at least 1, got 'many'"
+        " (see python -m composable demo --help)",
+    ),
+    "out of range": (
+        "--ranks 0",
+        "--ranks: needs a whole number from 1 to 64, got '0'"
+        " (see python -m composable demo --help)",
+    ),
     "no learning rate": (
-        "--learning-rate nan", "--learning-rate: needs a number from 1e-06 to 1, got 'nan' (see python -m composable demo --help)"
+        "--learning-rate nan",
+        "--learning-rate: needs a number from 1e-06 to 1, got 'nan'"
+        " (see python -m composable demo --help)",
     ),
     "ranks that cannot share a batch": (
-        "--batch-size 16 --ranks 3", "--batch-size 16 cannot be divided among 3 ranks; 15 or 18 can"
+        "--batch-size 16 --ranks 3",
+        "--batch-size 16 cannot be divided among 3 ranks; 15 or 18 can",
     ),
-    "more ranks than rows": ("--batch-size 1 --ranks 4", "--batch-size 1 cannot be divided among 4 ranks; 4 can"),
-    "a part of a head": ("--width 100", "--width 100 must be a multiple of 32, the width of an attention head"),
-}  # fmt: skip
+    "more ranks than rows": (
+        "--batch-size 1 --ranks 4",
+        "--batch-size 1 cannot be divided among 4 ranks; 4 can",
+    ),
+    "a part of a head": (
+        "--width 100",
+        "--width 100 must be a multiple of 32, the width of an attention head",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", _REFUSED)
@@ -100,5 +117,5 @@ def test_the_missing_extra_is_named_with_what_brings_it() -> None:
     assert done.returncode == 1
     assert_expected_inline(
         done.stderr.strip(),
-        """python -m composable demo: rich is missing; pip install 'torch-composable[demo]' brings it, or pip install -e '.[demo]' in a checkout""",
+        """python -m composable demo: rich is missing; pip install 'torch-composable[demo]' brings it, or pip install -e '.[demo]' in a checkout""",  # noqa: E501
     )

@@ -107,7 +107,8 @@ class Rank:
     def build(self) -> None:
         """Again, too, from what is registered then."""
         self.group = ParamGroup(
-            self.params, self.precision, CPU, self.info, has_shards=self.shards, rest_mesh=self.rest_mesh
+            self.params, self.precision, CPU, self.info,
+            has_shards=self.shards, rest_mesh=self.rest_mesh,
         )  # fmt: skip
         self.group.rename("u")
         members = list(zip(self.params, self.group.slots, strict=True))

@@ -31,7 +31,7 @@ _DTYPES = {"f": torch.float32, "h": torch.bfloat16}
 def _unit(
     sizes: Sequence[int], kinds: str, bucket_bytes: int, info: MeshInfo
 ) -> tuple[Unit, Buckets]:
-    """A replicated unit with parameters p0, p1, ... of these numbers of elements, and its buckets."""
+    """A replicated unit with parameters p0, p1, ... of these element counts, and its buckets."""
     module = nn.Module()
     for index, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
         module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(size, dtype=_DTYPES[kind])))

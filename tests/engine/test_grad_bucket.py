@@ -275,9 +275,7 @@ def test_an_old_gradient_stays_to_the_bit_while_no_rank_has_a_new_one(
     assert all(rank.grads[2].tolist() == [3.0, 3.0] for rank in ranks)
 
 
-def test_on_a_stream_what_some_rank_lacks_lands_at_the_end_of_backward_as_the_host_must_not_wait() -> (
-    None
-):
+def test_on_a_stream_what_some_rank_lacks_lands_at_the_end_of_backward_as_the_host_must_not_wait() -> None:  # fmt: skip  # noqa: E501
     ranks = ranks_of(
         values_of(SHAPES), DIMS, infos_of_shards(2, traits=replace(DIRECT, on_stream=True))
     )

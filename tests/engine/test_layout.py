@@ -172,8 +172,13 @@ def _drawn(layout: Layout) -> str:
         f" {slot.full_start}+{slot.full_numel}"
         for slot in layout.slots
     ]
-    return "\n".join([*lines, f"packed {layout.packed_start}+{layout.packed_numel}, buffers of {layout.shard_numel}, "
-                      f"{layout.full_numel} and {layout.late_numel}"])  # fmt: skip
+    return "\n".join(
+        [
+            *lines,
+            f"packed {layout.packed_start}+{layout.packed_numel},"
+            f" buffers of {layout.shard_numel}, {layout.full_numel} and {layout.late_numel}",
+        ]
+    )
 
 
 def test_a_linear_layer_on_two_ranks() -> None:

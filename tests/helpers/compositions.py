@@ -47,7 +47,8 @@ WIDTH: Final = 5
 
 AXES: Final[dict[str, tuple[str, ...]]] = {
     "verbs": (
-        "shard", "keep", "neighbours", "hybrid", "replicate", "replicate in shard", "shard in replicate", "experts"
+        "shard", "keep", "neighbours", "hybrid", "replicate",
+        "replicate in shard", "shard in replicate", "experts",
     ),
     "precision": ("full", "bf16", "bf16 summed in fp32"),
     "reduced": ("each time", "at last", "explicitly", "shards each time"),

@@ -118,7 +118,7 @@ def test_a_mistake_is_found_on_every_rank_at_its_first_trace(
         assert found[0].startswith(first)
 
 
-def test_one_rank_that_does_not_synchronise_is_found_there_at_once_and_by_the_others_in_the_next_loss(
+def test_one_rank_that_does_not_synchronise_is_found_there_at_once_and_by_the_others_in_the_next_loss(  # noqa: E501
     pool: Pool,
 ) -> None:
     ours, theirs = pool.run(2, _one_rank_not_synchronised)
@@ -176,7 +176,7 @@ def _torchs_own() -> list[str]:
     return _found(annotate)
 
 
-def test_sharded_tensors_are_compared_whole_and_only_the_swapped_classes_of_torchs_own_sharding_are_found(
+def test_sharded_tensors_are_compared_whole_and_only_the_swapped_classes_of_torchs_own_sharding_are_found(  # noqa: E501
     pool: Pool,
 ) -> None:
     for found in pool.run(2, _torchs_own):

@@ -87,7 +87,7 @@ or model.parameters()
 ClippingError: clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a Linear. Pass the
 model, or model.parameters()
 NonFiniteError: clip_grad_norm_: the norm of order 2 over all gradients is inf. No gradient was changed. Skip
-this step: optimizer.zero_grad(), then the next batch; with a GradScaler, pass error_if_nonfinite=False""",
+this step: optimizer.zero_grad(), then the next batch; with a GradScaler, pass error_if_nonfinite=False""",  # noqa: E501
     )
     assert issubclass(errors.ClippingError, ValueError)
     assert issubclass(errors.NonFiniteError, RuntimeError)
@@ -118,5 +118,5 @@ ClippingError: clip_grad_norm_: a parameter of shape (4, 2) is a DTensor with pl
 its gradient is a DTensor with placements (Partial(sum),). Redistribute the gradient to the parameter's mesh
 and placements first
 ClippingError: clip_grad_norm_: of a parameter with placements (Partial(sum),), each rank holds a summand
-only. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()] * p.device_mesh.ndim)""",
+only. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()] * p.device_mesh.ndim)""",  # noqa: E501
     )

@@ -77,7 +77,7 @@ each element from that element of the parameter, its gradient and its state alon
 step_on_shards(optimizer, elementwise=True); otherwise leave it out
 OptimizerError: step_on_shards: this Adam is differentiable: its steps become part of a graph that local
 tensors would be missing from. Leave step_on_shards out, or differentiable=True
-OptimizerError: step_on_shards: expected a torch.optim.Optimizer, got Linear""",
+OptimizerError: step_on_shards: expected a torch.optim.Optimizer, got Linear""",  # noqa: E501
     )
 
 

@@ -1,5 +1,8 @@
 """`describe`: the units of a model as a table and as plain values."""
 
+# Tables are compared word for word, each row on one line.
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 import json

@@ -1,7 +1,8 @@
 """Runs generated programs for as long as wanted, and says how to repeat what it finds.
 
-python -m tests.whole.generated --minutes 60 --seed 0 python -m tests.whole.generated --count 1
---seed 4711 --ranks 2 --comm ordered      # one of them again
+python -m tests.whole.generated --minutes 60 --seed 0
+# one of them again
+python -m tests.whole.generated --count 1 --seed 4711 --ranks 2 --comm ordered
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Runs generated programs with branches for as long as wanted; says what kinds of failures there
 are, and how to repeat them.
 
-python -m tests.whole.generated_branches --minutes 60 --seed 0 python -m
-tests.whole.generated_branches --count 200 --ranks 2 --without copies sparse python -m
-tests.whole.generated_branches --count 1 --seed 4711 --ranks 2 --smaller      # one of them again,
-made smaller
+    python -m tests.whole.generated_branches --minutes 60 --seed 0
+    python -m tests.whole.generated_branches --count 200 --ranks 2 --without copies sparse
+    # one of them again, made smaller
+    python -m tests.whole.generated_branches --count 1 --seed 4711 --ranks 2 --smaller
 """
 
 from __future__ import annotations

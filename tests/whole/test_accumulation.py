@@ -227,8 +227,9 @@ def a_part_alone(model: Layers, x: Tensor) -> None:
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     program.__name__: program
     for program in (
-        scopes_in_each_other, an_explicit_end, clearing_in_between, scaling_in_between, unused_at_last, unused_at_first,
-        unused_after_it_was_reduced, frozen_in_between, a_part_alone
+        scopes_in_each_other, an_explicit_end, clearing_in_between, scaling_in_between,
+        unused_at_last, unused_at_first, unused_after_it_was_reduced, frozen_in_between,
+        a_part_alone,
     )
 }  # fmt: skip
 

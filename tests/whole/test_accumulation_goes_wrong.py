@@ -128,7 +128,7 @@ AnnotationError: no_sync: level must be 'all' or 'replicate', got 'replicas'; di
 NotAnnotatedError: no_sync: no fully sharded or replicated module in this Linear; call fully_shard(module) or
 replicate(module) first
 NotAnnotatedError: reduce_gradients: no fully sharded or replicated module in this Linear; call
-fully_shard(module) or replicate(module) first""",
+fully_shard(module) or replicate(module) first""",  # noqa: E501
     )
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_alone_accumulates_is_named(pool: Pool) -> None:
 gradient all-reduce of unit '(root)' ('3.bias' to '0.weight'): the ranks brought gradients of different units
 or steps. Before it, rank 0 accumulated 0 backwards and ran 1 forwards; rank 1 accumulated 5 backwards and ran
 1 forwards. Every rank must run the same backwards, and the same of them under no_sync; forwards that are not
-trained on belong under torch.no_grad() or in evaluation mode. These gradients are dropped""",
+trained on belong under torch.no_grad() or in evaluation mode. These gradients are dropped""",  # noqa: E501
     )
 
 

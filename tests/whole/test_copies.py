@@ -355,9 +355,12 @@ def test_arguments_hold_for_the_copy() -> None:
         each[0].bias.requires_grad_(False)
         each[3].bias.requires_grad_(False)
     fully_shard(
-        model, policy={nn.Linear}, shard_placement_fn=lambda p: Shard(p.ndim - 1), reshard_after_forward=2,
+        model,
+        policy={nn.Linear},
+        shard_placement_fn=lambda p: Shard(p.ndim - 1),
+        reshard_after_forward=2,
         ignored_params=[model[3].bias],
-    )  # fmt: skip
+    )
     twin = copy.deepcopy(model)
     assert twin[0].weight.placements == (Shard(1),)
     assert twin[0].weight.device_mesh is model[0].weight.device_mesh

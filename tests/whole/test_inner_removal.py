@@ -161,9 +161,7 @@ def test_a_forward_that_raises_around_a_unit_that_was_removed_brings_nothing_of_
 
 
 @spmd(ranks=2)
-def test_units_inside_go_on_when_what_is_around_them_is_removed_and_know_what_is_annotated_around_them_next() -> (
-    None
-):
+def test_units_inside_go_on_when_what_is_around_them_is_removed_and_know_what_is_annotated_around_them_next() -> None:  # fmt: skip  # noqa: E501
     model, plain = _plain(), _plain()
     # the same on both ranks: the head is on its own
     x = torch.ones(2, 4, dtype=torch.float64, device=current_device())

@@ -2,9 +2,6 @@
 that can, work.
 """
 
-# Messages are compared word for word, each on one line.
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 import pytest

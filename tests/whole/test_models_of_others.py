@@ -117,7 +117,8 @@ def _llama() -> nn.Module:
 
 def _gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=_WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
+        vocab_size=_WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=2,
+        attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
         use_cache=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -125,9 +126,11 @@ def _gpt2() -> nn.Module:
 
 def _whisper() -> nn.Module:
     config = transformers.WhisperConfig(
-        vocab_size=_WORDS, num_mel_bins=6, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_source_positions=8, max_target_positions=16,
-        dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, use_cache=False,
+        vocab_size=_WORDS, num_mel_bins=6, d_model=16, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=24, decoder_ffn_dim=24,
+        max_source_positions=8, max_target_positions=16, dropout=0.0, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, use_cache=False,
     )  # fmt: skip
     return transformers.WhisperForConditionalGeneration(config)
 

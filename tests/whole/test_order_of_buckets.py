@@ -53,15 +53,23 @@ def _launches(
 
 
 _ROUNDS: Final = [[2, 0, 1], [0, 1, 2], [1, 2, 0], [1, 2, 0]]
-_CASES: Final[dict[str, tuple[Sequence[Sequence[Sequence[int]]], Sequence[Sequence[int]], list[str]]]] = {
+_CASES: Final[
+    dict[str, tuple[Sequence[Sequence[Sequence[int]]], Sequence[Sequence[int]], list[str]]]
+] = {
     # Orders by rank, the layers that are frozen by step, and the layers that each step launches.
-    "buckets follow the order in which gradients become ready": ([[[2, 0, 1]] * 3] * 2, [()], ["210", "102", "102"]),
-    "they are filled anew once, and not when the graph changes": ([_ROUNDS] * 2, [()], ["210", "102", "102", "102"]),
+    "buckets follow the order in which gradients become ready": (
+        [[[2, 0, 1]] * 3] * 2, [()], ["210", "102", "102"],
+    ),
+    "they are filled anew once, and not when the graph changes": (
+        [_ROUNDS] * 2, [()], ["210", "102", "102", "102"],
+    ),
     "ranks with other orders of readiness launch the same": (
-        [[[2, 0, 1], [0, 1, 2], [2, 1, 0]], [[1, 2, 0], [2, 0, 1], [0, 1, 2]]], [()], ["210", "102", "102"],
+        [[[2, 0, 1], [0, 1, 2], [2, 1, 0]], [[1, 2, 0], [2, 0, 1], [0, 1, 2]]],
+        [()], ["210", "102", "102"],
     ),
     "what is agreed outlives freezing and unfreezing": (
-        [[[2, 0, 1]] * 6] * 2, [(), (), (0,), (), (1,), ()], ["210", "102", "12", "102", "02", "102"],
+        [[[2, 0, 1]] * 6] * 2,
+        [(), (), (0,), (), (1,), ()], ["210", "102", "12", "102", "02", "102"],
     ),
 }  # fmt: skip
 

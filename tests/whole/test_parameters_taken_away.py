@@ -136,9 +136,7 @@ class Table(nn.Module):
 
 @pytest.mark.sparse
 @spmd(ranks=2)
-def test_the_other_parameters_of_a_replicated_module_keep_their_names_dtypes_and_sparse_gradients() -> (
-    None
-):
+def test_the_other_parameters_of_a_replicated_module_keep_their_names_dtypes_and_sparse_gradients() -> None:  # fmt: skip  # noqa: E501
     torch.manual_seed(0)
     model = Table().to(current_device())
     replicate(model, mp_policy=MixedPrecisionPolicy("bf16", full_precision_classes=nn.LayerNorm))

@@ -136,9 +136,8 @@ def _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit() -> None:
         fsdp.MixedPrecisionPolicy(BF16, torch.float32),
         fsdp.MixedPrecisionPolicy(torch.float16, torch.float32),
     ]
-    if (
-        dist.get_world_size() == 2
-    ):  # sums of more terms in a low precision depend on their order, and float32 holds these exactly
+    # Sums of more terms in a low precision depend on their order, and float32 holds these exactly.
+    if dist.get_world_size() == 2:
         policies += [fsdp.MixedPrecisionPolicy(BF16), fsdp.MixedPrecisionPolicy(reduce_dtype=BF16)]
         policies += [fsdp.MixedPrecisionPolicy(torch.float16)]
     for policy in policies:
@@ -173,9 +172,7 @@ def test_torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit(
     pool.run(ranks, _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit)
 
 
-def test_gradients_that_were_there_are_kept_in_the_dtype_that_is_asked_for_and_back_where_there_is_no_group() -> (
-    None
-):
+def test_gradients_that_were_there_are_kept_in_the_dtype_that_is_asked_for_and_back_where_there_is_no_group() -> None:  # fmt: skip  # noqa: E501
     module, ones = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
     module(ones).sum().backward()
     fully_shard(module, mp_policy=MixedPrecisionPolicy("bf16", keep_grads_in_reduce_dtype=True))

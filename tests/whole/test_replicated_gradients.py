@@ -80,9 +80,7 @@ def test_gradients_that_are_views_of_buckets_have_the_same_memory_in_every_step(
 
 
 @spmd(ranks=2)
-def test_a_hook_gets_gradients_that_live_in_the_bucket_and_another_set_of_parameters_gets_another_bucket() -> (
-    None
-):
+def test_a_hook_gets_gradients_that_live_in_the_bucket_and_another_set_of_parameters_gets_another_bucket() -> None:  # fmt: skip  # noqa: E501
     plain, ours = twins(Parts, gradient_as_bucket_view=True)
     register_comm_hook(ours, default_hooks.allreduce_hook)
     for step in range(5):

@@ -199,9 +199,7 @@ def _transforms_and_calls_with_other_tensors_work() -> None:
     assert model.linear.weight is weight
 
 
-def _recurrent_modules_and_parameters_in_another_order_compute_with_casts_and_are_their_own_again() -> (
-    None
-):
+def _recurrent_modules_and_parameters_in_another_order_compute_with_casts_and_are_their_own_again() -> None:  # fmt: skip  # noqa: E501
     torch.manual_seed(0)
     images = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     models: list[tuple[nn.Module, Tensor]] = [
@@ -246,9 +244,10 @@ _COMPILED: Final[dict[str, tuple[Callable[[nn.Module], Any], bool]]] = {
     "a replica": (lambda model: replicate(model, mp_policy=LOW), True),
     "units": (lambda model: fully_shard(model, policy={Part}, mp_policy=KEPT), False),
     "a sharded model": (
-        lambda model: fully_shard(model, policy={Part}, mp_policy=replace(LOW, output_dtype=F32)), True
+        lambda model: fully_shard(model, policy={Part}, mp_policy=replace(LOW, output_dtype=F32)),
+        True,
     ),
-}  # fmt: skip
+}
 
 
 def _compiled_cast_too(how: str) -> None:

@@ -164,8 +164,8 @@ def _after_a_lost_step(m: Models, i: int) -> None:
 
 
 PROGRAMS: Final = (
-    _constant_by_rank, _joint, _apart, _in_turns, _forwards_first, _twice_the_same, _one_only, _with_the_encoder_alone, _evaluated_between,
-    _accumulated, _after_a_lost_step,
+    _constant_by_rank, _joint, _apart, _in_turns, _forwards_first, _twice_the_same, _one_only,
+    _with_the_encoder_alone, _evaluated_between, _accumulated, _after_a_lost_step,
 )  # fmt: skip
 
 

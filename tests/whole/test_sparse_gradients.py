@@ -183,9 +183,7 @@ class Tied(nn.Module):
 
 
 @spmd(ranks=2)
-def test_a_table_that_a_sharded_head_is_tied_to_gets_dense_gradients_whichever_of_them_is_used() -> (
-    None
-):
+def test_a_table_that_a_sharded_head_is_tied_to_gets_dense_gradients_whichever_of_them_is_used() -> None:  # fmt: skip  # noqa: E501
     plain, ours = Tied().to(current_device()), Tied().to(current_device())
     replicate(ours.table)
     fully_shard(ours)

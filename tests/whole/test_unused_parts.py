@@ -216,34 +216,53 @@ class Row:
 ROWS: Final[dict[str, Row]] = {
     "a branch on one rank": Row(lambda: Around(Branch), lambda step, rank: rank == 0),
     "a branch not in one step": Row(lambda: Around(Branch), lambda step, rank: step != 1),
-    "a constant on one rank": Row(lambda: Around(Constant), lambda step, rank: (step + rank) % 2 == 0),
-    "a first unit on one rank": Row(lambda: First(Branch), lambda step, rank: (step + rank) % 2 == 0),
-    "a recomputed first unit on one rank": Row(lambda: RecomputedFirst(Branch), lambda step, rank: (step + rank) % 2 == 0),
-    "a frozen constant on one rank": Row(lambda: Around(Constant), lambda step, rank: (step + rank) % 2 == 0, frozen=("part",)),
+    "a constant on one rank": Row(
+        lambda: Around(Constant), lambda step, rank: (step + rank) % 2 == 0
+    ),
+    "a first unit on one rank": Row(
+        lambda: First(Branch), lambda step, rank: (step + rank) % 2 == 0
+    ),
+    "a recomputed first unit on one rank": Row(
+        lambda: RecomputedFirst(Branch), lambda step, rank: (step + rank) % 2 == 0
+    ),
+    "a frozen constant on one rank": Row(
+        lambda: Around(Constant), lambda step, rank: (step + rank) % 2 == 0, frozen=("part",)
+    ),
     "a first unit never": Row(lambda: First(Dropped), lambda step, rank: False),
     "LayerDrop": Row(lambda: Around(Dropped), lambda step, rank: (step + rank) % 2 == 0),
     "detached always": Row(lambda: Around(Detached), lambda step, rank: False),
     "detached in one step": Row(lambda: Around(Detached), lambda step, rank: step != 1),
-    "experts without tokens": Row(lambda: Around(Experts), lambda step, rank: (step + rank) % 2 == 0),
+    "experts without tokens": Row(
+        lambda: Around(Experts), lambda step, rank: (step + rank) % 2 == 0
+    ),
     "the root's parameter on one rank": Row(OwnParameter, lambda step, rank: rank == 0),
     "the root's parameter never": Row(OwnParameter, lambda step, rank: False),
     "the root's heads by rank": Row(OwnHeads, lambda step, rank: "first" if rank else "second"),
     "the root's heads on one rank": Row(OwnHeads, lambda step, rank: "first" if rank else None),
-    "outputs of the root in turn": Row(lambda: Outputs(unit=False), lambda step, rank: step % 2, _one_output),
-    "outputs of a unit in turn": Row(lambda: Outputs(unit=True), lambda step, rank: step % 2, _one_output),
-    "an auxiliary loss after a warm-up": Row(lambda: Outputs(unit=True), lambda step, rank: step > 1, _with_auxiliary),
+    "outputs of the root in turn": Row(
+        lambda: Outputs(unit=False), lambda step, rank: step % 2, _one_output
+    ),
+    "outputs of a unit in turn": Row(
+        lambda: Outputs(unit=True), lambda step, rank: step % 2, _one_output
+    ),
+    "an auxiliary loss after a warm-up": Row(
+        lambda: Outputs(unit=True), lambda step, rank: step > 1, _with_auxiliary
+    ),
     "a parameter only read": Row(lambda: Around(Temperature), lambda step, rank: True),
-    "saliency of a head that is not trained": Row(lambda: Outputs(unit=True), lambda step, rank: True, _after_saliency),
+    "saliency of a head that is not trained": Row(
+        lambda: Outputs(unit=True), lambda step, rank: True, _after_saliency
+    ),
     "frozen after a step without": Row(
         lambda: Around(Branch), lambda step, rank: step >= 0, frozen=("before", "part")
     ),
-}  # fmt: skip
+}
 
 
 # --- training -----------------------------------------------------------------------------------
 
 ANNOTATED: Final = (
-    "sharded", "sharded and kept", "hybrid", "replicated", "replicated units", "replicated in sharded", "sharded in replicated"
+    "sharded", "sharded and kept", "hybrid", "replicated", "replicated units",
+    "replicated in sharded", "sharded in replicated",
 )  # fmt: skip
 AROUND: Final = ("nothing", "checkpoint", "no_sync", "join")
 OPTIMIZERS: Final[dict[str, Callable[..., torch.optim.Optimizer]]] = {

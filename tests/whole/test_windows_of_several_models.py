@@ -150,8 +150,8 @@ def an_error_in_one_leaves_the_other(models: Models, x: Tensor) -> None:
 PROGRAMS: Final[dict[str, Callable[[Models, Tensor], None]]] = {
     program.__name__: program
     for program in (
-        adversaries_in_turns, adversaries_at_once, spoilt_gradients_are_cleared, a_teacher_and_its_student, one_loss_of_both,
-        an_error_in_one_leaves_the_other,
+        adversaries_in_turns, adversaries_at_once, spoilt_gradients_are_cleared,
+        a_teacher_and_its_student, one_loss_of_both, an_error_in_one_leaves_the_other,
     )
 }  # fmt: skip
 
