@@ -97,7 +97,7 @@ def reduce_gradients(model: nn.Module) -> None:
         (
             unit.name
             for unit in units
-            if unit.depth or (unit.root is not None and unit.root.running)
+            if unit.step.depth or (unit.root is not None and unit.root.running)
         ),
         None,
     )

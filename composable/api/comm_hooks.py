@@ -284,7 +284,12 @@ def refuse_moment(what: str, unit: Unit) -> None:
     How its gradients are reduced may change only between two steps.
     """
     accumulates = unit.accumulation.now is not SyncMode.REDUCE or unit.has_unreduced
-    if in_backward() or unit.depth or accumulates or (unit.root is not None and unit.root.in_step):
+    if (
+        in_backward()
+        or unit.step.depth
+        or accumulates
+        or (unit.root is not None and unit.root.in_step)
+    ):
         raise PhaseError(
             f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward,"
             " between them, or in no_sync, with accumulated gradients. Do it between two steps;"

@@ -86,7 +86,9 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """
     units = units_in("unshard", module, sharded=True)
     for unit in units:
-        if not unit.depth:  # in its own forward nothing changes: the end of that reshards as usual
+        if (
+            not unit.step.depth
+        ):  # in its own forward nothing changes: the end of that reshards as usual
             unit.keep(EXPLICIT)
         unit.unshard()
     pending = Unsharding(units)
@@ -106,7 +108,7 @@ def reshard(module: nn.Module) -> None:
         PhaseError: inside of a forward of a unit.
     """
     units = units_in("reshard", module, sharded=True)
-    running = next((unit for unit in units if unit.depth), None)
+    running = next((unit for unit in units if unit.step.depth), None)
     if running is not None:
         raise PhaseError(
             f"reshard was called inside of the forward of unit '{running.name}', which needs its"
@@ -114,7 +116,7 @@ def reshard(module: nn.Module) -> None:
         )
     for unit in units_below([unwrapped(module)]):
         unit.hide()
-        if not unit.depth:
+        if not unit.step.depth:
             unit.reshard()
 
 
@@ -146,7 +148,9 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     units = units_below([unwrapped(module)])
     scope = object()
     shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
-    shown = [unit for unit in units if shows and not unit.depth and EXPLICIT not in unit.kept_by]
+    shown = [
+        unit for unit in units if shows and not unit.step.depth and EXPLICIT not in unit.kept_by
+    ]
     try:
         for unit in units:
             unit.keep(scope)

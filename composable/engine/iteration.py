@@ -1,5 +1,5 @@
-"""What one step leaves behind while it runs, and one forward: both are dropped, and not cleaned up
-field by field.
+"""What a root knows of the step that is under way. A step that is lost is dropped as one object,
+and not cleaned up field by field.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weakref import ref
 from torch import nn
 
 from composable.engine.param import ManagedParam
-from composable.engine.unit import Unit
+from composable.engine.unit import Unit, UnitCall
 
 # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
 REMEMBERED: Final = 4096
@@ -81,3 +81,23 @@ class Iteration:
         self.over_replicas: list[Unit] = []
         self.builds_graph = False
         self.forwards = self.forwards_left = 0
+
+
+class Step:
+    """All that a lost step takes with it. What its units know of it is in `UnitStep`.
+
+    Attributes:
+        iteration: None if no backward is to come, and none runs.
+        forward: the forward of the outermost module that is under way.
+        running: units whose forward is under way, outermost first.
+        calls: of units with gradients, as they began, from the first on whose backward has not
+            come. Recomputation looks for them.
+    """
+
+    __slots__ = ("calls", "forward", "iteration", "running")
+
+    def __init__(self) -> None:
+        self.iteration: Iteration | None = None
+        self.forward: Forward | None = None
+        self.running: list[Unit] = []
+        self.calls: list[UnitCall] = []

@@ -161,10 +161,11 @@ class Entry:
         forward: the number of the root's forward; None for a recomputation, which does not count.
     """
 
-    __slots__ = ("_counted", "_forward", "_trained", "_unit")
+    __slots__ = ("_counted", "_forward", "_step", "_trained", "_unit")
 
     def __init__(self, unit: Any, trained: Any, forward: int | None) -> None:
         self._unit = unit
+        self._step = unit.step  # a backward that comes after the step was lost counts nowhere
         self._trained = trained
         self._forward = forward
         self._counted = forward is not None
@@ -185,9 +186,9 @@ class Entry:
                     unit,
                     trained is not None
                     and unit.root is not None
-                    and trained is unit.root.iteration,
+                    and trained is unit.root.step.iteration,
                 )
-            unit.pending -= 1
+            self._step.pending -= 1
             if trained is not None:
                 trained.forwards_left -= 1
         self._unit.pre_backward(self._forward)

@@ -1,8 +1,8 @@
 """The order of one step: which units are unsharded, reduced and freed when. See docs/tour.md for a
 step, line by line.
 
-State machine of a `Root`; what may change its phase is in this file, and the phase is what
-`running`, `iteration` and its end say:
+State machine of a `Root`; what may change its phase is in this file, and the phase is what its
+`Step` says:
 
 | phase    | a forward begins | a forward ends | a backward begins | it ends | it raises | `reset` |
 |----------|------------------|----------------|-------------------|---------|-----------|---------|
@@ -21,8 +21,8 @@ Laws:
 * At the end of a backward every reduction is launched before any of them is landed. On a hybrid
   mesh the second stage is launched when its first has been waited for. Every wait is for something
   that was launched earlier in the one sequence that all ranks run.
-* What must not survive a step is in `Iteration`, `Forward` and `Reduction`, which are dropped. A
-  step is lost on all ranks or on none: `Root.reset`.
+* What must not survive a step is in `Step`, `UnitStep` and `Reduction`, which are dropped. A step
+  is lost on all ranks or on none: `Root.reset`.
 * Nothing stays gathered from one root forward to the next outside of `unshard()` and
   `keep_unsharded`.
 
@@ -52,7 +52,7 @@ from composable.compilation import backward_is_compiled, backward_will_be_compil
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch, names_below
 from composable.engine.arrival import Buckets
-from composable.engine.iteration import CLOCK, REMEMBERED, Forward, Iteration
+from composable.engine.iteration import CLOCK, REMEMBERED, Forward, Iteration, Step
 from composable.engine.param import ManagedParam, hear_arrivals, ignore_arrivals
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
 from composable.engine.shadow import (
@@ -176,14 +176,11 @@ class Root:
         shared: units below that are below another annotated model, too (an encoder of an actor and
             a critic). They are the units of a root of their own, whichever model calls them: one
             object reduces the gradients of a parameter.
-        running: units whose forward is under way, outermost first.
-        iteration: None between steps.
+        step: that is under way.
         forward: the number of the forward that began last.
         split_by: the pipeline schedule that called the last forward, if it takes gradients of
             weights by `torch.autograd.grad` and assigns `.grad` itself. The optimizer's step
             refuses that: all ranks come to it, and to a forward one stage after another.
-        calls: of units with gradients, as they began, from the first on whose backward has not
-            come. Recomputation looks for them.
         buckets: of replicated units; none if there are shards below this root.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last
             forward; empty if the compiler does.
@@ -200,11 +197,8 @@ class Root:
         self.units = list(units)
         self.shared = list(shared)
         self.order: list[Unit] = []
-        self.running: list[Unit] = []
-        self.iteration: Iteration | None = None
+        self.step = Step()
         self.forward = 0
-        self._open: Forward | None = None  # that is under way
-        self.calls: list[UnitCall] = []
         self._trained: list[Unit] = []  # units, in the last forward
         self._trees = [TreeWatch(module) for module in modules]
         self._gone = False
@@ -213,7 +207,6 @@ class Root:
         self._last_backward: int | None = None  # when it ended, on the clock of `CLOCK`
         self._streams = streams_of(self.units[0].mesh_info.device)
         self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
-        self._pinned: dict[Unit, None] = {}
         self._indices = {unit: index for index, unit in enumerate(self.units)}
         # Replicated parameters that rest as DTensors are shown for the whole forward: modules of
         # other units may read them.
@@ -272,16 +265,21 @@ class Root:
                 unit.root = None
 
     @property
+    def running(self) -> list[Unit]:
+        """Units whose forward is under way, outermost first."""
+        return self.step.running
+
+    @property
     def _iteration(self) -> Iteration:
-        """`iteration`, where there is one."""
-        assert self.iteration is not None
-        return self.iteration
+        """The iteration, where there is one."""
+        assert self.step.iteration is not None
+        return self.step.iteration
 
     @property
     def _forward(self) -> Forward:
         """The forward that is under way, where there is one."""
-        assert self._open is not None
-        return self._open
+        assert self.step.forward is not None
+        return self.step.forward
 
     @property
     def name(self) -> str:
@@ -290,7 +288,7 @@ class Root:
     def make_buckets(self) -> None:
         """Also when parameters of replicated units were replaced."""
         self.buckets = Buckets(
-            [unit for unit in self.units if unit.reduces_by_arrival], lambda: self.iteration
+            [unit for unit in self.units if unit.reduces_by_arrival], lambda: self.step.iteration
         )
 
     def attach_hooks(self) -> None:
@@ -300,24 +298,24 @@ class Root:
     @property
     def phase(self) -> Phase:
         """See the table at the top of this file."""
-        iteration = self.iteration
+        iteration = self.step.iteration
         if iteration is None:
             return Phase.IDLE
         if iteration.end is None:
-            return Phase.FORWARD if self.running else Phase.WAITING
+            return Phase.FORWARD if self.step.running else Phase.WAITING
         end = iteration.end()
         return Phase.BACKWARD if end is not None and end.roots else Phase.LOST
 
     @property
     def in_step(self) -> bool:
         """Whether forwards or a backward are under way, or forwards wait for their backward."""
-        return self.iteration is not None
+        return self.step.iteration is not None
 
     def needs(self, unit: Unit) -> bool:
         """Whether a backward needs the unit's parameters to stay as they are: it is in the unit, or
         may come to it unseen.
         """
-        iteration = self.iteration
+        iteration = self.step.iteration
         if iteration is None or (iteration.end is not None and self.phase is Phase.LOST):
             return False
         return unit in iteration.active or unit in iteration.untracked
@@ -326,16 +324,16 @@ class Root:
         """The iteration, if this call of `module` counts as one that is trained on. Without a
         module it does.
         """
-        counts = module is None or (module.training and len(self.running) == 1)
-        return self.iteration if counts else None
+        counts = module is None or (module.training and len(self.step.running) == 1)
+        return self.step.iteration if counts else None
 
     def shows(self, unit: Unit) -> bool:
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
-        iteration = self.iteration
+        iteration = self.step.iteration
         if iteration is None:
             return False
         return unit in iteration.active or (
-            unit in self._shown and (bool(self.running) or iteration.end is not None)
+            unit in self._shown and (bool(self.step.running) or iteration.end is not None)
         )
 
     # --- forward ---------------------------------------------------------------------------------
@@ -348,15 +346,15 @@ class Root:
             inputs: of the module; None if this rank does not compute it.
         """
         if LISTENERS:
-            if not self.running and (scope := listener()) is not None:
+            if not self.step.running and (scope := listener()) is not None:
                 scope.begin(self)
             tell(Event.ENTER, unit, unit.modules.index(module), now=True)
-        if not self.running:
+        if not self.step.running:
             self._begin(module)
-        for outer in self.running:
+        for outer in self.step.running:
             if outer is not unit:
                 unit.around[outer] = None
-        self.running.append(unit)
+        self.step.running.append(unit)
         try:
             if self._iteration.last and not unit.is_unsharded:
                 self._free_last(unit)
@@ -373,20 +371,17 @@ class Root:
 
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
-        iteration, grad = self.iteration, torch.is_grad_enabled()
-        self._open = Forward(module, grad)
-        if iteration is None and self._pinned:
+        iteration, grad = self.step.iteration, torch.is_grad_enabled()
+        self.step.forward = Forward(module, grad)
+        if iteration is None:
             # No backward can go through a graph any more that was made before an optimizer step.
-            for unit in [
-                unit
-                for unit in self._pinned
-                if grad or any(group.is_stale for group in unit.groups)
-            ]:
-                del self._pinned[unit]
-                unit.release(self)
+            for unit in self.units:
+                if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
+                    unit.step.pinned = False
+                    unit.free()
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
         for unit in self.units:
-            if unit.to_run:
+            if unit.step.to_run:
                 unit.swap_out()
         for unit in explicit:
             unit.swap_out()
@@ -401,7 +396,7 @@ class Root:
                 unit.free()
         saved = iteration is not None
         if iteration is None:
-            iteration = self.iteration = Iteration(None)
+            iteration = self.step.iteration = Iteration(None)
         for unit in explicit if not grad else ():
             unit.show()
         iteration.stream, iteration.began = self._streams.here(), next(CLOCK)
@@ -466,7 +461,9 @@ class Root:
         """
         unit.unshard()
         for other in ahead:
-            if not other.depth:  # its forward is under way: its parameters must stay as they are
+            if (
+                not other.step.depth
+            ):  # its forward is under way: its parameters must stay as they are
                 other.unshard()
         unit.wait_for_unshard()
 
@@ -479,7 +476,7 @@ class Root:
             complete: all modules of the unit have computed.
         """
         iteration, grad = self._iteration, torch.is_grad_enabled()
-        self.running.pop()
+        self.step.running.pop()
         if grad:
             if unit.gathers:
                 iteration.finished.append(unit)
@@ -501,7 +498,7 @@ class Root:
             else:
                 for group in unit.groups:
                     group.reshard_after_forward()
-        if not self.running:
+        if not self.step.running:
             self._end_forward(grad=grad)
 
     def _end_forward(self, *, grad: bool) -> None:
@@ -511,27 +508,27 @@ class Root:
             if not forward.has_unknown:
                 warn_of_equal_shards(self.units)
                 self._verified = True
-        self.order, self._open = forward.order, None
+        self.order, self.step.forward = forward.order, None
         if iteration.end is None:
             for unit in self._shown:
-                if EXPLICIT not in unit.kept_by and not unit.to_run:
+                if EXPLICIT not in unit.kept_by and not unit.step.to_run:
                     unit.swap_out()
-        waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
+        waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
         stay = dict.fromkeys(self.order) if waits and grad else {}
         if not waits and iteration.end is None:
-            self.iteration = None  # no backward will come
+            self.step.iteration = None  # no backward will come
         for unit in self.units:
-            if unit.to_run and self._is_called_by_another(unit):
+            if unit.step.to_run and self._is_called_by_another(unit):
                 continue  # the forward of a model around this unit of several modules goes on
             unit.end_forward()
             if unit not in stay:
                 unit.free()
         for unit in self.shared:
-            if unit.to_run:
+            if unit.step.to_run:
                 unit.end_forward()
-                if not unit.pending:
+                if not unit.step.pending:
                     unit.free()
-        if self.iteration is None:
+        if self.step.iteration is None:
             release_idle_memory()
         wait_for_traffic()
 
@@ -576,16 +573,16 @@ class Root:
         alike.
         """
         return (
-            len(self.running) > 1 and not unit.reduces_by_arrival
+            len(self.step.running) > 1 and not unit.reduces_by_arrival
         ) or self._is_called_by_another(unit)
 
     def _is_called_by_another(self, unit: Unit) -> bool:
-        return unit.is_shared and any(root.running and unit in root.shared for root in _ROOTS)
+        return unit.is_shared and any(root.step.running and unit in root.shared for root in _ROOTS)
 
     # --- backward --------------------------------------------------------------------------------
 
     def _open_backward(self) -> Iteration:
-        iteration = self.iteration
+        iteration = self.step.iteration
         if self.phase is Phase.LOST:
             raise PhaseError(
                 f"a backward came to unit '{self.name}' after an earlier one of the same step had"
@@ -603,7 +600,7 @@ class Root:
         )
         if iteration is None:
             # its forward's iteration has ended: a second backward through one graph, or of one step
-            iteration = self.iteration = Iteration(self._streams.here())
+            iteration = self.step.iteration = Iteration(self._streams.here())
         self._left = []
         end = _end_of_backward(self)
         iteration.end = ref(end)
@@ -633,7 +630,7 @@ class Root:
 
     def _in_backward(self) -> Iteration | None:
         """The iteration, if its backward is under way."""
-        return self.iteration if self.phase is Phase.BACKWARD else None
+        return self.step.iteration if self.phase is Phase.BACKWARD else None
 
     def _others_since(self, when: int) -> bool:
         """Whether other roots had forwards since then, so that they may take part in this backward.
@@ -642,7 +639,7 @@ class Root:
         collects those at another time.
         """
         return any(
-            root.iteration is not None and root.iteration.began > when
+            root.step.iteration is not None and root.step.iteration.began > when
             for root in _ROOTS
             if root is not self and not root._gone
         )
@@ -688,14 +685,13 @@ class Root:
         if torch.is_grad_enabled():
             # create_graph=True: the new nodes need the parameters, and lie in no call
             self._iteration.builds_graph = True
-            self._pinned[unit] = None
-            unit.keep(self)
+            unit.pin()
 
     def note_call(self, call: UnitCall) -> None:
         """A forward with gradients has begun."""
-        self.calls.append(call)
-        if len(self.calls) > REMEMBERED:
-            del self.calls[: REMEMBERED // 2]
+        self.step.calls.append(call)
+        if len(self.step.calls) > REMEMBERED:
+            del self.step.calls[: REMEMBERED // 2]
 
     def before_recomputation(self, unit: Unit) -> UnitCall | None:
         """Checkpointing is about to run a forward of `unit` again, for the node that backward is
@@ -708,7 +704,7 @@ class Root:
         Returns:
             The call that is run again; None if it ran without gradients (reentrant checkpointing).
         """
-        calls, entry = self.calls, None
+        calls, entry = self.step.calls, None
         for index in range(
             bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1
         ):
@@ -723,7 +719,7 @@ class Root:
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
-        iteration = self.iteration
+        iteration = self.step.iteration
         if iteration is not None and unit in iteration.to_reduce and not unit.reduces_by_arrival:
             return
         iteration = self._in_backward() or self._open_backward()
@@ -761,13 +757,13 @@ class Root:
         iteration = self._iteration
         if unit in iteration.active:
             iteration.active.remove(unit)
-        if not self.running:
-            unit.to_run = []  # a recomputation ran some of its modules only
+        if not self.step.running:
+            unit.step.to_run = []  # a recomputation ran some of its modules only
         unit.hold_at_rest()
         unit.free()  # before gradients are copied into a message
         # With several forwards before one backward, a unit is reduced when the last of them has
         # been left.
-        if at_end or (unit.pending <= 0 and unit not in iteration.untracked):
+        if at_end or (unit.step.pending <= 0 and unit not in iteration.untracked):
             if not at_end and not self._alike:
                 self._left.append(self._indices[unit])
                 if unit in self._shown:
@@ -780,7 +776,7 @@ class Root:
 
     def _reduce(self, unit: Unit) -> None:
         iteration, mode = self._iteration, unit.accumulation.now
-        if unit.unhooked and mode is SyncMode.REDUCE:
+        if unit.step.unhooked and mode is SyncMode.REDUCE:
             unit.run_hooks()
         if not unit.buckets:
             return
@@ -833,7 +829,7 @@ class Root:
             due = [
                 unit
                 for unit in reducing
-                if unit.unhooked or any(bucket.held for bucket in unit.buckets)
+                if unit.step.unhooked or any(bucket.held for bucket in unit.buckets)
             ]
             sent = [*iteration.in_flight, *iteration.over_replicas]
             rest = dict.fromkeys([*reversed(iteration.to_reduce), *iteration.untracked, *due])
@@ -896,22 +892,22 @@ class Root:
 
     def _conclude(self, iteration: Iteration) -> None:
         following, self._last_backward = None, next(CLOCK)
-        if self.running or iteration.builds_graph:
+        if self.step.running or iteration.builds_graph:
             following = Iteration(iteration.stream)
             following.finished, following.untracked = iteration.finished, iteration.untracked
             following.last = iteration.last
-        self.iteration = following
+        self.step.iteration = following
         waiting = (
             index
-            for index, call in enumerate(self.calls)
+            for index, call in enumerate(self.step.calls)
             if call.entry is not None and call.entry.waits
         )
-        del self.calls[: next(waiting, len(self.calls))]
+        del self.step.calls[: next(waiting, len(self.step.calls))]
         for unit in self.units:
             if following is None:
-                unit.pending = 0  # no backward will come to the forwards that have been
-            if not self.running:
-                unit.to_run = []
+                unit.step.pending = 0  # no backward will come to the forwards that have been
+            if not self.step.running:
+                unit.step.to_run = []
             unit.hold_at_rest()
             if following is None or unit not in following.last:
                 unit.free()
@@ -924,9 +920,9 @@ class Root:
         """A forward of `unit`'s module raised; called from the innermost annotated module
         outwards.
         """
-        if self.running:
-            self.running.pop()
-        if not self.running:
+        if self.step.running:
+            self.step.running.pop()
+        if not self.step.running:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")
 
     def on_failed_backward(self) -> None:
@@ -937,16 +933,14 @@ class Root:
             return  # a forward has reset this step already, or another backward has begun
         for unit in self.units:
             hear_arrivals(unit.arrivals.values())
-            if not unit.depth:
+            if not unit.step.depth:
                 unit.swap_out()
 
     def reset(self, why: str = "") -> None:
         """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop
         unreduced gradients.
         """
-        iteration, self.iteration = self.iteration, None
-        self.running.clear()
-        self._open, self._pinned, self.calls = None, {}, []
+        iteration, self.step = self.step.iteration, Step()
         if why:
             logger.warning(
                 "unit '%s': %s; the step is lost, and its state was reset", self.name, why
@@ -959,15 +953,13 @@ class Root:
                 held[0],
             )
         for unit in dict.fromkeys([*launched, *self.units]):
-            unit.drop_calls()
-            unit.unhooked.clear()
+            unit.drop_step()
             try:
                 for bucket in unit.buckets:
                     bucket.drop()
                 for sparse in unit.sparse:
                     sparse.drop()
                 unit.swap_out()
-                unit.kept_by.pop(self, None)
                 unit.reshard()
             except CommunicationError as error:
                 logger.warning(
@@ -1099,8 +1091,8 @@ def planned_roots(units: Sequence[Unit]) -> list[Root]:
 
 def _root_for_call(unit: Unit, module: nn.Module) -> Root:
     root = root_of(unit)
-    if root is not None and root.running:
-        if root._open is None or root._open.module is not module:
+    if root is not None and root.step.running:
+        if root.step.forward is None or root.step.forward.module is not module:
             return root
         # Entered again from outside: an interrupt ended the last forward without a word.
         drop_open_calls(root, entering=module)
@@ -1116,9 +1108,9 @@ def _root_for_call(unit: Unit, module: nn.Module) -> Root:
 
 def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:
     """Close what a KeyboardInterrupt left open: torch does not tell forward hooks of it."""
-    root.running.clear()
+    root.step.running.clear()
     for unit in root.units:
-        unit.drop_calls()
+        unit.drop_step()
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))
     close_interrupted()

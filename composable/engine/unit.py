@@ -126,7 +126,6 @@ class Schedule(Protocol):
 
     Attributes:
         units: all that are below the outermost annotated module that was called.
-        running: those whose forward is under way, outermost first.
         forward: the number of the forward that began last.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last
             forward; empty if it does not.
@@ -134,10 +133,13 @@ class Schedule(Protocol):
     """
 
     units: list[Unit]
-    running: list[Unit]
     forward: int
     eager_because: str
     split_by: str
+
+    @property
+    def running(self) -> list[Unit]:
+        """Units whose forward is under way, outermost first."""
 
     @property
     def in_step(self) -> bool:
@@ -220,6 +222,31 @@ class UnitCall:
     anchors: bool = False
 
 
+class UnitStep:
+    """What a unit knows of the step that is under way in its root; dropped if that is lost.
+
+    Attributes:
+        calls: of its modules, under way, innermost last.
+        depth: how many of these have gathered the unit, and compute.
+        pending: forwards whose backward has not come.
+        to_run: of several modules, those that have not run in this forward, or recomputation.
+            Until all have, modules hold compute parameters: code between two of them reads the
+            weight of the next (losses that are fused with the head do).
+        pinned: a graph of `create_graph=True` needs the parameters.
+        unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are
+            still to be called.
+    """
+
+    __slots__ = ("calls", "depth", "pending", "pinned", "to_run", "unhooked")
+
+    def __init__(self) -> None:
+        self.calls: list[UnitCall] = []
+        self.depth = self.pending = 0
+        self.to_run: list[nn.Module] = []
+        self.pinned = False
+        self.unhooked: dict[ManagedParam, None] = {}
+
+
 class Unit:
     """See the top of this file. It is the verb's state in the registry, and the bracket around its
     modules' forwards.
@@ -232,9 +259,8 @@ class Unit:
         buckets: their gradients; empty for gradients that the root reduces in buckets of all units
             (`arrival.py`).
         root: of the last forward; None before the first, and after the tree changed.
-        depth: forwards of its modules that are under way.
-        pending: forwards whose backward has not come yet.
-        kept_by: reasons to stay unsharded: scopes, and graphs of `create_graph=True`.
+        step: that is under way.
+        kept_by: scopes that ask for it to stay unsharded.
         within, found: the units that were annotated around this one, and those that its annotation
             found below it.
         beside: for a replicated unit in a tree with shards, the mesh of those shards; otherwise
@@ -250,12 +276,7 @@ class Unit:
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
         arrivals: by what autograd tells of gradients, while it matters which one has come.
-        unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are
-            still to be called.
         is_shared: it lies below several annotated models, see `Root.shared`.
-        to_run: of several modules, those that have not run in this forward, or recomputation. Until
-            all have, modules hold compute parameters: code between two of them reads the weight of
-            the next (losses that are fused with the head do).
         around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
         given: of a frozen unit, how ranks that compute it did so last: 0 without autograd, 1 with
@@ -277,8 +298,7 @@ class Unit:
         self.buckets: list[GradBucket] = []
         self.root: Schedule | None = None
         self.name = unit_name("")
-        self.depth = 0
-        self.pending = 0
+        self.step = UnitStep()
         self.kept_by: dict[object, None] = {}
         self.shown_by = ""
         self.beside: DeviceMesh | None = None
@@ -290,13 +310,10 @@ class Unit:
         self.accumulation = Accumulation()
         self.comm_hooks: dict[str, CommHook] = {}
         self.sparse: list[SparseGradients] = []
-        self.unhooked: dict[ManagedParam, None] = {}
         self.arrivals: dict[ManagedParam, Arrival] = {}
         self.around: dict[Unit, None] = {}
         self.trains = self.reduces_by_arrival = self.is_shared = False
         self.given: int | None = None
-        self._calls: list[UnitCall] = []  # that are under way
-        self.to_run: list[nn.Module] = []
         self._anchors = False  # `UnitCall.anchors` of the last forward
         self._swap = ParameterSwap(())
         self._buffers = BufferCasts(())
@@ -389,12 +406,12 @@ class Unit:
         """A state dict that is made or loaded in an `except` block after a failed step is one of
         at-rest parameters.
         """
-        if not self.depth and not in_backward():
+        if not self.step.depth and not in_backward():
             self.swap_out()
 
     @untraced
     def after_state_dict(self, *_: object) -> None:
-        if EXPLICIT in self.kept_by and not self.depth:
+        if EXPLICIT in self.kept_by and not self.step.depth:
             self.show()
 
     def build(self) -> None:
@@ -506,7 +523,7 @@ class Unit:
                 # accumulates nothing
                 return
             if alone:
-                unit.unhooked[param] = None
+                unit.step.unhooked[param] = None
             sparse = None if to_sparse is None else to_sparse()
             if sparse is not None:
                 sparse.arrived(param)
@@ -584,7 +601,7 @@ class Unit:
     @property
     def is_shown(self) -> bool:
         """Whether modules are to hold compute parameters now."""
-        if self.depth or self.to_run or EXPLICIT in self.kept_by:
+        if self.step.depth or self.step.to_run or EXPLICIT in self.kept_by:
             return True
         return self.root is not None and self.root.shows(self)
 
@@ -618,8 +635,9 @@ class Unit:
     @property
     def must_stay(self) -> bool:
         """Whether the parameters may not be freed now."""
-        if self.kept_by or self.depth or self.to_run:
-            return True  # for a scope, a graph of create_graph=True, or a forward that is under way
+        step = self.step
+        if self.kept_by or step.depth or step.to_run or step.pinned:
+            return True  # for a scope, a forward that is under way, or a graph of create_graph=True
         return self.root is not None and self.root.needs(self)
 
     def free(self) -> None:
@@ -643,6 +661,12 @@ class Unit:
                 self.hold_at_rest()
                 self.free()
 
+    def pin(self) -> None:
+        """Stay unsharded for a graph of `create_graph=True`, until the next step begins."""
+        if not self.step.pinned:
+            self.free()  # see `keep`
+            self.step.pinned = True
+
     def show(self) -> None:
         """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask,
         unless these are out of date.
@@ -652,7 +676,7 @@ class Unit:
 
     def hide(self) -> None:
         """End what `unshard()` and scopes began: modules hold at-rest parameters again."""
-        if self.kept_by.pop(EXPLICIT, self) is None and not self.depth:
+        if self.kept_by.pop(EXPLICIT, self) is None and not self.step.depth:
             self.hold_at_rest()
             self.follow_casts()
 
@@ -686,7 +710,8 @@ class Unit:
         # may reset, which forgets all calls
         root = None if recomputes else self.schedules.for_call(self, module)
         call = UnitCall(self, next_node(), root)
-        self._calls.append(call)  # before anything else that may raise: `on_error` takes it back
+        # before anything else that may raise: `on_error` takes it back
+        self.step.calls.append(call)
         if root is None:
             if self.root is not None and self.root.in_step:
                 again = self.root.before_recomputation(self)
@@ -702,12 +727,12 @@ class Unit:
             if torch.is_grad_enabled():
                 root.note_call(call)
         call.entered = True
-        if not self.to_run and len(self.modules) > 1:
-            self.to_run = list(self.modules)
-        self.depth += 1
+        if not self.step.to_run and len(self.modules) > 1:
+            self.step.to_run = list(self.modules)
+        self.step.depth += 1
         self.swap_in()
         policy, device = self.spec.mp_policy, self.mesh_info.device
-        if root is not None and len(root.running) == 1 and device.type not in ("cpu", "meta"):
+        if root is not None and device.type not in ("cpu", "meta") and len(root.running) == 1:
             args, kwargs = moved((args, kwargs), device)
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
@@ -721,9 +746,9 @@ class Unit:
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         """Post-forward."""
-        call = self._calls.pop()
+        call = self.step.calls.pop()
         root, grad = call.root, torch.is_grad_enabled()
-        self.depth -= 1
+        self.step.depth -= 1
         if self.spec.mp_policy.output_dtype is not None:
             output = cast(output, self.spec.mp_policy.output_dtype)
         try:
@@ -741,18 +766,18 @@ class Unit:
         if LISTENERS:
             outermost = root is not None and len(root.running) == 1
             tell(Event.LEAVE, self, 2 * self.modules.index(module) + keep, now=outermost)
-        if module in self.to_run:
-            self.to_run.remove(module)
+        if module in self.step.to_run:
+            self.step.to_run.remove(module)
         self.hold_at_rest()
         if root is not None:
-            root.leave_forward(self, keep=keep, complete=not self.to_run)
+            root.leave_forward(self, keep=keep, complete=not self.step.to_run)
 
     def end_forward(self) -> None:
         """The root's forward, or a backward, ends: modules that have not run do not run any
         more.
         """
-        if self.to_run:
-            self.to_run = []
+        if self.step.to_run:
+            self.step.to_run = []
             self.hold_at_rest()
 
     def _watch(self, module: nn.Module, output: Any, call: UnitCall) -> tuple[Any, bool]:
@@ -776,7 +801,7 @@ class Unit:
         if seen.found and root is not None:
             if LISTENERS:
                 tell(Event.OUTPUT, self, trained is not None)
-            self.pending += 1
+            self.step.pending += 1
             call.entry = entry
             if trained is not None:
                 trained.forwards += 1
@@ -804,18 +829,18 @@ class Unit:
     @untraced
     def on_error(self, module: nn.Module) -> None:
         """Forward, or a hook around it, raised."""
-        if not self._calls:
+        if not self.step.calls:
             return  # a reset has forgotten the call
-        call = self._calls.pop()
+        call = self.step.calls.pop()
         if not call.entered:
             return  # `enter` raised, and `Root.enter_forward` has cleaned up
         _explain(self, module, sys.exception())
-        self.depth -= 1
+        self.step.depth -= 1
         # checkpointing stops a recomputation by an exception when it has what it needs
         if call.root is None:
             self._end_call(module, None, keep=False)
             return
-        self.to_run = []
+        self.step.to_run = []
         self.hold_at_rest()
         call.root.on_error(self)
 
@@ -845,8 +870,9 @@ class Unit:
         if event is Event.ENTER:
             self.enter(self.modules[detail], (), {}, computes=False)
         elif event is Event.LEAVE:
-            self.depth -= 1
-            self._end_call(self.modules[detail // 2], self._calls.pop().root, keep=bool(detail % 2))
+            self.step.depth -= 1
+            call = self.step.calls.pop()
+            self._end_call(self.modules[detail // 2], call.root, keep=bool(detail % 2))
         elif event is Event.BACK:
             self.pre_backward()
         else:
@@ -854,12 +880,12 @@ class Unit:
             assert root is not None
             trained = root.trained(None) if detail else None
             if event is Event.OUTPUT:
-                self.pending += 1
+                self.step.pending += 1
                 if trained is not None:
                     trained.forwards += 1
                     trained.forwards_left += 1
             elif event is Event.COUNT:
-                self.pending -= 1
+                self.step.pending -= 1
                 if trained is not None:
                     trained.forwards_left -= 1
             elif event is Event.OPEN:
@@ -867,10 +893,9 @@ class Unit:
             elif event is Event.GRADIENT:
                 root.on_gradient(self, self.params[0])
 
-    def drop_calls(self) -> None:
-        """After an error: no forward of the unit is under way."""
-        self._calls, self.to_run = [], []
-        self.depth = self.pending = 0
+    def drop_step(self) -> None:
+        """The step is lost."""
+        self.step = UnitStep()
         hear_arrivals(self.arrivals.values())
 
     # --- gradients -------------------------------------------------------------------------------
@@ -882,7 +907,7 @@ class Unit:
     @property
     def holds(self) -> bool:
         return (
-            bool(self.unhooked)
+            bool(self.step.unhooked)
             or any(bucket.held for bucket in self.buckets)
             or any(sparse.holds for sparse in self.sparse)
         )
@@ -896,7 +921,7 @@ class Unit:
         """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished
         their gradients.
         """
-        due, self.unhooked = self.unhooked, {}
+        due, self.step.unhooked = self.step.unhooked, {}
         for param in due:
             run_post_accumulate_hooks(param.at_rest)
 
@@ -965,7 +990,7 @@ class Unit:
         for undo in (*self._rebuild_undo, *reversed(self._undo)):
             undo()
         self._undo, self._rebuild_undo, self.arrivals = [], [], {}
-        self.drop_calls()
+        self.drop_step()
         self.swap_out()
         # readers that still have its parameters are refused in their next forward
         for unit in (self, *self.readers):
@@ -1164,7 +1189,7 @@ def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None
             (f"'{other.name}'", param.info.places)
             for other in units
             for param in other.params
-            if not other.depth and isinstance(param.registered, DTensor)  # type: ignore[redundant-expr]
+            if not other.step.depth and isinstance(param.registered, DTensor)  # type: ignore[redundant-expr]
         ]
         for reader in readers:
             below, kind = set(reader.modules()), type(reader).__name__

@@ -106,7 +106,7 @@ def require_at_rest(verb: str, units: list[Unit]) -> None:
     Inside of a forward or backward this is an error.
     """
     for unit in units:
-        if unit.depth or in_backward():
+        if unit.step.depth or in_backward():
             raise PhaseError(
                 f"{verb} was called inside of the forward or backward of unit '{unit.name}'; call"
                 " it outside"

@@ -293,6 +293,19 @@ def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_
             torch.testing.assert_close(full(other), one, msg=f"{name} in step {step}")
 
 
+@spmd(ranks=2)
+def test_what_a_graph_kept_is_freed_also_if_the_tree_changes_before_the_next_step() -> None:
+    model = _DISCRIMINATOR.model(0, 0, current_device())
+    fully_shard(model, policy={Layer})
+    (x,) = _DISCRIMINATOR.inputs(0, 0, 0, current_device())
+    _penalty(model, x)
+    assert _unsharded(model) == ["", "first", "second", "third"]
+    outer = nn.Sequential(model)
+    fully_shard(outer)  # another root from now on
+    outer(x).sum().backward()
+    assert _unsharded(outer) == []
+
+
 @pytest.mark.parametrize(
     ("annotate", "refused"),
     [
