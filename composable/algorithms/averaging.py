@@ -137,7 +137,7 @@ def _memory_of(unit: Unit) -> Iterator[Tensor]:
     """
     for group in unit.groups:
         if group.precision.original.is_floating_point or group.precision.original.is_complex:
-            if group.has_shards:
+            if group.is_sharded:
                 yield group.shard.detach()
             else:
                 locals_ = (

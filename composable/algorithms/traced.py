@@ -22,6 +22,7 @@ from torch.distributed._functional_collectives import all_reduce
 
 from composable.compilation import backward_is_compiled, traceable
 from composable.engine.param import DeferredHooks
+from composable.engine.param_group import Kind
 from composable.engine.reduction import division_factors
 from composable.engine.root import Root, root_of
 from composable.engine.shadow import LISTENERS
@@ -107,7 +108,7 @@ def _obstacle(root: Root) -> str:
     if LISTENERS:
         return "a join scope is open, in which ranks without data follow the engine's reductions"
     for unit in root.units:
-        if unit.is_sharded or unit.beside is not None:
+        if unit.kind in (Kind.SHARDED, Kind.BESIDE):
             return f"unit '{unit.name}' has shards, or is replicated beside some"
         if any(param.compute is not param.at_rest for param in unit.params):
             return f"unit '{unit.name}' has a mixed precision policy (torch.autocast works)"

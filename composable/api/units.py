@@ -68,6 +68,7 @@ from composable.contract.tree import (
     walk,
 )
 from composable.engine.param import ParamInfo
+from composable.engine.param_group import Kind
 from composable.engine.root import Root
 from composable.engine.unit import Unit, UnitSpec, settle
 from composable.errors import AnnotationError, unit_name
@@ -333,7 +334,7 @@ class _Gathers:
         unit = self._unit()
         if unit is None or not unit.modules or unit.kept_by or torch.compiler.is_compiling():
             return False
-        return unit.is_sharded or unit.beside is not None
+        return unit.kind in (Kind.SHARDED, Kind.BESIDE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gathers | bool:
         unit = self._unit()

@@ -35,9 +35,11 @@ _KEY: Final = "composable"  # in the memo of a deepcopy, beside ids
 class Copied(Protocol):
     """A unit that is copied with its modules, as far as this file looks."""
 
-    is_sharded: bool
     modules: tuple[nn.Module, ...]
     params: list[ManagedParam]
+
+    @property
+    def is_sharded(self) -> bool: ...
 
     def refuse_copy(self) -> None: ...
 

@@ -45,9 +45,11 @@ ALL_REDUCE: Final = "all_reduce"
 class Hooked(Protocol):
     """A unit with communication hooks, as far as this file looks."""
 
-    is_sharded: bool
     mesh_info: MeshInfo
     comm_hooks: dict[str, CommHook]
+
+    @property
+    def is_sharded(self) -> bool: ...
 
 
 @dataclass(eq=False)

@@ -93,6 +93,15 @@ class ShardedState(enum.Enum):
     SHARDED_POST_FORWARD = "a few neighbouring ranks have all of them together"
 
 
+class Kind(enum.Enum):
+    """How the parameters of a unit lie over the ranks, and when their gradients are reduced."""
+
+    SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
+    BESIDE = "replicated in a tree with shards: all-reduced where backward leaves the unit"
+    ARRIVAL = "replicated: all-reduced in buckets of the root, as autograd accumulates gradients"
+    LOCAL = "one rank: autograd does everything"
+
+
 class ParamGroup:
     """See the top of this file.
 
@@ -104,7 +113,8 @@ class ParamGroup:
 
     Attributes:
         unit: its name, for messages.
-        has_shards: at-rest parameters are views of a shard buffer (`fully_shard` over ranks).
+        is_sharded: at-rest parameters are views of a shard buffer; otherwise they are the users'
+            own.
         gathers: unsharding takes a message or a cast; otherwise compute parameters are the users'
             memory.
         takes_message: unsharding takes a message, so that all ranks take part.
@@ -117,7 +127,7 @@ class ParamGroup:
         device: torch.device,
         mesh_info: MeshInfo,
         *,
-        has_shards: bool,
+        kind: Kind,
         rest_mesh: DeviceMesh | None = None,
         offload: CPUOffloadPolicy | None = None,
     ) -> None:
@@ -125,7 +135,7 @@ class ParamGroup:
         self.precision = precision
         self.device = device
         self.mesh_info = mesh_info
-        self.has_shards = has_shards
+        self.is_sharded = kind is Kind.SHARDED
         self.comm: Comm = mesh_info.shard
         self.unit = ""
         self._label = ""
@@ -133,15 +143,15 @@ class ParamGroup:
         self._warned = False
         self.home = (
             HostHome(device, pin_memory=offload.pin_memory)
-            if has_shards and offload and has_streams(device)
+            if self.is_sharded and offload and has_streams(device)
             else None
         )
         self.layout = self._plan()
         self.slots = self.layout.slots
-        self.takes_message = has_shards and self.layout.gathered
+        self.takes_message = self.is_sharded and self.layout.gathered
         self.gathers = self.takes_message or precision.casts or self.home is not None
         with torch.no_grad(), torch.inference_mode(False):
-            self._make_shards() if has_shards else self._adopt_own(rest_mesh)
+            self._make_shards() if self.is_sharded else self._adopt_own(rest_mesh)
             self._make_buffers()
             self._make_forms()
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
@@ -156,7 +166,7 @@ class ParamGroup:
             assert tensor is not None
             # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out
             # as the parameter is.
-            order, dim = memory_order(tensor), param.info.shard_dim if self.has_shards else None
+            order, dim = memory_order(tensor), param.info.shard_dim if self.is_sharded else None
             shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
             specs.append(
                 ParamShape(
@@ -168,7 +178,7 @@ class ParamGroup:
         )
         return plan_layout(
             specs,
-            num_shards=self.comm.size if self.has_shards else 1,
+            num_shards=self.comm.size if self.is_sharded else 1,
             direct_numel=-(-traits.direct_bytes // precision.compute.itemsize),
             max_direct=traits.max_direct,
             align=max(1, _CACHE_LINE // smallest),
@@ -320,7 +330,7 @@ class ParamGroup:
         for param, slot in zip(self.params, self.slots, strict=True):
             if slot.route is Route.WHOLE and slot.numel and not self._aliased(slot):
                 room = self._room(slot)
-                if self.has_shards:
+                if self.is_sharded:
                     targets.append(room)
                     sources.append(self._read(slot.shard_start, slot.numel))
                 else:
@@ -367,7 +377,7 @@ class ParamGroup:
         for param, slot in zip(self.params, self.slots, strict=True):
             registered = param.registered
             assert registered is not None
-            if self.has_shards:
+            if self.is_sharded:
                 assert mesh is not None
                 if isinstance(registered, DTensor):
                     param.at_rest = self._at_home(registered, self._local(slot))
@@ -429,14 +439,14 @@ class ParamGroup:
         return slot.route is Route.WHOLE and not self.precision.casts and self.home is None
 
     def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        if not self.has_shards and not self.precision.casts:
+        if not self.is_sharded and not self.precision.casts:
             assert param.own is not None
             if self.precision.changes and param.at_rest is param.own:
                 # Gradients are summed in another dtype. Autograd must not add to the user's
                 # gradient, which would be rounded again.
                 return nn.Parameter(param.own.detach(), requires_grad=self._differentiable)
             return param.own
-        if self.has_shards and self._aliased(slot):  # shares the shards' version counter
+        if self.is_sharded and self._aliased(slot):  # shares the shards' version counter
             return nn.Parameter(self.shard_view(slot), requires_grad=self._differentiable)
         buffer, shape = self._buffer_of(slot), whole_shape(slot)
         if buffer is None:  # the group has no elements
@@ -472,7 +482,7 @@ class ParamGroup:
         self._seen, self._is_stale = now, True
         number = len(self.params)
         at_rest = list(map(ne, before[:number], now[:number]))
-        memory = list(map(ne, before[number:], now[number:])) * (number if self.has_shards else 1)
+        memory = list(map(ne, before[number:], now[number:])) * (number if self.is_sharded else 1)
         written = list(compress(map(or_, at_rest, memory), self._comes))
         if self.state is ShardedState.UNSHARDED:
             increment_version(list(compress(self._coming_params, written)))

@@ -54,6 +54,7 @@ from composable.contract.tree import TreeWatch, names_below
 from composable.engine.arrival import Buckets
 from composable.engine.iteration import CLOCK, REMEMBERED, Forward, Iteration, Step
 from composable.engine.param import ManagedParam, hear_arrivals, ignore_arrivals
+from composable.engine.param_group import Kind
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
 from composable.engine.shadow import (
     LISTENERS,
@@ -288,7 +289,7 @@ class Root:
     def make_buckets(self) -> None:
         """Also when parameters of replicated units were replaced."""
         self.buckets = Buckets(
-            [unit for unit in self.units if unit.reduces_by_arrival], lambda: self.step.iteration
+            [unit for unit in self.units if unit.kind is Kind.ARRIVAL], lambda: self.step.iteration
         )
 
     def attach_hooks(self) -> None:
@@ -573,7 +574,7 @@ class Root:
         alike.
         """
         return (
-            len(self.step.running) > 1 and not unit.reduces_by_arrival
+            len(self.step.running) > 1 and unit.kind is not Kind.ARRIVAL
         ) or self._is_called_by_another(unit)
 
     def _is_called_by_another(self, unit: Unit) -> bool:
@@ -612,7 +613,7 @@ class Root:
         for unit in self.shared:
             # Buckets are launched in every backward, used or not. And what runs again in a backward
             # is no forward.
-            if unit.root is not None or unit.reduces_by_arrival:
+            if unit.root is not None or unit.kind is Kind.ARRIVAL:
                 (unit.root or Root.plan(unit, unit.modules[0])).open_backward()
         return iteration
 
@@ -670,7 +671,7 @@ class Root:
         iteration.active.append(unit)
         iteration.to_reduce.pop(unit, None)
         iteration.to_reduce[unit] = None
-        if not unit.reduces_by_arrival:
+        if unit.kind is not Kind.ARRIVAL:
             ignore_arrivals(unit.arrivals.values())  # it will be reduced, whichever gradients come
         finished = iteration.finished
         for position in range(len(finished) - 1, -1, -1) if unit.gathers else ():
@@ -720,10 +721,10 @@ class Root:
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
         iteration = self.step.iteration
-        if iteration is not None and unit in iteration.to_reduce and not unit.reduces_by_arrival:
+        if iteration is not None and unit in iteration.to_reduce and unit.kind is not Kind.ARRIVAL:
             return
         iteration = self._in_backward() or self._open_backward()
-        if unit.reduces_by_arrival:
+        if unit.kind is Kind.ARRIVAL:
             self.buckets.arrived(param)
         else:
             if LISTENERS:

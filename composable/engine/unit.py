@@ -57,7 +57,7 @@ from composable.engine.param import (
     set_label,
     whole_of,
 )
-from composable.engine.param_group import ParamGroup, ShardedState
+from composable.engine.param_group import Kind, ParamGroup, ShardedState
 from composable.engine.precision import (
     BufferCasts,
     BufferHolder,
@@ -263,12 +263,9 @@ class Unit:
         kept_by: scopes that ask for it to stay unsharded.
         within, found: the units that were annotated around this one, and those that its annotation
             found below it.
-        beside: for a replicated unit in a tree with shards, the mesh of those shards; otherwise
-            None.
-        rest_mesh: `beside`, if it has the same ranks as the unit: then parameters rest on it as
-            DTensors. Otherwise None.
-        reduces_by_arrival: autograd accumulates on the parameters that users see, and the root
-            reduces them in buckets of all its units.
+        kind: how its parameters lie over the ranks, and when their gradients are reduced.
+        rest_mesh: of the kind BESIDE, over the same ranks as the shards around it: their mesh, on
+            which its parameters rest as DTensors. Otherwise None.
         readers: units whose modules read parameters of this one.
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
         shown_by: the scope, if any, in which modules hold whole parameters for the user to edit;
@@ -284,7 +281,6 @@ class Unit:
             last case only. None: not known.
     """
 
-    is_sharded = False
     mesh_info: MeshInfo
     param_dtype: torch.dtype | None
     spec: UnitSpec
@@ -301,7 +297,7 @@ class Unit:
         self.step = UnitStep()
         self.kept_by: dict[object, None] = {}
         self.shown_by = ""
-        self.beside: DeviceMesh | None = None
+        self.kind = Kind.LOCAL
         self.rest_mesh: DeviceMesh | None = None
         self.found: dict[Unit, None] = {}
         self.within: dict[Unit, None] = {}
@@ -312,7 +308,7 @@ class Unit:
         self.sparse: list[SparseGradients] = []
         self.arrivals: dict[ManagedParam, Arrival] = {}
         self.around: dict[Unit, None] = {}
-        self.trains = self.reduces_by_arrival = self.is_shared = False
+        self.trains = self.is_shared = False
         self.given: int | None = None
         self._anchors = False  # `UnitCall.anchors` of the last forward
         self._swap = ParameterSwap(())
@@ -345,7 +341,11 @@ class Unit:
         self.modules = spec.modules
         self.mesh_info = spec.mesh_info
         self.params = list(params)
-        self.is_sharded = spec.verb == SHARD and spec.mesh_info.mesh is not None
+        self.kind = (
+            Kind.SHARDED
+            if spec.verb == SHARD and spec.mesh_info.mesh is not None
+            else _without_shards(spec.mesh_info)  # until `choose_rest` finds some around it
+        )
         self._buffers, self._casts_buffers = (
             BufferCasts(spec.buffer_holders),
             bool(spec.buffer_holders),
@@ -434,7 +434,7 @@ class Unit:
         self.groups = [
             ParamGroup(
                 members, precision, device, self.mesh_info,
-                has_shards=self.is_sharded,
+                kind=self.kind,
                 rest_mesh=None if sparse else self.rest_mesh,
                 offload=spec.offload,
             )
@@ -446,6 +446,10 @@ class Unit:
         self.rename(self.name)
 
     @property
+    def is_sharded(self) -> bool:
+        return self.kind is Kind.SHARDED
+
+    @property
     def grad_factor(self) -> float:
         """What each gradient is multiplied by, so that the mean over the ranks is what
         `grad_reduce` asks for.
@@ -453,9 +457,6 @@ class Unit:
         return 1.0 if self.spec.divisor is None else self.mesh_info.all.size / self.spec.divisor
 
     def _build_buckets(self) -> None:
-        self.reduces_by_arrival = (
-            not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
-        )
         factor = self.grad_factor
         self.buckets, self.sparse, self.arrivals = [], [], {}
         for group in self.groups:
@@ -467,7 +468,7 @@ class Unit:
                 self.sparse.append(
                     SparseGradients(group.params, group.precision, self.mesh_info.all)
                 )
-            elif not self.reduces_by_arrival and not (
+            elif self.kind is not Kind.ARRIVAL and not (
                 in_place and self.mesh_info.all.size == 1
             ):  # then autograd has done everything
                 members = list(zip(group.params, group.slots, strict=True))
@@ -952,6 +953,8 @@ class Unit:
         Between two steps.
         """
         self.mesh_info = mesh_info
+        if self.kind in (Kind.ARRIVAL, Kind.LOCAL):
+            self.kind = _without_shards(mesh_info)
         for undo in self._rebuild_undo:
             undo()
         self._rebuild_undo = []
@@ -1038,12 +1041,13 @@ class Unit:
         if self.is_sharded or not self.params or self.mesh_info.mesh is None:
             return
         meshes = [mesh for unit in self.within if (mesh := unit._mesh_of_shards()) is not None]
-        beside = meshes[-1] if meshes else None
-        if beside != self.beside:
-            alike = beside is not None and (
-                sorted(beside.mesh.flatten().tolist()) == sorted(self.mesh_info.mesh.mesh.tolist())
-            )
-            self.beside, self.rest_mesh = beside, beside if alike else None
+        kind, rest_mesh = _without_shards(self.mesh_info), None
+        if meshes:
+            kind, mesh = Kind.BESIDE, meshes[-1]
+            if sorted(mesh.mesh.flatten().tolist()) == sorted(self.mesh_info.mesh.mesh.tolist()):
+                rest_mesh = mesh
+        if (kind, rest_mesh) != (self.kind, self.rest_mesh):
+            self.kind, self.rest_mesh = kind, rest_mesh
             self.build()
             if self.root is not None:
                 self.root.forget()
@@ -1136,6 +1140,10 @@ class Unit:
     def __reduce__(self) -> tuple[Any, ...]:
         self.refuse_pickling()
         return Unit, ()  # hooks for state dicts in a part of a replicated module have nothing to do
+
+
+def _without_shards(mesh_info: MeshInfo) -> Kind:
+    return Kind.ARRIVAL if mesh_info.all.size > 1 else Kind.LOCAL
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:

@@ -17,7 +17,7 @@ from composable.contract.tree import Place
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.layout import ParamShape
 from composable.engine.param import ManagedParam, ParamInfo
-from composable.engine.param_group import ParamGroup
+from composable.engine.param_group import Kind, ParamGroup
 from composable.engine.precision import Precision
 from tests.comm.in_process import seats
 
@@ -108,7 +108,7 @@ class Rank:
         """Again, too, from what is registered then."""
         self.group = ParamGroup(
             self.params, self.precision, CPU, self.info,
-            has_shards=self.shards, rest_mesh=self.rest_mesh,
+            kind=Kind.SHARDED if self.shards else Kind.BESIDE, rest_mesh=self.rest_mesh,
         )  # fmt: skip
         self.group.rename("u")
         members = list(zip(self.params, self.group.slots, strict=True))

@@ -39,6 +39,7 @@ FEATURES: Final = (
     "held",  # `no_sync`
     "retain",  # two backwards through one graph
     "holder",  # annotated modules in one that nobody annotates
+    "options",  # `prefetch`, `gradient_as_bucket_view`
 )
 
 # What each kind of part does: the first way is the usual one.
@@ -72,10 +73,14 @@ class Unit:
     reshard: bool | int | None = True
     grad_reduce: str | float = "mean"
     hybrid: bool = False
+    prefetch: int = 1
+    views: bool = False
 
     def __str__(self) -> str:
         marks = [f"reshard={self.reshard}"] if self.verb == "shard" else []
         marks += ["hybrid"] if self.hybrid else []
+        marks += [f"prefetch={self.prefetch}"] if self.prefetch != 1 else []
+        marks += ["views"] if self.views else []
         marks += [str(self.grad_reduce)] if self.grad_reduce != "mean" else []
         return f"{self.verb}({', '.join(marks)})"
 
@@ -260,11 +265,12 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
         verb = draw.choice(["shard", "replicate"]) if verbs == "mixed" else verbs
         factor = draw.choice(["sum", 3.0, 0.5]) if draw.may("factors", 0.3) else "mean"
         if verb == "replicate":
-            return Unit(verb, grad_reduce=factor)
+            return Unit(verb, grad_reduce=factor, views=draw.may("options", 0.4))
         hybrid = draw.random() < often_hybrid
         per_shard = ranks // replicas if hybrid else ranks
         reshard = draw.choice([True, None, None, False, *([2] if per_shard == 4 else [])])
-        return Unit(verb, reshard, factor, hybrid)
+        prefetch = draw.choice([0, 2]) if draw.may("options", 0.3) else 1
+        return Unit(verb, reshard, factor, hybrid, prefetch)
 
     holder = draw.may("holder", 0.15)
 

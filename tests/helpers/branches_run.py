@@ -211,12 +211,18 @@ def annotate(model: nn.ModuleDict, plan: Plan, mesh: DeviceMesh | None) -> None:
     for modules, unit in units_of(model, plan):
         target: Any = modules if len(modules) > 1 else modules[0]
         if unit.verb == "replicate":
-            replicate(target, grad_reduce=unit.grad_reduce, bucket_cap_mb=0.0002)
+            replicate(
+                target,
+                grad_reduce=unit.grad_reduce,
+                bucket_cap_mb=0.0002,
+                gradient_as_bucket_view=unit.views,
+            )
         else:
             hybrid = mesh if unit.hybrid else None
             fully_shard(
                 target,
                 reshard_after_forward=unit.reshard,
+                prefetch=unit.prefetch,
                 grad_reduce=unit.grad_reduce,
                 mesh=hybrid,
             )

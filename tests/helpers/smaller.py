@@ -86,6 +86,8 @@ def _simpler(unit: Unit | None) -> Iterator[Unit]:
         yield replace(unit, grad_reduce="mean")
         yield replace(unit, hybrid=False)
         yield replace(unit, reshard=True)
+        yield replace(unit, prefetch=1)
+        yield replace(unit, views=False)
 
 
 def _smaller_part(part: Part) -> Iterator[Part]:
