@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
@@ -22,7 +21,7 @@ from composable.engine.hook_stages import cut_flat
 from composable.engine.param import describe_mesh
 from composable.engine.unit import Unit
 from composable.errors import AnnotationError, MeshError, closest, few
-from composable.memory.torch_private import local_of
+from composable.memory.torch_private import locals_of
 from composable.state.whole import require_at_rest
 
 Over = str | DeviceMesh | dist.ProcessGroup
@@ -140,11 +139,8 @@ def _memory_of(unit: Unit) -> Iterator[Tensor]:
             if group.is_sharded:
                 yield group.shard.detach()
             else:
-                locals_ = (
-                    local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest
-                    for p in group.params
-                )
-                yield from (local.detach() for local in locals_)
+                at_rest = [param.at_rest for param in group.params]
+                yield from (local.detach() for local in locals_of(at_rest))
 
 
 def _buffers_of(units: list[Unit]) -> Iterator[tuple[Unit, Tensor]]:

@@ -67,6 +67,7 @@ from composable.memory.torch_private import (
     as_tensors,
     innermost,
     local_of,
+    locals_of,
     outside_transforms,
     set_local,
     set_versions,
@@ -404,10 +405,7 @@ class ParamGroup:
         self._counted = (*[param.at_rest for param in self.params], *self._memory) if apart else ()
         self._seen = self._versions_now()
         self._is_stale = False
-        locals_ = [
-            local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest
-            for p in self.params
-        ]
+        locals_ = locals_of([param.at_rest for param in self.params])
         self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
             set_versions(self._coming_params, self._absent)

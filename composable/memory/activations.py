@@ -39,13 +39,12 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
 from composable.errors import SavedTensorError
 from composable.memory.elastic import is_elastic
 from composable.memory.streams import Mark, Streams, any_has_streams, has_streams, streams_of
-from composable.memory.torch_private import innermost, local_of
+from composable.memory.torch_private import innermost, locals_of
 
 # Tensors that may be on their way in one direction. Attention saves four tensors, and its backward
 # reads all at once.
@@ -315,7 +314,7 @@ def _comes_from_parameter(tensor: Tensor) -> bool:
 def _storages_of(module: nn.Module) -> dict[int, torch.UntypedStorage]:
     """The storages of its parameters and buffers by their ids."""
     tensors = chain(module.parameters(), module.buffers())
-    plain = (local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    plain = locals_of(list(tensors))
     storages = (
         each.untyped_storage()
         for each in plain

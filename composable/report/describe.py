@@ -20,7 +20,7 @@ from composable.engine.hook_stages import names_of_hooks
 from composable.engine.unit import Unit, unit_of
 from composable.errors import few, unit_name
 from composable.memory.streams import any_has_streams, has_streams
-from composable.memory.torch_private import local_of
+from composable.memory.torch_private import locals_of
 
 OFFLOAD: Final = "offload_activations"
 _HEADER: Final = (
@@ -241,7 +241,7 @@ def _plain_row(
     name: str, module: str, verbs: Sequence[str], parameters: Sequence[nn.Parameter]
 ) -> UnitRow:
     """Make the row of parameters that are this process's own."""
-    local = [local_of(each) if isinstance(each, DTensor) else each for each in parameters]
+    local = locals_of(parameters)
     dtypes = _names_of(each.dtype for each in parameters)
     return UnitRow(
         unit=name,
