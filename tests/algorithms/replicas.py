@@ -54,6 +54,11 @@ def _replicated(model: nn.Module, mesh: DeviceMesh) -> None:
     replicate(model)
 
 
+def _views(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Gradients live in buckets from step to step."""
+    replicate(model, gradient_as_bucket_view=True)
+
+
 def _mixed(model: nn.Module, mesh: DeviceMesh) -> None:
     """A replicated unit inside hybrid ones."""
     assert isinstance(model, Net)
@@ -64,12 +69,13 @@ def _mixed(model: nn.Module, mesh: DeviceMesh) -> None:
 PLANS: Final[dict[str, Callable[[nn.Module, DeviceMesh], None]]] = {
     "hybrid": _hybrid,
     "replicate": _replicated,
+    "views": _views,
     "replicate inside hybrid": _mixed,
 }
 # Name of the plan, ranks, replicas.
 WORLDS: Final = [
     ("hybrid", 2, 2), ("hybrid", 4, 2), ("hybrid", 4, 1),
-    ("replicate", 1, 1), ("replicate", 2, 2), ("replicate", 3, 3),
+    ("replicate", 1, 1), ("replicate", 2, 2), ("replicate", 3, 3), ("views", 2, 2),
 ]  # fmt: skip
 
 

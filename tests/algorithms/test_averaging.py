@@ -58,8 +58,9 @@ def _drift(model: nn.Module, replica: int) -> None:
 def test_averages_are_means_over_the_replicas(plan: str) -> None:
     model, replica = annotated(plan, 2)
     before = [local(parameter).clone() for parameter in model.parameters()]
-    replicas = dist.get_world_size() if plan == "replicate" else 2
-    _drift(model, dist.get_rank() if plan == "replicate" else replica)
+    alone = plan in ("replicate", "views")
+    replicas = dist.get_world_size() if alone else 2
+    _drift(model, dist.get_rank() if alone else replica)
     average_parameters(model)
     for parameter, value in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(local(parameter).detach(), value * (1 + replicas) / 2)

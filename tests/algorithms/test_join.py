@@ -70,8 +70,8 @@ def annotate(model: nn.Sequential, plan: Plan) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if plan.checkpoints:
         checkpoint(model[2])
-    if plan.scheme == "replicate":
-        replicate(model)
+    if plan.scheme in ("replicate", "views"):
+        replicate(model, gradient_as_bucket_view=plan.scheme == "views")
     elif plan.scheme == "hybrid":
         fully_shard(
             model,
@@ -166,7 +166,7 @@ def _train_patterns(plan: Plan, patterns: Sequence[Pattern], fresh: int) -> None
 
 _WORLDS = [
     (ranks, scheme) for ranks in (1, 2, 3, 4) for scheme in ("shard", "replicate", "mixed")
-] + [(4, "hybrid")]
+] + [(2, "views"), (4, "hybrid")]
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), _WORLDS)
@@ -194,7 +194,7 @@ def _random_plan(generator: random.Random, ranks: int) -> tuple[Plan, list[Patte
     def sometimes() -> bool:
         return generator.random() < 0.4
 
-    schemes = ["shard", "replicate", "mixed", *(["hybrid"] if ranks == 4 else [])]
+    schemes = ["shard", "replicate", "views", "mixed", *(["hybrid"] if ranks == 4 else [])]
     plan = Plan(
         generator.choice(schemes),
         sometimes(),
@@ -207,7 +207,7 @@ def _random_plan(generator: random.Random, ranks: int) -> tuple[Plan, list[Patte
     )
     plan = replace(
         plan,
-        offloads=plan.scheme != "replicate" and sometimes(),
+        offloads=plan.scheme not in ("replicate", "views") and sometimes(),
         level=generator.choice(["all", "replicate"]),
     )
     plan = replace(
