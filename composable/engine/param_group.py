@@ -515,34 +515,31 @@ class ParamGroup:
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             self._unshard_from_neighbours()
         else:
-            for buffer in (self._staging, self._sent, self.full):
-                if buffer is not None:
-                    buffer.allocate()
-            targets, sources = self._casts
-            if self._coming is not None:
-                self._coming.bring(targets, sources)
-                if self.takes_message:
-                    with self._coming.here():
+            try:
+                for buffer in (self._staging, self._sent, self.full):
+                    if buffer is not None:
+                        buffer.allocate()
+                targets, sources = self._casts
+                if self._coming is not None:
+                    self._coming.bring(targets, sources)
+                    if self.takes_message:
+                        with self._coming.here():
+                            self._work = self.comm.all_gather(self._pairs, self._label)
+                else:
+                    if targets:
+                        torch._foreach_copy_(targets, sources)
+                    if self.takes_message:
                         self._work = self.comm.all_gather(self._pairs, self._label)
-            else:
-                if targets:
-                    torch._foreach_copy_(targets, sources)
-                if self.takes_message:
-                    self._work = self.comm.all_gather(self._pairs, self._label)
+            except BaseException:  # out of memory, or the communicator refuses
+                self._free()
+                raise
         self.state = ShardedState.UNSHARDING
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and copy packed parameters to their place."""
         if self.state is not ShardedState.UNSHARDING:
             return
-        work, self._work = self._work, None
-        try:
-            if work is not None:
-                work.wait()
-        except BaseException:
-            self._free()
-            self.state = ShardedState.SHARDED
-            raise
+        self._wait()
         if self._sent is not None or self._coming is not None:
             self._end_sending()  # frees what was sent before `late` gets its memory
         # Held: this gather was from neighbours, straight into the full buffer.
@@ -555,6 +552,17 @@ class ParamGroup:
             self._staging.free()
         set_versions(self._coming_params, self._versions)
         self.state = ShardedState.UNSHARDED
+
+    def _wait(self) -> None:
+        """Wait for the gather in flight. If it failed, the group is sharded again."""
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work.wait()
+        except BaseException:
+            self._free()
+            self.state = ShardedState.SHARDED
+            raise
 
     def _copy_out(self, rows: Tensor) -> None:
         if self._columns is not None:
@@ -580,8 +588,8 @@ class ParamGroup:
         if self.state is ShardedState.SHARDED or not self.gathers:
             return
         if self.state is ShardedState.UNSHARDING:
-            self.wait_for_unshard()
-        if self.state is ShardedState.UNSHARDED:
+            self._wait()
+        elif self.state is ShardedState.UNSHARDED:
             self._look_for_writes()
         self._free()
         self.state = ShardedState.SHARDED

@@ -197,7 +197,6 @@ class Preparation:
             if not root.in_step:
                 unit.reshard()
             unit.build()
-            root.make_buckets()
         for group in unit.groups:
             if group.device.type == "meta" and group.params:
                 raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))

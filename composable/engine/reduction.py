@@ -499,7 +499,12 @@ class Reduction:
         }
         there = [index for index, _ in self.carried]
         unused = [index for index in self.missing if index not in there]
-        self.work: Work | None = self._launch(gradients, unused)
+        try:
+            self.work: Work | None = self._launch(gradients, unused)
+        except BaseException:
+            if reducer.shard_comm is not None:
+                plan.message.free()
+            raise
 
     def _launch(self, gradients: list[Tensor | None], unused: list[int]) -> Work:
         reducer, plan, flat = self.reducer, self.plan, self.flat

@@ -41,6 +41,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from traceback import walk_stack
 from typing import ClassVar, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -223,9 +224,25 @@ class Root:
         _ROOTS.add(self)
 
     @staticmethod
-    def for_call(unit: Unit, module: nn.Module) -> Root:
+    def for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
         """The root of a forward of `module` that begins."""
-        return _root_for_call(unit, module)
+        root = root_of(unit)
+        if root is not None and root.step.running:
+            forward = root.step.forward
+            if forward is None or forward.module is not module or not computes:
+                return root
+            if _is_called_inside_its_call(module):
+                return root
+            # Entered again from outside: an interrupt ended the last forward without a word.
+            drop_open_calls(root, entering=module)
+            root.reset("its forward did not end")
+        elif root is not None and root.phase in (Phase.BACKWARD, Phase.LOST):
+            root.reset("its backward did not finish")
+        if root is None or root._gone or any(tree.changed() for tree in root._trees):
+            if root is not None:
+                root.forget()
+            root = Root.plan(unit, module)
+        return root
 
     @staticmethod
     def plan(unit: Unit, module: nn.Module) -> Root:
@@ -287,7 +304,7 @@ class Root:
         return self.units[0].name
 
     def make_buckets(self) -> None:
-        """Also when parameters of replicated units were replaced."""
+        """For replicated units; anew when their parameters were replaced."""
         self.buckets = Buckets(
             [unit for unit in self.units if unit.kind is Kind.ARRIVAL], lambda: self.step.iteration
         )
@@ -407,6 +424,8 @@ class Root:
             if grad:
                 broadcast_buffers(self.units, source(), saved=saved)
         except BaseException:
+            if not saved:
+                self.step.iteration = None
             for unit in self._shown:  # nobody leaves this forward
                 unit.hold_at_rest()
             raise
@@ -955,23 +974,13 @@ class Root:
             )
         for unit in dict.fromkeys([*launched, *self.units]):
             unit.drop_step()
-            try:
-                for bucket in unit.buckets:
-                    bucket.drop()
-                for sparse in unit.sparse:
-                    sparse.drop()
-                unit.swap_out()
-                unit.reshard()
-            except CommunicationError as error:
-                logger.warning(
-                    "while the state of unit '%s' was reset: %s", unit.name, first_line(error)
-                )
-        try:
-            self.buckets.drop()
-        except CommunicationError as error:
-            logger.warning(
-                "while the buckets of unit '%s' were reset: %s", self.name, first_line(error)
-            )
+            gradients = [
+                *(bucket.drop for bucket in unit.buckets),
+                *(sparse.drop for sparse in unit.sparse),
+            ]
+            for drop in (*gradients, unit.swap_out, unit.reshard):
+                _drop(unit, drop)
+        _drop(self.units[0], self.buckets.drop)
         release_idle_memory()
 
     @torch.no_grad()
@@ -1029,6 +1038,14 @@ class Root:
                     " Every rank must run the same backwards under no_sync. What was accumulated"
                     " is dropped on all ranks"
                 )
+
+
+def _drop(unit: Unit, drop: Callable[[], None]) -> None:
+    """Give up a part of a step; what failed in flight must not keep the rest."""
+    try:
+        drop()
+    except CommunicationError as error:
+        logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
 
 
 def _refuse_graph(unit: Unit) -> NoReturn:
@@ -1090,21 +1107,16 @@ def planned_roots(units: Sequence[Unit]) -> list[Root]:
     return _roots_of(units)
 
 
-def _root_for_call(unit: Unit, module: nn.Module) -> Root:
-    root = root_of(unit)
-    if root is not None and root.step.running:
-        if root.step.forward is None or root.step.forward.module is not module:
-            return root
-        # Entered again from outside: an interrupt ended the last forward without a word.
-        drop_open_calls(root, entering=module)
-        root.reset("its forward did not end")
-    elif root is not None and root.phase in (Phase.BACKWARD, Phase.LOST):
-        root.reset("its backward did not finish")
-    if root is None or root._gone or any(tree.changed() for tree in root._trees):
-        if root is not None:
-            root.forget()
-        root = Root.plan(unit, module)
-    return root
+def _is_called_inside_its_call(module: nn.Module) -> bool:
+    """Whether a call of `module` is on the stack around the one that begins: a forward that calls
+    itself, or `generate` in the role of a forward.
+    """
+    calls = 0
+    for frame, _ in walk_stack(None):
+        if frame.f_code.co_name in ("_call_impl", "_call_as_forward"):
+            names = frame.f_locals
+            calls += names.get("self", names.get("module")) is module
+    return calls > 1
 
 
 def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:

@@ -182,6 +182,9 @@ class Schedule(Protocol):
 
     def refuse_compiled(self) -> NoReturn: ...
 
+    def make_buckets(self) -> None:
+        """Parameters of a unit were replaced."""
+
     def attach_hooks(self) -> None:
         """Communication hooks of a unit were changed."""
 
@@ -194,7 +197,7 @@ class Schedule(Protocol):
 class Schedules(Protocol):
     """What makes schedules: the class `Root`."""
 
-    def for_call(self, unit: Unit, module: nn.Module) -> Schedule:
+    def for_call(self, unit: Unit, module: nn.Module, *, computes: bool) -> Schedule:
         """The schedule of a forward of `module` that begins."""
 
     def plan(self, unit: Unit, module: nn.Module) -> Schedule:
@@ -444,6 +447,8 @@ class Unit:
         self._swap = ParameterSwap(self.params)
         self._build_buckets()
         self.rename(self.name)
+        if self.root is not None:
+            self.root.make_buckets()
 
     @property
     def is_sharded(self) -> bool:
@@ -709,7 +714,7 @@ class Unit:
             # the compiler reduces the gradients: then backwards have no iteration
             recomputes = in_backward() or backward_is_compiled()
         # may reset, which forgets all calls
-        root = None if recomputes else self.schedules.for_call(self, module)
+        root = None if recomputes else self.schedules.for_call(self, module, computes=computes)
         call = UnitCall(self, next_node(), root)
         # before anything else that may raise: `on_error` takes it back
         self.step.calls.append(call)
@@ -750,9 +755,9 @@ class Unit:
         call = self.step.calls.pop()
         root, grad = call.root, torch.is_grad_enabled()
         self.step.depth -= 1
-        if self.spec.mp_policy.output_dtype is not None:
-            output = cast(output, self.spec.mp_policy.output_dtype)
         try:
+            if self.spec.mp_policy.output_dtype is not None:
+                output = cast(output, self.spec.mp_policy.output_dtype)
             keep = False
             if grad:
                 output, keep = self._watch(module, output, call)

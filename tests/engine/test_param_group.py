@@ -247,6 +247,35 @@ def test_a_gather_that_fails_leaves_the_group_sharded_without_memory() -> None:
     assert _nbytes(ranks[0]) == 0
 
 
+def test_a_gather_that_cannot_be_launched_leaves_no_memory_behind() -> None:
+    def refuse(pairs: object, label: str) -> Any:
+        raise MemoryError("as planned")
+
+    ranks = _some(precision=LOW)
+    group = ranks[0].group
+    group.comm.all_gather = refuse
+    with pytest.raises(MemoryError):
+        group.unshard()
+    assert group.state is SHARDED
+    assert _nbytes(ranks[0]) == 0
+    assert not any(buffer.held for buffer in (group._sent, group._staging) if buffer is not None)
+
+
+def test_a_gather_in_flight_is_given_up_without_a_copy() -> None:
+    """There may be no memory left to copy to."""
+
+    def no_memory(rows: Tensor) -> None:
+        raise MemoryError("as planned")
+
+    ranks = _some(traits=PACKED)
+    each(ranks, lambda rank: rank.group.unshard())
+    for rank in ranks:
+        rank.group._copy_out = no_memory  # type: ignore[method-assign]
+    each(ranks, lambda rank: rank.group.reshard())
+    assert [rank.group.state for rank in ranks] == [SHARDED] * 2
+    assert _nbytes(ranks[0]) == 0
+
+
 def test_aliases_of_compute_parameters_are_known_while_their_memory_is_there() -> None:
     ranks = _some()
     rank, _ = ranks

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import MixedPrecisionPolicy, fully_shard, remove, replicate
+from composable.errors import ForeignParameterError
 from tests.helpers import compiled
 from tests.helpers.compare import full_gradients
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, current_device, spmd
 from tests.whole.test_precision import (
     POLICIES,
     Block,
@@ -298,3 +299,42 @@ def test_a_forward_that_raises_leaves_the_parameters_that_were_there() -> None:
     assert model[0].up.weight is weight
     model(numbers(0)).float().square().mean().backward()
     assert weight.grad is not None
+
+
+class Router(nn.Module):
+    """Casts itself while it computes, as routers of some mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.casts = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.casts:
+            self.layer.to(torch.float32)
+        y: Tensor = self.layer(x.to(self.layer.weight.dtype))
+        return y
+
+
+@spmd(ranks=2)
+def test_after_a_refused_cast_in_forward_the_corrected_model_trains() -> None:
+    model = replicate(
+        Router().to(current_device()),
+        mp_policy=MixedPrecisionPolicy(torch.bfloat16),
+        sync_module_states="broadcast",
+    )
+    x = torch.ones(2, 4, device=current_device())
+    for _ in range(2):  # the order of gradients is agreed
+        model(x).sum().backward()
+        model.zero_grad()
+    model.casts = True
+    with torch.no_grad():
+        model(x)
+    model.casts = False
+    with pytest.raises(ForeignParameterError):
+        model(x)
+    for _ in range(2):
+        model(x).sum().backward()
+        assert model.layer.bias.grad is not None
+        assert model.layer.bias.grad.tolist() == [2.0] * 4
+        model.zero_grad()

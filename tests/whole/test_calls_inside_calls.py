@@ -1,0 +1,111 @@
+"""A module that is called inside of its own call computes as in one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    no_sync,
+    register_forward_method,
+    replicate,
+)
+from tests.helpers.compare import assert_mean_gradients
+from tests.helpers.means import WIDTH, batch_of, twins
+from tests.helpers.world import spmd
+
+
+class Recursive(nn.Module):
+    """Calls itself, and reads a parameter of its own after it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, again: int = 0) -> Tensor:
+        y: Tensor = self.down(self.up(x).tanh())
+        return self(y, again - 1) * self.scale if again else y
+
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self(x)
+        return x * self.scale
+
+
+VERBS: Final[dict[str, Callable[..., object]]] = {
+    "fully_shard": fully_shard,
+    "units inside": partial(fully_shard, policy={nn.Linear}),
+    "freed at once": partial(fully_shard, reshard_after_forward=True),
+    "replicate": replicate,
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("way", ["recursion", "generate"])
+@spmd(ranks=2)
+def test_gradients_are_those_of_one_process(verb: str, way: str) -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("composable").addHandler(handler)
+    plain, ours = twins(Recursive, VERBS[verb])
+    register_forward_method(ours, "generate")
+    for step in range(3):
+        for model in (plain, ours):
+            with no_sync(ours, enabled=step == 1):  # what is accumulated must not be dropped
+                x = batch_of(step)
+                output = model.generate(x) if way == "generate" else model(x, 2)
+                output.square().mean().backward()
+        if step != 1:
+            assert_mean_gradients(plain, ours)
+    logging.getLogger("composable").removeHandler(handler)
+    assert told == []  # no step was given up
+
+
+class _NotCast(Tensor):
+    """What no memory is left for when it is cast."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to:
+            raise MemoryError("as planned")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y.as_subclass(_NotCast) if self.fails else y
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@spmd(ranks=2)
+def test_an_output_that_cannot_be_cast_loses_the_step_and_no_more(inside: bool) -> None:
+    policy = MixedPrecisionPolicy(output_dtype=torch.float32)
+    options = {"policy": {Sometimes}} if inside else {}
+    plain, ours = twins(
+        lambda: nn.Sequential(Sometimes(), Sometimes()), fully_shard, mp_policy=policy, **options
+    )
+    ours[1].fails = True
+    with pytest.raises(MemoryError, match="as planned"):
+        ours(batch_of(0))
+    assert all(isinstance(each, DTensor) for each in ours.parameters())  # at once
+    ours[1].fails = False
+    for model in (plain, ours):
+        model(batch_of(1)).double().square().mean().backward()
+    assert_mean_gradients(plain, ours, rtol=1e-5, atol=1e-6)
