@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.comm.base import Comm, Work
 from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy
+from composable.engine.gather import Gather
 from composable.engine.layout import Layout, ParamShape, Route, Slot, plan_layout
 from composable.engine.param import (
     ManagedParam,
@@ -61,17 +62,15 @@ from composable.engine.param import (
 from composable.engine.precision import Precision
 from composable.errors import few
 from composable.memory.elastic import ElasticBuffer, with_own_storage
-from composable.memory.offload import ComingShards, HostHome
+from composable.memory.offload import HostHome
 from composable.memory.streams import has_streams
 from composable.memory.torch_private import (
     as_tensors,
-    innermost,
     local_of,
     locals_of,
     outside_transforms,
     set_local,
     set_versions,
-    storage_key,
     take_hooks,
 )
 
@@ -153,7 +152,7 @@ class ParamGroup:
         self.gathers = self.takes_message or precision.casts or self.home is not None
         with torch.no_grad(), torch.inference_mode(False):
             self._make_shards() if self.is_sharded else self._adopt_own(rest_mesh)
-            self._make_buffers()
+            self._make_gather()
             self._make_forms()
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
 
@@ -265,112 +264,18 @@ class ParamGroup:
             param.at_rest = at_rest
         self._memory = tuple(param.own for param in self.params if param.own is not None)
 
-    def _make_buffers(self) -> None:
-        layout, dtype, device = self.layout, self.precision.compute, self.device
-        self.full = self.late = None  # memory of compute parameters
-        self._buffers: tuple[ElasticBuffer, ...] = ()  # those of the two that there are
-        # where packed shards arrive; cast shards that are sent: while a gather is in flight
-        self._staging = self._sent = None
-        self._coming: ComingShards | None = None
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-        self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
+    def _make_gather(self) -> None:
+        self.gather: Gather | None = None
         self._post_forward_shard: ElasticBuffer | None = None
         if not self.gathers:
             return
-        if layout.full_numel or not layout.late_numel:  # all of its parameters may be empty
-            self.full = ElasticBuffer(layout.full_numel, dtype, device)
-        if layout.late_numel:
-            self.late = ElasticBuffer(layout.late_numel, dtype, device)
-        self._buffers = tuple(buffer for buffer in (self.full, self.late) if buffer is not None)
-        if layout.packed_numel:
-            self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, dtype, device)
-            self._staging_rows = self._staging.tensor.data.view(layout.num_shards, -1)
-        if self.home is not None:
-            self._coming = ComingShards(self.shard, self.home)
-        if self.takes_message and self.precision.casts:
-            self._sent = ElasticBuffer(layout.cut_numel, dtype, device)
+        self.gather = Gather(
+            self.params, self.layout, self.precision, self.device, self.comm,
+            self.shard if self.is_sharded else None, self.home, sends=self.takes_message,
+        )  # fmt: skip
         if self.mesh_info.post_forward is not None and self.takes_message:
-            self._post_forward_shard = ElasticBuffer(
-                layout.full_numel // self.mesh_info.post_forward.size, dtype, device
-            )
-        self._plan_sending()
-        self._plan_copy_out()
-
-    def _read(self, start: int, numel: int) -> Tensor:
-        """A stretch of the shard buffer, where a gather or a cast reads it."""
-        if self._coming is not None:
-            return self._coming.buffer.stretch(start, numel).data
-        return self.shard.data[start : start + numel]
-
-    def _buffer_of(self, slot: Slot) -> ElasticBuffer | None:
-        return self.late if slot.route is Route.PACKED and self.late is not None else self.full
-
-    def _room(self, slot: Slot) -> Tensor:
-        """The elements of the full buffers that are reserved for a parameter."""
-        buffer = self._buffer_of(slot)
-        assert buffer is not None
-        return buffer.stretch(slot.full_start, slot.full_numel).data
-
-    def _plan_sending(self) -> None:
-        layout = self.layout
-
-        def mine(start: int, numel: int) -> Tensor:
-            return (
-                self._read(start, numel)
-                if self._sent is None
-                else self._sent.stretch(start, numel).data
-            )
-
-        if self._staging is not None:
-            self._pairs.append(
-                (self._staging.tensor.data, mine(layout.packed_start, layout.packed_numel))
-            )
-        for slot in layout.of(Route.DIRECT):
-            self._pairs.append((self._room(slot), mine(slot.shard_start, slot.chunk_numel)))
-        targets, sources = self._casts
-        for param, slot in zip(self.params, self.slots, strict=True):
-            if slot.route is Route.WHOLE and slot.numel and not self._aliased(slot):
-                room = self._room(slot)
-                if self.is_sharded:
-                    targets.append(room)
-                    sources.append(self._read(slot.shard_start, slot.numel))
-                else:
-                    assert param.own is not None
-                    targets.append(room.view(slot.shape))
-                    sources.append(
-                        param.own.data.permute(slot.order) if slot.order else param.own.data
-                    )
-        if self._sent is not None:
-            targets.append(self._sent.tensor.data)
-            sources.append(self._read(0, layout.cut_numel))
-
-    def _plan_copy_out(self) -> None:
-        """How packed parameters get from the staging buffer, a row per rank, to their place in the
-        full buffer.
-        """
-        layout, ranks = self.layout, self.layout.num_shards
-        self._columns: tuple[list[int], list[Tensor]] | None = None
-        self._copies: list[tuple[Tensor, int, Slot]] = []
-        packed = [slot for slot in layout.of(Route.PACKED) if slot.chunk_numel]
-        if any(slot.dim != 0 for slot in packed):
-            self._copies = [
-                (self._room(slot), slot.shard_start - layout.packed_start, slot) for slot in packed
-            ]
-            return
-        sizes, targets = [], []
-        ends = [
-            *(slot.shard_start for slot in packed[1:]),
-            layout.packed_start + layout.packed_numel,
-        ]
-        for slot, end in zip(packed, ends, strict=False):
-            sizes.append(slot.chunk_numel)
-            targets.append(self._room(slot).view(ranks, slot.chunk_numel))
-            if padding := end - slot.shard_start - slot.chunk_numel:
-                sizes.append(padding)
-                targets.append(
-                    torch.empty(ranks, padding, dtype=self.precision.compute, device=self.device)
-                )
-        self._columns = (sizes, targets)
+            numel = self.layout.full_numel // self.mesh_info.post_forward.size
+            self._post_forward_shard = ElasticBuffer(numel, self.precision.compute, self.device)
 
     def _make_forms(self) -> None:
         """Give each parameter its at-rest and its compute form."""
@@ -446,7 +351,8 @@ class ParamGroup:
             return param.own
         if self.is_sharded and self._aliased(slot):  # shares the shards' version counter
             return nn.Parameter(self.shard_view(slot), requires_grad=self._differentiable)
-        buffer, shape = self._buffer_of(slot), whole_shape(slot)
+        assert self.gather is not None
+        buffer, shape = self.gather.buffer_of(slot), whole_shape(slot)
         if buffer is None:  # the group has no elements
             return nn.Parameter(
                 torch.empty_like(shape, dtype=self.precision.compute, device=self.device),
@@ -505,7 +411,7 @@ class ParamGroup:
                 now = list(map(version_of, self._counted))
             if now != self._seen:
                 self.note_writes()
-        if not self.gathers:
+        if self.gather is None:
             return
         if self._is_stale:
             self.reshard()
@@ -515,24 +421,7 @@ class ParamGroup:
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             self._unshard_from_neighbours()
         else:
-            try:
-                for buffer in (self._staging, self._sent, self.full):
-                    if buffer is not None:
-                        buffer.allocate()
-                targets, sources = self._casts
-                if self._coming is not None:
-                    self._coming.bring(targets, sources)
-                    if self.takes_message:
-                        with self._coming.here():
-                            self._work = self.comm.all_gather(self._pairs, self._label)
-                else:
-                    if targets:
-                        torch._foreach_copy_(targets, sources)
-                    if self.takes_message:
-                        self._work = self.comm.all_gather(self._pairs, self._label)
-            except BaseException:  # out of memory, or the communicator refuses
-                self._free()
-                raise
+            self._work = self.gather.launch(self._label)
         self.state = ShardedState.UNSHARDING
 
     def wait_for_unshard(self) -> None:
@@ -540,16 +429,14 @@ class ParamGroup:
         if self.state is not ShardedState.UNSHARDING:
             return
         self._wait()
-        if self._sent is not None or self._coming is not None:
-            self._end_sending()  # frees what was sent before `late` gets its memory
-        # Held: this gather was from neighbours, straight into the full buffer.
+        assert self.gather is not None
+        # The post-forward shard has memory only while a gather from neighbours is in flight, which
+        # fills the full buffer directly.
         if self._post_forward_shard is not None and self._post_forward_shard.held:
+            self.gather.end_sending()
             self._post_forward_shard.free()
-        elif self._staging is not None:
-            if self.late is not None:
-                self.late.allocate()
-            self._copy_out(self._staging_rows)
-            self._staging.free()
+        else:
+            self.gather.land()
         set_versions(self._coming_params, self._versions)
         self.state = ShardedState.UNSHARDED
 
@@ -564,25 +451,6 @@ class ParamGroup:
             self.state = ShardedState.SHARDED
             raise
 
-    def _copy_out(self, rows: Tensor) -> None:
-        if self._columns is not None:
-            torch.split_with_sizes_copy(rows, self._columns[0], dim=1, out=self._columns[1])
-            return
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for room, start, slot in self._copies:
-            for target, source in row_pairs(slot, room, rows[:, start : start + slot.chunk_numel]):
-                targets.append(target)
-                sources.append(source)
-        torch._foreach_copy_(targets, sources)
-
-    def _end_sending(self) -> None:
-        """The gather has read its input."""
-        if self._coming is not None:
-            self._coming.end()
-        if self._sent is not None:
-            self._sent.free()
-
     def reshard(self) -> None:
         """Free the compute parameters; a gather in flight is waited for first."""
         if self.state is ShardedState.SHARDED or not self.gathers:
@@ -595,12 +463,11 @@ class ParamGroup:
         self.state = ShardedState.SHARDED
 
     def _free(self) -> None:
+        assert self.gather is not None
         set_versions(self._coming_params, self._absent)
-        if self._sent is not None or self._coming is not None:
-            self._end_sending()
-        for buffer in (self._staging, *self._buffers, self._post_forward_shard):
-            if buffer is not None and buffer.held:
-                buffer.free()
+        self.gather.free()
+        if self._post_forward_shard is not None:
+            self._post_forward_shard.free()
 
     def _look_for_writes(self) -> None:
         """Warn, once, if a forward wrote to a gathered parameter: the write is lost now.
@@ -647,46 +514,23 @@ class ParamGroup:
             return
         self._look_for_writes()
         near, comm = self._post_forward_shard, self.mesh_info.post_forward
-        assert comm is not None and self.full is not None
+        assert comm is not None and self.gather is not None and self.gather.full is not None
+        full = self.gather.full
         near.allocate()
         numel = near.tensor.numel()
-        near.tensor.data.copy_(self.full.tensor.data[comm.rank * numel : (comm.rank + 1) * numel])
+        near.tensor.data.copy_(full.tensor.data[comm.rank * numel : (comm.rank + 1) * numel])
         set_versions(self._coming_params, self._absent)
-        self.full.free()
+        full.free()
         self.state = ShardedState.SHARDED_POST_FORWARD
 
     def _unshard_from_neighbours(self) -> None:
         near, comm = self._post_forward_shard, self.mesh_info.post_forward
-        assert near is not None and comm is not None and self.full is not None
-        self.full.allocate()
-        self._work = comm.all_gather([(self.full.tensor.data, near.tensor.data)], self._label)
+        assert near is not None and comm is not None
+        assert self.gather is not None and self.gather.full is not None
+        full = self.gather.full
+        full.allocate()
+        self._work = comm.all_gather([(full.tensor.data, near.tensor.data)], self._label)
 
     def aliases(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is, or views, a compute parameter."""
-        key = storage_key(innermost(tensor))
-        return any(buffer.held and storage_key(buffer.tensor) == key for buffer in self._buffers)
-
-
-def row_pairs(slot: Slot, whole: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of views with equal shapes: parts of a whole parameter (flat, in memory order), and of
-    rows with a chunk per rank.
-    """
-    ranks, chunk = slot.num_shards, slot.chunk_numel
-    if slot.dim == 0:
-        return [(whole.view(ranks, chunk), rows)]
-    if slot.even:  # one strided copy
-        inner = chunk // slot.outer
-        return [
-            (
-                whole.view(slot.outer, ranks, inner).transpose(0, 1),
-                rows.view(ranks, slot.outer, inner),
-            )
-        ]
-    shaped = whole.view(slot.shape)
-    pairs = []
-    for rank in range(ranks):
-        start, length = slot.extent(rank)
-        if length:
-            source = rows[rank, : slot.local_numel(rank)].view(slot.local_shape(rank))
-            pairs.append((shaped.narrow(slot.dim, start, length), source))
-    return pairs
+        """Whether `tensor` is, or views, a compute parameter whose memory comes and goes."""
+        return self.gather is not None and self.gather.aliases(tensor)

@@ -222,7 +222,9 @@ def test_packed_parameters_get_their_memory_when_their_message_has_landed() -> N
     each(ranks, lambda rank: rank.group.wait_for_unshard())
     assert _nbytes(ranks[0]) >= 27 * 4
     group = ranks[0].group
-    assert not any(buffer is not None and buffer.held for buffer in (group._staging, group._sent))
+    assert not any(
+        buffer is not None and buffer.held for buffer in (group.gather._staging, group.gather._sent)
+    )
     each(ranks, lambda rank: rank.group.reshard())
     assert all(storage.nbytes() == 0 for storage in before), (
         "aliases of the parameters hold no memory"
@@ -258,7 +260,8 @@ def test_a_gather_that_cannot_be_launched_leaves_no_memory_behind() -> None:
         group.unshard()
     assert group.state is SHARDED
     assert _nbytes(ranks[0]) == 0
-    assert not any(buffer.held for buffer in (group._sent, group._staging) if buffer is not None)
+    held = [each.held for each in (group.gather._sent, group.gather._staging) if each is not None]
+    assert not any(held)
 
 
 def test_a_gather_in_flight_is_given_up_without_a_copy() -> None:
@@ -270,7 +273,7 @@ def test_a_gather_in_flight_is_given_up_without_a_copy() -> None:
     ranks = _some(traits=PACKED)
     each(ranks, lambda rank: rank.group.unshard())
     for rank in ranks:
-        rank.group._copy_out = no_memory  # type: ignore[method-assign]
+        rank.group.gather.copy_out = no_memory  # type: ignore[method-assign]
     each(ranks, lambda rank: rank.group.reshard())
     assert [rank.group.state for rank in ranks] == [SHARDED] * 2
     assert _nbytes(ranks[0]) == 0

@@ -1,0 +1,242 @@
+"""One all-gather, prepared when its group is built and launched in every step.
+
+What is made once: the memory, pairs of tensors for the communicator, casts, and the way of packed
+parameters to their places. A launch allocates, casts and sends; `land` puts what came where modules
+compute with it.
+
+A message in another form (fewer bits, with scales) or in memory that a communicator supplies would
+be another class with these methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from composable.comm.base import Comm, Work
+from composable.engine.layout import Layout, Route, Slot
+from composable.engine.param import ManagedParam
+from composable.engine.precision import Precision
+from composable.memory.elastic import ElasticBuffer
+from composable.memory.offload import ComingShards, HostHome
+from composable.memory.torch_private import innermost, storage_key
+
+
+class Gather:
+    """See the top of this file.
+
+    Args:
+        params: of the group, with their slots in `layout`.
+        shard: the shard buffer; None where parameters are whole already and are cast only.
+        home: where the shards rest under CPU offload.
+        sends: whether the launch takes a message, so that all ranks take part.
+
+    Attributes:
+        full: memory of compute parameters.
+        late: that of packed ones, which gets its memory when the message has landed; None if they
+            are in `full`.
+        buffers: those of the two that there are.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        layout: Layout,
+        precision: Precision,
+        device: torch.device,
+        comm: Comm,
+        shard: Tensor | None,
+        home: HostHome | None,
+        *,
+        sends: bool,
+    ) -> None:
+        self._comm = comm
+        self._sends = sends
+        self._shard = shard
+        self._coming = None if shard is None or home is None else ComingShards(shard, home)
+        self.copies = precision.casts or home is not None  # whole parameters, too
+        dtype = precision.compute
+
+        def buffer(numel: int) -> ElasticBuffer | None:
+            return ElasticBuffer(numel, dtype, device) if numel else None
+
+        self.late = buffer(layout.late_numel)
+        self.full = buffer(layout.full_numel)
+        if self.full is None and self.late is None:  # all of its parameters may be empty
+            self.full = ElasticBuffer(0, dtype, device)
+        self.buffers = tuple(each for each in (self.full, self.late) if each is not None)
+        # where packed shards arrive; cast shards that are sent: while a gather is in flight
+        self._staging = buffer(layout.num_shards * layout.packed_numel)
+        self._sent = (
+            ElasticBuffer(layout.cut_numel, dtype, device) if sends and precision.casts else None
+        )
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._plan_sending(params, layout)
+        self._plan_copy_out(layout)
+
+    # --- made once -------------------------------------------------------------------------------
+
+    def buffer_of(self, slot: Slot) -> ElasticBuffer | None:
+        return self.late if slot.route is Route.PACKED and self.late is not None else self.full
+
+    def _room(self, slot: Slot) -> Tensor:
+        """The elements of the full buffers that are reserved for a parameter."""
+        buffer = self.buffer_of(slot)
+        assert buffer is not None
+        return buffer.stretch(slot.full_start, slot.full_numel).data
+
+    def _read(self, start: int, numel: int) -> Tensor:
+        """A stretch of the shard buffer, where the message or a cast reads it."""
+        if self._coming is not None:
+            return self._coming.buffer.stretch(start, numel).data
+        assert self._shard is not None
+        return self._shard.data[start : start + numel]
+
+    def _plan_sending(self, params: Sequence[ManagedParam], layout: Layout) -> None:
+        sent = self._sent
+
+        def mine(start: int, numel: int) -> Tensor:
+            return self._read(start, numel) if sent is None else sent.stretch(start, numel).data
+
+        if self._staging is not None:
+            packed = mine(layout.packed_start, layout.packed_numel)
+            self._pairs.append((self._staging.tensor.data, packed))
+        for slot in layout.of(Route.DIRECT):
+            self._pairs.append((self._room(slot), mine(slot.shard_start, slot.chunk_numel)))
+        targets, sources = self._casts
+        for param, slot in zip(params, layout.slots, strict=True):
+            if slot.route is not Route.WHOLE or not slot.numel or not self.copies:
+                continue
+            if self._shard is not None:
+                targets.append(self._room(slot))
+                sources.append(self._read(slot.shard_start, slot.numel))
+            else:
+                assert param.own is not None
+                targets.append(self._room(slot).view(slot.shape))
+                own = param.own.data
+                sources.append(own.permute(slot.order) if slot.order else own)
+        if sent is not None:
+            targets.append(sent.tensor.data)
+            sources.append(self._read(0, layout.cut_numel))
+
+    def _plan_copy_out(self, layout: Layout) -> None:
+        """How packed parameters get from the staging buffer, a row per rank, to their place."""
+        self._columns: tuple[list[int], list[Tensor]] | None = None
+        self._copies: list[tuple[Tensor, int, Slot]] = []
+        staging, ranks = self._staging, layout.num_shards
+        if staging is None:
+            return
+        self._rows = staging.tensor.data.view(ranks, -1)
+        packed = [slot for slot in layout.of(Route.PACKED) if slot.chunk_numel]
+        if any(slot.dim != 0 for slot in packed):
+            self._copies = [
+                (self._room(slot), slot.shard_start - layout.packed_start, slot) for slot in packed
+            ]
+            return
+        sizes, targets = [], []
+        ends = [
+            *(slot.shard_start for slot in packed[1:]),
+            layout.packed_start + layout.packed_numel,
+        ]
+        for slot, end in zip(packed, ends, strict=False):
+            sizes.append(slot.chunk_numel)
+            targets.append(self._room(slot).view(ranks, slot.chunk_numel))
+            if padding := end - slot.shard_start - slot.chunk_numel:
+                sizes.append(padding)
+                targets.append(self._rows.new_empty(ranks, padding))
+        self._columns = (sizes, targets)
+
+    # --- in every step ---------------------------------------------------------------------------
+
+    def launch(self, label: str) -> Work | None:
+        """Allocate, cast and send. Returns what to wait for, if anything is sent."""
+        try:
+            for buffer in (self._staging, self._sent, self.full):
+                if buffer is not None:
+                    buffer.allocate()
+            targets, sources = self._casts
+            if self._coming is not None:
+                self._coming.bring(targets, sources)
+                if self._sends:
+                    with self._coming.here():
+                        return self._comm.all_gather(self._pairs, label)
+            else:
+                if targets:
+                    torch._foreach_copy_(targets, sources)
+                if self._sends:
+                    return self._comm.all_gather(self._pairs, label)
+        except BaseException:  # out of memory, or the communicator refuses
+            self.free()
+            raise
+        return None
+
+    def land(self) -> None:
+        """The message is there: put packed parameters where they are computed with."""
+        if self._sent is not None or self._coming is not None:
+            self.end_sending()  # frees what was sent before `late` gets its memory
+        if self._staging is not None:
+            if self.late is not None:
+                self.late.allocate()
+            self.copy_out()
+            self._staging.free()
+
+    def copy_out(self) -> None:
+        rows = self._rows
+        if self._columns is not None:
+            torch.split_with_sizes_copy(rows, self._columns[0], dim=1, out=self._columns[1])
+            return
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for room, start, slot in self._copies:
+            for target, source in row_pairs(slot, room, rows[:, start : start + slot.chunk_numel]):
+                targets.append(target)
+                sources.append(source)
+        torch._foreach_copy_(targets, sources)
+
+    def end_sending(self) -> None:
+        """The gather has read its input."""
+        if self._coming is not None:
+            self._coming.end()
+        if self._sent is not None:
+            self._sent.free()
+
+    def free(self) -> None:
+        """Give all memory back. Nothing is in flight."""
+        if self._sent is not None or self._coming is not None:
+            self.end_sending()
+        for buffer in (self._staging, *self.buffers):
+            if buffer is not None and buffer.held:
+                buffer.free()
+
+    def aliases(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is, or views, memory of compute parameters."""
+        key = storage_key(innermost(tensor))
+        return any(buffer.held and storage_key(buffer.tensor) == key for buffer in self.buffers)
+
+
+def row_pairs(slot: Slot, whole: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of views with equal shapes: parts of a whole parameter (flat, in memory order), and of
+    rows with a chunk per rank.
+    """
+    ranks, chunk = slot.num_shards, slot.chunk_numel
+    if slot.dim == 0:
+        return [(whole.view(ranks, chunk), rows)]
+    if slot.even:  # one strided copy
+        inner = chunk // slot.outer
+        return [
+            (
+                whole.view(slot.outer, ranks, inner).transpose(0, 1),
+                rows.view(ranks, slot.outer, inner),
+            )
+        ]
+    shaped = whole.view(slot.shape)
+    pairs = []
+    for rank in range(ranks):
+        start, length = slot.extent(rank)
+        if length:
+            source = rows[rank, : slot.local_numel(rank)].view(slot.local_shape(rank))
+            pairs.append((shaped.narrow(slot.dim, start, length), source))
+    return pairs
