@@ -3,7 +3,7 @@
 Buckets are launched strictly in one order, and all of them in every backward: a rank without a
 gradient sends zeros. The order is the reverse of the parameters' in the first backward, which
 launches them all at its end; from then on it is the order in which rank 0's gradients were ready,
-which is broadcast once.
+which is broadcast once. A backward in which other roots may take part launches all at its end, too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched ear
 class _Pending:
     """A bucket, and which of its gradients this backward has not brought yet.
 
-    Autograd tells of the last one only, where the order is agreed and no gradient is there when
-    backward begins: then the others are seen where they are. A call for each gradient would take
-    the host longer than the bucket itself.
+    Once the order is agreed, and if no gradient is there when backward begins, only the last
+    parameter of a bucket has a hook; `.grad` of the others is looked at when it is called. A call
+    for each gradient would take the host longer than the bucket itself.
 
     Attributes:
         missing: what autograd has not told of; None where it tells of the last one only.

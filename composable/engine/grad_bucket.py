@@ -63,8 +63,8 @@ class GradBucket:
             is part of the gradient.
         trainable, trains: which of its parameters get a gradient; whether any does.
         held: the backwards whose gradients wait to be reduced.
-        forwards: how many there were since the last backward, and 1 if this one leaves some out;
-            set on a root's last bucket only.
+        forwards: a pair: how many forwards there were since the last backward, and 1 if this
+            backward leaves some of them out. Set on a root's last bucket only.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class GradBucket:
         self._absent: Sequence[int] = ()
         # in place, the gradients that were there before this backward
         self._earlier: list[Tensor | None] = []
-        # under no_sync, where gradients land at once (one rank): post-accumulate hooks wait
+        # Gradients land, but users' post-accumulate hooks wait for the end of no_sync: one rank, or
+        # level="replicate" on a mesh without replicas.
         self._hooks_wait = False
         self._unhooked: dict[int, None] = {}  # parameters whose hooks wait
         # Sums that have landed, flags that were not read yet, and of which parameters.
@@ -203,8 +204,8 @@ class GradBucket:
             elif _is_whole(before):
                 local_of(before).add_(gradient)
             else:
-                # `before` is a mean already, cut into shards. Each rank adds `ranks` times its own
-                # shard to its own gradient: the later mean divides by `ranks`, so `before` is in it
+                # `before` is this rank's shard of what was reduced earlier. Each rank adds it
+                # `ranks` times to its own gradient: the later mean divides by `ranks`, so it counts
                 # once. Ranks without a gradient must do so, too.
                 whole, slot = (
                     gradient.to(self.reducer.precision.gradient),

@@ -1,5 +1,6 @@
-"""What a root knows of the step that is under way. A step that is lost is dropped as one object,
-and not cleaned up field by field.
+"""What a root knows of the step that is under way: `Root.step` is a `Step`, which holds the open
+`Forward`, and the `Iteration` of one or more forwards and their backward. A step that is lost is
+dropped as one object, and not cleaned up field by field.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import nn
 from composable.engine.param import ManagedParam
 from composable.engine.unit import Unit, UnitCall
 
-# entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
+# Entries of `Iteration.finished` and `Step.calls` at most: forwards without a backward must not
+# fill the memory.
 REMEMBERED: Final = 4096
 
 CLOCK: Final = count()  # of forwards and ends of backwards
@@ -29,7 +31,7 @@ class Forward:
         with_gradients: autograd records it.
         order: the units that gather, as it has entered them.
         cursor: in the order of the last forward; what follows there is gathered ahead.
-        has_unknown: no rank has computed some frozen unit in it.
+        has_unknown: some frozen unit was computed by no rank, so that its `given` is not known.
     """
 
     module: nn.Module

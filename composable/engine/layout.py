@@ -75,7 +75,7 @@ class Slot:
 
     @property
     def chunk_numel(self) -> int:
-        """Elements of a full shard. Every rank reserves as many."""
+        """Elements of the largest shard. Every rank reserves as many."""
         return self.local_numel(0)
 
     @property

@@ -115,8 +115,8 @@ class ParamGroup:
         unit: its name, for messages.
         is_sharded: at-rest parameters are views of a shard buffer; otherwise they are the users'
             own.
-        gathers: unsharding takes a message or a cast; otherwise compute parameters are the users'
-            memory.
+        gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
+            message, a cast, or a copy from the host. Otherwise they are the users' memory.
         takes_message: unsharding takes a message, so that all ranks take part.
     """
 
@@ -309,7 +309,7 @@ class ParamGroup:
         apart = any(param.compute is not param.at_rest for param in self.params)
         self._counted = (*[param.at_rest for param in self.params], *self._memory) if apart else ()
         self._seen = self._versions_now()
-        self._is_stale = False
+        self._regather = False  # writes were noted, and the gather is to be repeated
         locals_ = locals_of([param.at_rest for param in self.params])
         self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
@@ -378,12 +378,12 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether at-rest parameters were written to since they were gathered."""
-        return self._is_stale or self._seen != self._versions_now()
+        return self._regather or self._seen != self._versions_now()
 
     def note_writes(self) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, now = self._seen, self._versions_now()
-        self._seen, self._is_stale = now, True
+        self._seen, self._regather = now, True
         number = len(self.params)
         at_rest = list(map(ne, before[:number], now[:number]))
         memory = list(map(ne, before[number:], now[number:])) * (number if self.is_sharded else 1)
@@ -413,9 +413,9 @@ class ParamGroup:
                 self.note_writes()
         if self.gather is None:
             return
-        if self._is_stale:
+        if self._regather:
             self.reshard()
-            self._is_stale = False
+            self._regather = False
         if self.state is ShardedState.UNSHARDING or self.state is ShardedState.UNSHARDED:
             return
         if self.state is ShardedState.SHARDED_POST_FORWARD:

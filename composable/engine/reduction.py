@@ -454,7 +454,8 @@ class Reduction:
 
     Args:
         gradients: of all parameters, whole; None where this rank has none.
-        absent: indices of gradients that are there, and are those of an earlier backward.
+        absent: indices of parameters for which this backward brought nothing; a gradient that is
+            there is of an earlier one.
         carried: shards that are means over the shard dimension already, to be added before the
             second stage.
         shards_only: sum over the shard dimension only.

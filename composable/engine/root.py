@@ -23,8 +23,8 @@ Laws:
   that was launched earlier in the one sequence that all ranks run.
 * What must not survive a step is in `Step`, `UnitStep` and `Reduction`, which are dropped. A step
   is lost on all ranks or on none: `Root.reset`.
-* Nothing stays gathered from one root forward to the next outside of `unshard()` and
-  `keep_unsharded`.
+* Nothing stays gathered from one root forward to the next outside of `unshard()`,
+  `keep_unsharded`, and what graphs of `create_graph=True` need.
 
 When backward leaves a unit. Backward enters a unit at the graph nodes of its outputs. It leaves the
 unit when it enters another one that neither encloses it nor lies in it: autograd runs the newest
@@ -174,7 +174,9 @@ class Root:
     Attributes:
         modules: the outermost one that was called, with the other modules of its unit.
         units: of both verbs, in `.modules()` order.
-        order: the units that gather, in the order in which the last forward entered them.
+        order: the units that gather, in the order in which the last forward entered them, also one
+            without gradients. The next forward gathers ahead by it; a backward does by
+            `Iteration.finished`.
         shared: units below that are below another annotated model, too (an encoder of an actor and
             a critic). They are the units of a root of their own, whichever model calls them: one
             object reduces the gradients of a parameter.
@@ -213,9 +215,9 @@ class Root:
         # Replicated parameters that rest as DTensors are shown for the whole forward: modules of
         # other units may read them.
         self._shown = [unit for unit in self.units if unit.rest_mesh is not None]
-        # Whether all ranks leave the units in one order in backward; None: not compared yet. Units
-        # in `_shown` are reduced where they are left only if this is True, and otherwise at the end
-        # of backward.
+        # Whether all ranks leave the units in one order in backward: None until `_compare_left` has
+        # compared them, once and for good. Units in `_shown` are reduced where they are left only
+        # if this is True, and otherwise at the end of backward.
         self._alike: bool | None = None if self._shown and self._shown != self.units[:1] else True
         # indices of units, in the order in which this backward left them, until `_alike` is known
         self._left: list[int] = []
@@ -469,10 +471,10 @@ class Root:
         forward = self._forward
         if unit.gathers:
             forward.order.append(unit)
-            try:
+            try:  # noqa: SIM105, `suppress` takes calls of Python
                 forward.cursor = self.order.index(unit, forward.cursor) + 1
-            except ValueError:  # it did not run there
-                return forward
+            except ValueError:
+                pass  # it did not run there
         return forward
 
     def _gather(self, unit: Unit, ahead: Iterable[Unit]) -> None:
@@ -681,9 +683,9 @@ class Root:
             return
         if LISTENERS:
             tell(Event.BACK, unit, now=True)
-        # Units are left innermost first, here and at the end of backward. Ranks that enter an
-        # expert leave the units before it earlier than ranks that do not, and both must launch in
-        # the same order.
+        # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
+        # at the end of backward. Ranks that enter an expert leave the units before it earlier than
+        # ranks that do not, and both must launch in the same order.
         for other in [*reversed(iteration.active)]:
             if other not in unit.around and unit not in other.around:
                 self._leave_backward(other)

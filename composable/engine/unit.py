@@ -213,8 +213,8 @@ class UnitCall:
         root: None if the call recomputes what checkpointing dropped.
         entered: `enter` did not raise.
         entry: called where backward comes to it; None if backward does not.
-        anchors: every output got a node, though this rank may have computed it without parameters:
-            others did with. What is recomputed does as its forward did.
+        anchors: outputs get a node also where this rank used no parameter, because other ranks may
+            have. A recomputation repeats what its forward did.
     """
 
     unit: Unit
@@ -257,15 +257,13 @@ class Unit:
     Attributes:
         modules: as annotated; none after `remove`.
         groups: of parameters that are unsharded together.
-        gathers: whether unsharding takes a message or a cast; if not, modules compute with the
-            at-rest memory.
+        gathers: any of its groups does.
         buckets: their gradients; empty for gradients that the root reduces in buckets of all units
             (`arrival.py`).
         root: of the last forward; None before the first, and after the tree changed.
         step: that is under way.
         kept_by: scopes that ask for it to stay unsharded.
-        within, found: the units that were annotated around this one, and those that its annotation
-            found below it.
+        within, found: the units that are annotated around this one, and those annotated below it.
         kind: how its parameters lie over the ranks, and when their gradients are reduced.
         rest_mesh: of the kind BESIDE, over the same ranks as the shards around it: their mesh, on
             which its parameters rest as DTensors. Otherwise None.
@@ -275,13 +273,14 @@ class Unit:
             they are not computed with.
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
-        arrivals: by what autograd tells of gradients, while it matters which one has come.
+        arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
+            unit will be reduced anyway.
         is_shared: it lies below several annotated models, see `Root.shared`.
         around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
-        given: of a frozen unit, how ranks that compute it did so last: 0 without autograd, 1 with
-            inputs that require no gradients, 2 with inputs that do. Backward comes to it in the
-            last case only. None: not known.
+        given: of a frozen unit, how ranks that compute it entered it last: 0 without autograd, 1
+            with inputs that require no gradients, 2 with inputs that do, the only case in which
+            backward comes to it. None: not known.
     """
 
     mesh_info: MeshInfo
@@ -456,8 +455,8 @@ class Unit:
 
     @property
     def grad_factor(self) -> float:
-        """What each gradient is multiplied by, so that the mean over the ranks is what
-        `grad_reduce` asks for.
+        """What turns the mean over the ranks, which reductions make, into what `grad_reduce` asks
+        for.
         """
         return 1.0 if self.spec.divisor is None else self.mesh_info.all.size / self.spec.divisor
 
@@ -682,9 +681,11 @@ class Unit:
 
     def hide(self) -> None:
         """End what `unshard()` and scopes began: modules hold at-rest parameters again."""
-        if self.kept_by.pop(EXPLICIT, self) is None and not self.step.depth:
-            self.hold_at_rest()
-            self.follow_casts()
+        if EXPLICIT in self.kept_by:
+            del self.kept_by[EXPLICIT]
+            if not self.step.depth:
+                self.hold_at_rest()
+                self.follow_casts()
 
     def follow_casts(self) -> None:
         """Modules held compute parameters for longer than a forward: `model.to(...)` in that time
