@@ -44,11 +44,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
 from composable.engine import root as roots
+from composable.engine.grad_bucket import SyncMode
 from composable.engine.param import is_unreduced
 from composable.engine.prepare import broadcast_buffers
 from composable.engine.root import Root
 from composable.engine.shadow import LISTENERS, Event, listener
-from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import Unit, unit_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.memory.torch_private import join_hooks, locals_of

@@ -21,12 +21,12 @@ import torch
 from torch.distributed._functional_collectives import all_reduce
 
 from composable.compilation import backward_is_compiled, traceable
+from composable.engine.grad_bucket import SyncMode
 from composable.engine.param import DeferredHooks
 from composable.engine.param_group import Kind
 from composable.engine.reduction import division_factors
 from composable.engine.root import Root, root_of
 from composable.engine.shadow import LISTENERS
-from composable.engine.sync_mode import SyncMode
 from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
 from composable.optim.in_backward import counted_in_backward

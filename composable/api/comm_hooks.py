@@ -19,8 +19,8 @@ from composable.contract.tree import (
     get_replicated_states,
     names_below,
 )
+from composable.engine.grad_bucket import SyncMode
 from composable.engine.hook_stages import ALL_REDUCE, REDUCE_SCATTER, CommHook
-from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import Unit
 from composable.errors import (
     AlreadyAnnotatedError,

@@ -14,7 +14,7 @@ from typing import Final, NoReturn
 
 import torch
 
-from composable.engine.grad_bucket import GradBucket
+from composable.engine.grad_bucket import GradBucket, SyncMode
 from composable.engine.hook_stages import attach_hooks
 from composable.engine.iteration import Iteration
 from composable.engine.layout import Slot
@@ -27,7 +27,6 @@ from composable.engine.param import (
 )
 from composable.engine.param_group import ParamGroup
 from composable.engine.sparse import only_looked_up
-from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import Unit
 from composable.errors import CommunicationError, PhaseError
 

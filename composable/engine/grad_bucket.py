@@ -12,6 +12,7 @@ of a plain parameter. So users see it, `zero_grad` clears it, and there is no ot
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not, or_
@@ -44,6 +45,37 @@ from composable.memory.offload import HostHome, wait_for_traffic
 from composable.memory.torch_private import as_tensors, dtensors_around, gradient_hooks, local_of
 
 _is_sparse: Final = attrgetter("is_sparse")
+
+
+class SyncMode(enum.Enum):
+    """What happens to a unit's gradients when backward leaves it."""
+
+    REDUCE = "they are reduced, with all that was accumulated"
+    HOLD = "they are accumulated on their rank (no_sync)"
+    HOLD_SHARDS = (
+        "they are reduced over the shard dimension and accumulated (no_sync(level='replicate'))"
+    )
+
+
+class Accumulation:
+    """The scopes of `no_sync` that a unit is in; the innermost decides.
+
+    Attributes:
+        now: what a backward that runs now does.
+    """
+
+    __slots__ = ("_scopes", "now")
+
+    def __init__(self) -> None:
+        self.now = SyncMode.REDUCE
+        self._scopes: dict[object, SyncMode] = {}
+
+    def open_scope(self, scope: object, mode: SyncMode) -> None:
+        self._scopes[scope] = self.now = mode
+
+    def close_scope(self, scope: object) -> None:
+        self._scopes.pop(scope, None)
+        self.now = next(reversed(self._scopes.values()), SyncMode.REDUCE)
 
 
 class GradBucket:

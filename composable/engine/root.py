@@ -53,6 +53,7 @@ from composable.compilation import backward_is_compiled, backward_will_be_compil
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch, names_below
 from composable.engine.arrival import Buckets
+from composable.engine.grad_bucket import SyncMode
 from composable.engine.iteration import CLOCK, REMEMBERED, Forward, Iteration, Step
 from composable.engine.param import ManagedParam, hear_arrivals, ignore_arrivals
 from composable.engine.param_group import Kind
@@ -66,7 +67,6 @@ from composable.engine.shadow import (
     tell,
     tell_of_call,
 )
-from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import EXPLICIT, Unit, UnitCall, unit_of, units_below
 from composable.errors import (
     CommunicationError,

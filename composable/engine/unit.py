@@ -35,7 +35,7 @@ from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.copies import attach_copying, detach_copying, twin_of
-from composable.engine.grad_bucket import GradBucket
+from composable.engine.grad_bucket import Accumulation, GradBucket
 from composable.engine.hook_stages import CommHook, attach_hooks
 from composable.engine.loading import StateDictHook
 from composable.engine.outputs import Entry, refuse_compiled, watch
@@ -69,7 +69,6 @@ from composable.engine.precision import (
 )
 from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
-from composable.engine.sync_mode import Accumulation
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
 from composable.memory.torch_private import (
     can_take_data,
