@@ -37,8 +37,8 @@ def mesh_info_around(unit: Unit) -> MeshInfo:
     For a replicated unit next to hybrid shards over the same ranks, it is the mesh of the shards.
     """
     if unit.rest_mesh is not None:
-        for around in unit.within:
-            for each in (around, *around.found):
+        for around in unit.relations.around:
+            for each in (around, *around.relations.below):
                 if (
                     each.is_sharded
                     and each.spec.mesh_info.mesh is unit.rest_mesh

@@ -133,7 +133,7 @@ class Preparation:
             *self._own,
             *(param.compute for param in params if param.compute is not param.own),
         ]
-        around = dict.fromkeys(each for unit in units for each in (unit, *unit.within))
+        around = dict.fromkeys(each for unit in units for each in (unit, *unit.relations.around))
         self._modules = list(dict.fromkeys(module for unit in around for module in unit.modules))
         self._watched, self._followed = self._look(), self._trainability()
 
@@ -182,7 +182,7 @@ class Preparation:
                 " scope; to keep parameters unsharded for forwards, use keep_unsharded(model)"
             )
         # without its hooks, an annotation around a unit would not be noticed at all
-        for each in (unit, *unit.within):
+        for each in (unit, *unit.relations.around):
             _refuse_cleared_hooks(each)
         _refuse_left_alone(unit)
         _refuse_optimizers_of_torch(unit)

@@ -373,7 +373,7 @@ class Root:
             self._begin(module)
         for outer in self.step.running:
             if outer is not unit:
-                unit.around[outer] = None
+                unit.relations.ran_inside[outer] = None
         self.step.running.append(unit)
         try:
             if self._iteration.last and not unit.is_unsharded:
@@ -687,7 +687,7 @@ class Root:
         # at the end of backward. Ranks that enter an expert leave the units before it earlier than
         # ranks that do not, and both must launch in the same order.
         for other in [*reversed(iteration.active)]:
-            if other not in unit.around and unit not in other.around:
+            if other not in unit.relations.ran_inside and unit not in other.relations.ran_inside:
                 self._leave_backward(other)
         iteration.active.append(unit)
         iteration.to_reduce.pop(unit, None)
@@ -1087,8 +1087,10 @@ def _ahead(unit: Unit, units: Sequence[Unit], start: int, step: int) -> list[Uni
 def _is_also_below_another(unit: Unit, top: Unit) -> bool:
     """Whether `unit` lies below an annotated module that `top` is neither around nor inside of."""
     # a unit is within itself
-    around = [other for other in unit.within if other is not unit and other is not top]
-    return any(other not in top.within and top not in other.within for other in around)
+    around = [other for other in unit.relations.around if other is not unit and other is not top]
+    return any(
+        other not in top.relations.around and top not in other.relations.around for other in around
+    )
 
 
 def root_of(unit: Unit) -> Root | None:

@@ -249,6 +249,23 @@ class UnitStep:
         self.unhooked: dict[ManagedParam, None] = {}
 
 
+@dataclass(slots=True)
+class Relations:
+    """Of one unit to others; sets in the order in which they came.
+
+    Attributes:
+        around: annotated around it.
+        below: annotated before it, in its modules.
+        readers: whose modules read parameters of it.
+        ran_inside: whose forward was running at some call of it.
+    """
+
+    around: dict[Unit, None] = field(default_factory=dict)
+    below: dict[Unit, None] = field(default_factory=dict)
+    readers: dict[Unit, None] = field(default_factory=dict)
+    ran_inside: dict[Unit, None] = field(default_factory=dict)
+
+
 class Unit:
     """See the top of this file. It is the verb's state in the registry, and the bracket around its
     modules' forwards.
@@ -262,11 +279,10 @@ class Unit:
         root: of the last forward; None before the first, and after the tree changed.
         step: that is under way.
         kept_by: scopes that ask for it to stay unsharded.
-        within, found: the units that are annotated around this one, and those annotated below it.
+        relations: to other units.
         kind: how its parameters lie over the ranks, and when their gradients are reduced.
         rest_mesh: of the kind BESIDE, over the same ranks as the shards around it: their mesh, on
             which its parameters rest as DTensors. Otherwise None.
-        readers: units whose modules read parameters of this one.
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
         shown_by: the scope, if any, in which modules hold whole parameters for the user to edit;
             they are not computed with.
@@ -275,7 +291,6 @@ class Unit:
         arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
             unit will be reduced anyway.
         is_shared: it lies below several annotated models, see `Root.shared`.
-        around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
         given: of a frozen unit, how ranks that compute it entered it last: 0 without autograd, 1
             with inputs that require no gradients, 2 with inputs that do, the only case in which
@@ -300,15 +315,12 @@ class Unit:
         self.shown_by = ""
         self.kind = Kind.LOCAL
         self.rest_mesh: DeviceMesh | None = None
-        self.found: dict[Unit, None] = {}
-        self.within: dict[Unit, None] = {}
-        self.readers: dict[Unit, None] = {}
+        self.relations = Relations()
         self.model_group: ref[dist.ProcessGroup] | None = None
         self.accumulation = Accumulation()
         self.comm_hooks: dict[str, CommHook] = {}
         self.sparse: list[SparseGradients] = []
         self.arrivals: dict[ManagedParam, Arrival] = {}
-        self.around: dict[Unit, None] = {}
         self.trains = self.is_shared = False
         self.given: int | None = None
         self._anchors = False  # `UnitCall.anchors` of the last forward
@@ -1001,7 +1013,7 @@ class Unit:
         self.drop_step()
         self.swap_out()
         # readers that still have its parameters are refused in their next forward
-        for unit in (self, *self.readers):
+        for unit in (self, *self.relations.readers):
             if unit.root is not None:
                 unit.root.forget()
         whole, self._whole = self._whole, []
@@ -1028,14 +1040,14 @@ class Unit:
         """Replicated units around which there are no shards any more rest as plain parameters
         again.
         """
-        around, found = [*self.within], [*self.found]
-        self.within, self.found = {}, {}
+        around, found = [*self.relations.around], [*self.relations.below]
+        self.relations.around, self.relations.below = {}, {}
         for unit in found:
-            unit.within.pop(self, None)
+            unit.relations.around.pop(self, None)
         for unit in around:
-            unit.found.pop(self, None)
+            unit.relations.below.pop(self, None)
         for other in dict.fromkeys(
-            [*found, *around, *(other for unit in around for other in unit.found)]
+            [*found, *around, *(other for unit in around for other in unit.relations.below)]
         ):
             other.choose_rest()
 
@@ -1045,7 +1057,9 @@ class Unit:
         """
         if self.is_sharded or not self.params or self.mesh_info.mesh is None:
             return
-        meshes = [mesh for unit in self.within if (mesh := unit._mesh_of_shards()) is not None]
+        meshes = [
+            mesh for unit in self.relations.around if (mesh := unit._mesh_of_shards()) is not None
+        ]
         kind, rest_mesh = _without_shards(self.mesh_info), None
         if meshes:
             kind, mesh = Kind.BESIDE, meshes[-1]
@@ -1061,7 +1075,7 @@ class Unit:
         return next(
             (
                 unit.mesh_info.mesh
-                for unit in (self, *self.found)
+                for unit in (self, *self.relations.below)
                 if unit.is_sharded and unit.params
             ),
             None,
@@ -1076,11 +1090,11 @@ class Unit:
         """The relations of `unit`, of which this is the copy, among the units that were copied with
         it.
         """
-        self.within, self.found, self.readers = (
+        self.relations.around, self.relations.below, self.relations.readers = (
             {twins[other]: None for other in related if other in twins}
-            for related in (unit.within, unit.found, unit.readers)
+            for related in (unit.relations.around, unit.relations.below, unit.relations.readers)
         )
-        groups = [other.mesh_info.all.group for other in unit.within if other in twins]
+        groups = [other.mesh_info.all.group for other in unit.relations.around if other in twins]
         self.model_group = (
             unit.model_group
             if unit.model_group is not None and unit.model_group() in groups
@@ -1312,15 +1326,15 @@ def settle(
         for param in unit.params:
             if any(parameter is form for form in (param.at_rest, param.own, param.compute)):
                 on_undo(unit.tie(param, places))
-                unit.readers[own] = None
+                unit.relations.readers[own] = None
     for unit in units:
         if unit.mesh_info.all.size < own.mesh_info.all.size and own.mesh_info.all.group is not None:
             on_undo(partial(_set_model_group, unit, unit.model_group))
             unit.model_group = ref(own.mesh_info.all.group)
-    own.found = dict.fromkeys(units[1:])
+    own.relations.below = dict.fromkeys(units[1:])
     on_undo(own._leave_tree)  # before ties are undone: all places of a tied parameter get its form
     for unit in units:
-        unit.within[own] = None
+        unit.relations.around[own] = None
     for unit in units:
         unit.choose_rest()
     for unit in dict.fromkeys(unit for unit, _, _ in tied):
