@@ -193,7 +193,7 @@ def _used_again_while_gathered(buffer: str) -> Callable[[], Patch]:
     def reusing(self: ParamGroup) -> None:
         before = self.state
         unshard(self)
-        elastic = getattr(self, buffer)
+        elastic = getattr(self.gather, buffer, None)
         if (
             self.state is ShardedState.UNSHARDING
             and before is not self.state
