@@ -24,7 +24,14 @@ from composable.contract.contract import contract, on_undo, registry, remove
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
 from composable.optim.shard_steps import ShardStepping, step_on_shards
-from composable.policies import CustomPolicy, ModuleWrapPolicy, NamePolicy, Policy, SizePolicy
+from composable.policies import (
+    CustomPolicy,
+    ModelPolicy,
+    ModuleWrapPolicy,
+    NamePolicy,
+    Policy,
+    SizePolicy,
+)
 from composable.report.describe import describe
 from composable.state.ema import EMA
 from composable.state.full import export, full_state_dict, stream_full
@@ -44,6 +51,7 @@ __all__ = [
     "HierarchicalAverager",
     "LocalSteps",
     "MixedPrecisionPolicy",
+    "ModelPolicy",
     "ModuleWrapPolicy",
     "NamePolicy",
     "OptimizerInBackward",

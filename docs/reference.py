@@ -32,7 +32,14 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
         "refresh",
     ),
     "Inspection": ("describe", "registry"),
-    "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
+    "Policies": (
+        "Policy",
+        "ModuleWrapPolicy",
+        "SizePolicy",
+        "NamePolicy",
+        "CustomPolicy",
+        "ModelPolicy",
+    ),
     "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),
     "Optimizers": (
         "step_on_shards",

@@ -20,6 +20,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from composable.errors import PolicyError
 from composable.policies import (
     CustomPolicy,
+    ModelPolicy,
     ModuleWrapPolicy,
     NamePolicy,
     Policy,
@@ -332,9 +333,9 @@ def test_a_policy_that_matches_nothing_lists_the_classes_that_are_there(policy: 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: as_policy(None), "policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and got None"),
-        (lambda: as_policy("blocks.*"), "policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and got the str 'blocks.*'"),
-        (lambda: as_policy(Block()), "policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and got a Block"),
+        (lambda: as_policy(None), "policy= takes a Policy, a set of classes, a dict of globs, a function of a module or a model that names its units, and got None"),
+        (lambda: as_policy("blocks.*"), "policy= takes a Policy, a set of classes, a dict of globs, a function of a module or a model that names its units, and got the str 'blocks.*'"),
+        (lambda: as_policy(Block()), "policy= got Block, which does not say what its units are: it has no _no_split_modules and no _fsdp_plan, as models of transformers have. Pass the class of its layers, policy={Block}"),
         (lambda: as_policy(SizePolicy), "ModuleWrapPolicy takes classes of modules, and got the class SizePolicy"),
         (lambda: as_policy(int), "ModuleWrapPolicy takes classes of modules, and got the class int"),
         (lambda: as_policy({"Block"}), "ModuleWrapPolicy takes classes of modules, and got the str 'Block'; for names of modules, use NamePolicy({'Block': {}})"),
@@ -441,3 +442,11 @@ def test_an_answer_of_a_policy_of_ones_own_is_checked(
 ):
     model = GPT()
     assert refused(lambda: select_modules(Answering(answer), model)) == text
+
+
+def test_a_model_that_names_what_is_elsewhere_picks_nothing() -> None:
+    model = GPT()
+    model._no_split_modules = ["Block"]
+    assert fqns(model, ModelPolicy(model).select(model)) == ["blocks.0", "blocks.2"]
+    with pytest.raises(PolicyError, match="GPT names Block, and none of them is in the ReLU"):
+        select_modules(model, nn.ReLU())

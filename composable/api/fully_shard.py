@@ -92,8 +92,8 @@ def fully_shard(
             without names the first one is replicated over. A pair of process groups (shard,
             replicate) means the same: of the ranks that this rank shards with, and of those that
             hold the same shards.
-        policy: which submodules become units of their own; see `composable.policies`. Other
-            parameters belong to `module`.
+        policy: which submodules become units of their own; see `composable.policies`. A model of
+            transformers names them itself: `policy=model`. Other parameters belong to `module`.
         reshard_after_forward: None reshards after forward and gathers again in backward, except for
             the units that backward needs first: the one that ran last, and the root. True reshards
             all of them (ZeRO-3); False keeps parameters unsharded until backward is done (ZeRO-2);

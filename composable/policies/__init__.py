@@ -5,11 +5,18 @@ that of https://github.com/pytorch/pytorch/pull/104969.
 """
 
 from composable.policies.base import Policy, Selection
-from composable.policies.rules import CustomPolicy, ModuleWrapPolicy, NamePolicy, SizePolicy
+from composable.policies.rules import (
+    CustomPolicy,
+    ModelPolicy,
+    ModuleWrapPolicy,
+    NamePolicy,
+    SizePolicy,
+)
 from composable.policies.select import PolicyLike, as_policy, select_modules
 
 __all__ = [
     "CustomPolicy",
+    "ModelPolicy",
     "ModuleWrapPolicy",
     "NamePolicy",
     "Policy",

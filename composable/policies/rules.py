@@ -1,8 +1,9 @@
-"""The policies that come with the package: by class, by function, by size, by name."""
+"""The policies that come with the package: by class, function, size, name, or what a model says."""
 
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -264,6 +265,75 @@ class NamePolicy(Policy):
 
     def __repr__(self) -> str:
         return f"NamePolicy({', '.join(self.patterns)})"
+
+
+class ModelPolicy(Policy):
+    """The modules that a model of transformers names as its units.
+
+    Its plan for FSDP2 is read (`_fsdp_plan`: names, with `*` for numbers), and where that names no
+    layers, the classes that it does not split (`_no_split_modules`). What the plan keeps in full
+    until backward, the last norm and the head, is left to the outermost unit, which does so. A
+    module whose parameters are also registered outside of it (tied embeddings) is left to it, too.
+
+    Args:
+        model: the model that says it. It may be inside of the one that is annotated.
+
+    Raises:
+        PolicyError: the model has neither; in `select`, when nothing that it names is there.
+
+    Example::
+
+        model = AutoModelForCausalLM.from_config(config)
+        fully_shard(model, policy=model)
+
+    The plan is that of transformers' own distribution; accelerate reads `_no_split_modules`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        plan: Any = getattr(model, "_fsdp_plan", None) or {}
+        self.classes: list[str] = sorted(getattr(model, "_no_split_modules", None) or ())
+        if not isinstance(plan, Mapping) or not (plan or self.classes):
+            raise PolicyError(
+                f"policy= got {describe_module(model)}, which does not say what its units are: it"
+                " has no _no_split_modules and no _fsdp_plan, as models of transformers have."
+                " Pass the class of its layers, policy={Block}"
+            )
+        self.model = model
+        self.names = [name for name, how in plan.items() if how != "keep_full_weight"]
+
+    @override
+    def select(self, root: nn.Module) -> Selection:
+        named: defaultdict[str, list[nn.Module]] = defaultdict(list)
+        for fqn, module in self.model.named_modules():
+            name = ".".join("*" if part.isdigit() else part for part in _parts(fqn))
+            named[name].append(module)
+        found = [module for name in self.names for module in named[name]]
+        if not any(named[name] for name in self.names if "*" in name):
+            found += [m for m in self.model.modules() if type(m).__name__ in self.classes]
+        chosen = {id(module) for module in found if not _shares_parameters(module, self.model)}
+        picked: Selection = {module: {} for module in root.modules() if id(module) in chosen}
+        if not picked:
+            raise PolicyError(
+                f"policy matched 0 modules; {describe_module(self.model)} names"
+                f" {few([*self.names, *self.classes])}, and none of them is in the"
+                f" {type(root).__name__}"
+            )
+        return picked
+
+    def __repr__(self) -> str:
+        return f"ModelPolicy({type(self.model).__name__})"
+
+
+def _shares_parameters(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter of `module` is registered outside of it, too."""
+    own = {id(parameter) for parameter in module.parameters()}
+    below = {id(each) for each in module.modules()}
+    return any(
+        id(parameter) in own
+        for other in model.modules()
+        if id(other) not in below
+        for parameter in other.parameters(recurse=False)
+    )
 
 
 def _parts(name: str) -> list[str]:

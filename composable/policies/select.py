@@ -10,10 +10,11 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 from composable.errors import PolicyError, describe_module
 from composable.policies.base import Policy, Selection, kind_of, not_empty
-from composable.policies.rules import CustomPolicy, ModuleWrapPolicy, NamePolicy
+from composable.policies.rules import CustomPolicy, ModelPolicy, ModuleWrapPolicy, NamePolicy
 
 PolicyLike = (
     Policy
+    | nn.Module
     | type[nn.Module]
     | Collection[type[nn.Module]]
     | Mapping[str, Mapping[str, Any] | bool | None]
@@ -24,7 +25,7 @@ PolicyLike = (
 def as_policy(value: PolicyLike) -> Policy:
     """A policy, from a policy or from one of its shorthands: classes (also in torch's own
     `ModuleWrapPolicy`) for `ModuleWrapPolicy`, a dict of globs for `NamePolicy`, a function for
-    `CustomPolicy`.
+    `CustomPolicy`, a model for `ModelPolicy`.
     """
     if isinstance(value, Policy):
         return value
@@ -32,14 +33,17 @@ def as_policy(value: PolicyLike) -> Policy:
         return NamePolicy(value)
     if isinstance(value, (type, set, frozenset, tuple, list)):
         return ModuleWrapPolicy(value)
+    if isinstance(value, nn.Module):
+        return ModelPolicy(value)
     given: Any = value
     # called with recurse=False, it says whether it picks a module
     if isinstance(given, torch_wrap.ModuleWrapPolicy):
         return CustomPolicy(lambda module: bool(given(module, recurse=False)))
-    if callable(value) and not isinstance(value, nn.Module):
+    if callable(value):
         return CustomPolicy(value)
     raise PolicyError(
-        "policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and"
+        "policy= takes a Policy, a set of classes, a dict of globs, a function of a module or a"
+        " model that names its units, and"
         f" got {kind_of(value)}"
     )
 

@@ -29,6 +29,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
 
 from composable import checkpoint, fully_shard, keep_unsharded, remove, replicate
+from composable.policies import select_modules
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients, sgd
 from tests.helpers.world import current_device, spmd
 
@@ -211,13 +212,44 @@ WAYS: Final[dict[str, Callable[..., object]]] = {
     ),
     "as one unit": lambda model, blocks: fully_shard(model),
     "with checkpoints": _checkpointed,
+    "as the model says": lambda model, blocks: fully_shard(model, policy=model),
 }
 _CASES: Final = [
     (name, way)
     for name in MODELS
     for way in WAYS
     if way != "with checkpoints" or name in ("T5", "Mamba", "DoRA")
+    if way != "as the model says" or MODELS[name].build is not Critic
 ]
+
+
+# What a model names: layers, and embeddings that are not tied.
+_NAMED: Final = {
+    "T5": ["T5Block"] * 4,
+    "Llama": ["LlamaDecoderLayer"] * 2,
+    "GPT-2": ["GPT2Block"] * 2,
+    "DoRA": ["LlamaDecoderLayer"] * 2,
+    "Whisper": ["WhisperEncoderLayer"] * 2 + ["WhisperDecoderLayer"] * 2,
+}
+
+
+@pytest.mark.parametrize("name", _NAMED)
+def test_a_model_names_its_units(name: str) -> None:
+    model = MODELS[name].build()
+    picked = select_modules(model, model)
+    assert [type(module).__name__ for module in picked] == _NAMED[name]
+
+
+def test_embeddings_of_their_own_are_units_and_the_kept_ends_are_not() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=_WORDS, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    names = {module: name for name, module in model.named_modules()}
+    picked = [names[module] for module in select_modules(model, model)]
+    assert picked == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
+    assert list(select_modules(model, model.model.layers)) == list(model.model.layers)
 
 
 def _made(foreign: Foreign) -> nn.Module:
