@@ -68,5 +68,5 @@ def test_methods_and_properties_are_among_what_is_checked() -> None:
 
 
 def test_signatures_say_what_is_a_keyword() -> None:
-    assert signature_of(composable.unshard) == "(module, *, async_op=False)"
+    assert signature_of(composable.unshard) == "(module, *, async_op=False, recurse=True)"
     assert signature_of(composable.Policy.select) == "(self, root)"
