@@ -56,8 +56,8 @@ def install() -> Installation:
     `torch.distributed.fsdp` are replaced by those of this package, in torch's modules and in every
     imported module that has one of torch's objects as an attribute, under whatever name. One line
     on stderr, on rank 0, says in which. Policies and handles are torch's own classes. FSDP2's own
-    code is not changed. Called again, it replaces what was imported in between, and returns the same
-    handle: a script and a library that it uses may both call it.
+    code is not changed. Called again, it replaces what was imported in between, and returns the
+    same handle: a script and a library that it uses may both call it.
 
     Returns:
         A handle whose `remove()` puts torch's objects back.
