@@ -33,8 +33,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Placement | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008, frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008, nothing writes to it
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Target:
@@ -90,13 +90,14 @@ def fully_shard(
     inner = [other for other in unit.found if other in AUTOMATIC]
     for other in inner:
         other.spec = replace(other.spec, reshard_after_forward=True)
-    registry(modules[0])[SHARD].callbacks.append(partial(_are_outermost, inner))
+    # the first one runs last: the units have left the tree then
+    registry(modules[0])[SHARD].callbacks.insert(0, partial(_may_be_outermost, inner))
     if reshard_after_forward is None:
         AUTOMATIC.add(unit)
     return module
 
 
-def _are_outermost(units: list[Unit]) -> None:
+def _may_be_outermost(units: list[Unit]) -> None:
     """Let units whose outer unit was removed keep their parameters until backward again."""
     for unit in units:
         if unit.modules and unit in AUTOMATIC and not any(o is not unit for o in unit.within):

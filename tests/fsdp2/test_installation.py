@@ -22,6 +22,7 @@ from composable.errors import ClashError
 from composable.fsdp2 import installation
 from composable.fsdp2.__main__ import main
 from docs.generate import ROOT
+from tests.helpers.launched import launched
 from tests.helpers.world import Pool
 
 PROGRAMS: Final = Path(__file__).parent / "programs"
@@ -148,53 +149,51 @@ def test_the_runner_says_in_one_line_what_it_cannot_run(
 
 # --- whole programs ------------------------------------------------------------------------------
 
+_INSTALLED: Final = re.compile(r"^composable\.fsdp2: .* in \d+ modules: .*$", re.M)
 
-def _launched(*command: str) -> tuple[list[str], str]:
+
+def _numbers(printed: str) -> list[str]:
+    return re.findall(r"^(?:loss|norm|grad_norm|eval_loss|state) .*$", printed, re.M)
+
+
+def _by_torchrun(*command: str) -> tuple[list[str], str]:
     """What a command prints on two ranks: lines with numbers, and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          *command],
         capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-             "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"^(?:loss|norm|grad_norm|eval_loss|state) .*$", done.stdout, re.M)
-    return found, done.stderr
+    return _numbers(done.stdout), done.stderr
 
 
-_INSTALLED: Final = re.compile(r"^composable\.fsdp2: .* in \d+ modules: .*$", re.M)
-
-
-def test_the_runner_runs_a_script_with_its_arguments() -> None:
-    script = str(PROGRAMS / "plain.py")
-    theirs, quiet = _launched(script, "6")
-    ours, said = _launched("-m", "composable.fsdp2", script, "6")
-    as_module, _ = _launched("-m", "composable.fsdp2", "-m", "tests.fsdp2.programs.plain", "6")
+def test_the_runner_runs_a_script_with_its_arguments(pool: Pool) -> None:
+    script = PROGRAMS / "plain.py"
+    theirs = _numbers(launched(pool, 2, script, "6"))
+    ours, said = _by_torchrun("-m", "composable.fsdp2", str(script), "6")
     assert len(theirs) == 6
-    assert ours == as_module == theirs
-    assert len(_INSTALLED.findall(said)) == 1
-    assert not _INSTALLED.search(quiet)
-
-
-def test_accelerate_trains_as_over_fsdp2() -> None:
-    pytest.importorskip("accelerate")
-    pytest.importorskip("transformers")
-    program = "tests.fsdp2.programs.accelerated"
-    theirs, _ = _launched("-m", program)
-    ours, said = _launched("-m", program, "install")
-    assert len(theirs) == 19
     assert ours == theirs
     assert len(_INSTALLED.findall(said)) == 1
 
 
-def test_the_trainer_of_transformers_trains_saves_and_resumes_as_over_fsdp2(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("program", "lines", "how"),
+    [("plain", 6, "runner"), ("accelerated", 19, "install"), ("trained", 19, "runner")],
+)
+def test_a_trainer_gives_the_numbers_of_fsdp2(
+    pool: Pool, tmp_path: Path, program: str, lines: int, how: str
 ) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    program = "tests.fsdp2.programs.trained"
-    theirs, _ = _launched("-m", program, str(tmp_path / "theirs"))
-    ours, _ = _launched("-m", "composable.fsdp2", "-m", program, str(tmp_path / "ours"))
-    assert len(theirs) == 2 * 6 + 1 + 2 * 3
-    assert ours == theirs
+    for needed in () if program == "plain" else ("accelerate", "transformers"):
+        pytest.importorskip(needed)
+    name = f"tests.fsdp2.programs.{program}"
+    last = {"plain": ["6", "6"], "accelerated": ["", "install"]}.get(
+        program, [str(tmp_path / "theirs"), str(tmp_path / "ours")]
+    )
+    theirs = launched(pool, 2, name, last[0])
+    run = (name,) if how == "install" else ("composable.fsdp2", "-m", name)
+    ours = launched(pool, 2, *run, last[1])
+    assert len(_numbers(theirs)) == lines
+    assert _numbers(ours) == _numbers(theirs)
+    (kind,) = re.findall("^class FSDP(.*)$", theirs, re.M)  # FSDP2 swaps it, composable does not
+    assert f"class {kind}\n" in ours

@@ -33,6 +33,7 @@ def main() -> None:
     loader = torch.utils.data.DataLoader(rows(48), batch_size=2)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     assert accelerator.prepare_model(model) is model
+    accelerator.print(f"class {type(model).__name__}")
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss

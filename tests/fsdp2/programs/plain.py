@@ -19,6 +19,8 @@ def main(steps: int) -> None:
             fully_shard(layer)
     fully_shard(model)
     assert isinstance(model, FSDPModule)
+    if dist.get_rank() == 0:
+        print(f"class {type(model).__name__}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for number in range(steps):

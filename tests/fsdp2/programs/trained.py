@@ -69,6 +69,8 @@ def main(folder: str) -> None:
     take_cpu_ranks_for_accelerators()
     trainer = trainer_in(folder)
     trainer.train()
+    if dist.get_rank() == 0:
+        print(f"class {type(trainer.model_wrapped).__name__}")
     trainer.evaluate()
     trainer_in(folder).train(resume_from_checkpoint=f"{folder}/checkpoint-3")
     dist.destroy_process_group()
