@@ -197,3 +197,9 @@ def test_a_trainer_gives_the_numbers_of_fsdp2(
     assert _numbers(ours) == _numbers(theirs)
     (kind,) = re.findall("^class FSDP(.*)$", theirs, re.M)  # FSDP2 swaps it, composable does not
     assert f"class {kind}\n" in ours
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_a_pipeline_has_the_gradients_of_one_process(pool: Pool, schedule: str) -> None:
+    printed = launched(pool, 4, "composable.fsdp2", "-m", "tests.fsdp2.programs.staged", schedule)
+    assert printed == f"{schedule}: gradients of one process, as Sequential\n"
