@@ -439,14 +439,20 @@ class Method:
 def give_methods(module: nn.Module) -> None:
     """Set the methods of `FSDPModule` on an annotated module, where it has no such names."""
     own = vars(module)
-    if isinstance(own.get(NAMES[0]), Method):
+    if any(isinstance(own.get(name), Method) for name in NAMES):
         return
-    tables = (own, own["_parameters"], own["_buffers"], own["_modules"])
-    callbacks = registry(module)[SHARD].callbacks  # of `on_undo`, which a verb calls while it runs
+    # as an undo of the annotation: `on_undo` takes callbacks only while the verb runs
+    registry(module)[SHARD].callbacks.append(partial(_take_methods, module))
+    taken = (own, own["_parameters"], own["_buffers"], own["_modules"])
     for name in NAMES:
-        if not hasattr(type(module), name) and not any(name in table for table in tables):
+        if not hasattr(type(module), name) and not any(name in table for table in taken):
             own[name] = Method(module, name)
-            callbacks.append(partial(drop_attribute, module, name))
+
+
+def _take_methods(module: nn.Module) -> None:
+    for name in NAMES:
+        if isinstance(vars(module).get(name), Method):
+            drop_attribute(module, name)
 
 
 # --- handles and states --------------------------------------------------------------------------

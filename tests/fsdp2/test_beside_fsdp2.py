@@ -322,6 +322,26 @@ def _after_an_error(api: Any) -> Run:
     return run
 
 
+def _hooks(api: Any) -> Run:
+    """Of modules and of parameters."""
+    run = Run(_sharded(api, reshard_after_forward=True))
+    model, landed = run.model, dict[str, Tensor]()
+    model.blocks[0].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    model.blocks[1].register_forward_hook(lambda module, args, output: output.sin())
+    model.blocks[0].register_full_backward_hook(lambda module, into, out: (into[0] / 3,))
+    for name, parameter in model.named_parameters():
+
+        def note(shard: Tensor, name: str = name) -> None:
+            landed[name] = shard.grad.to_local().clone()  # type: ignore[union-attr]
+
+        parameter.register_post_accumulate_grad_hook(note)
+    for number in range(2):
+        run.backward(number)
+        run.note("landed", [landed[name] for name in sorted(landed)])
+        run.step()
+    return run
+
+
 def _state_dicts(api: Any) -> Run:
     run = Run(_sharded(api, together=True))
     run.backward(0)
@@ -350,7 +370,7 @@ _PROGRAMS: Final[dict[str, Callable[[Any], Run]]] = {
         _accumulation, _read_in_backward, _accumulation_module_by_module,
         _accumulation_of_one_block, _accumulation_on_a_list_member, _not_recursive_at_the_root,
         _divisors, _reshard_after_forward, _reshard_after_backward, _chunked_loss, _unsharded,
-        _forward_method, _prefetch, _after_an_error, _state_dicts, _mixed_precision,
+        _forward_method, _prefetch, _after_an_error, _hooks, _state_dicts, _mixed_precision,
     )
 }  # fmt: skip
 _OVER_REPLICAS: Final[dict[str, Callable[[Any], Run]]] = {
