@@ -18,6 +18,7 @@ from composable.memory.torch_private import classes_of_fsdp2
 _PAIRS: Final[list[tuple[Any, Any]]] = [
     (getattr(fsdp, ours.__name__), ours)
     for ours in (fully_shard, FSDPModule, register_fsdp_forward_method, share_comm_ctx)
+    if hasattr(fsdp, ours.__name__)  # share_comm_ctx came after the others
 ]
 # FSDP2's own code and what is built of it go on with their own classes.
 _LEFT_ALONE: Final = (
