@@ -53,6 +53,10 @@ class MeshError(AnnotationError):
     """The caller's: the mesh or process group does not fit the annotation, or does not exist."""
 
 
+class UnsupportedError(ComposableError, NotImplementedError):
+    """The caller's: FSDP2 can do this, and composable cannot; nothing is changed."""
+
+
 class OptimizerError(ComposableError, ValueError):
     """The caller's: an optimizer cannot do what was asked of it; it is as it was before."""
 

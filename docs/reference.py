@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import composable
-from composable import errors
+from composable import errors, fsdp2
 
 CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Verbs": ("fully_shard", "replicate", "checkpoint", "offload_activations", "remove"),
@@ -58,6 +58,15 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "Verbs of your own": ("contract", "on_undo"),
 }
+# of `composable.fsdp2`; its other names are torch's own
+FSDP2: Final = (
+    "fully_shard",
+    "FSDPModule",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "install",
+    "Installation",
+)
 MODULES: Final = ("errors", "traversal")  # the rest of the public names, with chapters of their own
 
 _SECTION: Final = re.compile(r"^(Args|Returns|Raises|Attributes|Example|Examples)::?$")
@@ -74,6 +83,9 @@ def reference() -> str:
     lines += ["## traversal", "", *_paragraphs(composable.traversal), ""]
     for name in composable.traversal.__all__:
         lines += _entry(f"traversal.{name}", getattr(composable.traversal, name))
+    lines += ["## fsdp2", "", *_paragraphs(fsdp2), ""]
+    for name in FSDP2:
+        lines += _entry(f"fsdp2.{name}", getattr(fsdp2, name))
     lines += [
         "## errors",
         "",

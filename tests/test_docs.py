@@ -102,11 +102,15 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
     assert regenerated(text, on_pool) == text, "run python -m docs.generate"
 
 
-# Programs of guides that need more than a page has: how many there are, and the test that runs
+# Programs of guides that need more than a page has: how many there are, and the tests that run
 # them.
 _RUN_ELSEWHERE = {
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
-    "docs/guides/trainers.md": (2, "tests/whole/test_trainers.py"),
+    "docs/guides/trainers.md": (
+        3,
+        "tests/whole/test_trainers.py",
+        "tests/fsdp2/test_installation.py",
+    ),
 }
 
 
@@ -118,8 +122,8 @@ def test_every_program_of_a_guide_is_run() -> None:
             assert programs_in(text), f"{_name(page)} has no program"
             if shown := len(re.findall(r"^```python *$", text, re.M)):
                 left_out[_name(page)] = shown
-    assert left_out == {name: number for name, (number, _) in _RUN_ELSEWHERE.items()}
-    assert all((ROOT / test).exists() for _, test in _RUN_ELSEWHERE.values())
+    assert left_out == {name: number for name, (number, *_) in _RUN_ELSEWHERE.items()}
+    assert all((ROOT / test).exists() for _, *tests in _RUN_ELSEWHERE.values() for test in tests)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)

@@ -9,8 +9,10 @@ from typing import Any, Final
 import pytest
 
 import composable
+import composable.fsdp2
 from docs.reference import (
     CHAPTERS,
+    FSDP2,
     MODULES,
     documented_arguments,
     public_errors,
@@ -33,14 +35,20 @@ def test_the_reference_has_every_public_name_once() -> None:
     listed = [name for names in CHAPTERS.values() for name in names]
     assert sorted(listed) == sorted(NAMES)
     page = reference()
-    for name in NAMES:
+    for name in (*NAMES, *(f"fsdp2.{name}" for name in FSDP2)):
         assert page.count(f"### {name}\n") == 1, name
     for error in public_errors():
         assert f"| `{error.__name__}` |" in page
 
 
 @pytest.mark.parametrize(
-    "name", [*NAMES, *(f"traversal.{name}" for name in composable.traversal.__all__), *METHODS]
+    "name",
+    [
+        *NAMES,
+        *(f"traversal.{name}" for name in composable.traversal.__all__),
+        *(f"fsdp2.{name}" for name in FSDP2 if name != "FSDPModule"),
+        *METHODS,
+    ],
 )
 def test_a_docstring_explains_every_argument(name: str) -> None:
     thing: Any = attrgetter(name)(composable)
@@ -68,5 +76,5 @@ def test_methods_and_properties_are_among_what_is_checked() -> None:
 
 
 def test_signatures_say_what_is_a_keyword() -> None:
-    assert signature_of(composable.unshard) == "(module, *, async_op=False)"
+    assert signature_of(composable.unshard) == "(module, *, async_op=False, recurse=True)"
     assert signature_of(composable.Policy.select) == "(self, root)"

@@ -23,12 +23,23 @@ from composable.engine.unit import EXPLICIT, Unit, units_below
 from composable.errors import NotAnnotatedError, PhaseError, closest
 
 
-def units_in(verb: str, module: nn.Module, *, sharded: bool = False) -> list[Unit]:
+def units_in(
+    verb: str, module: nn.Module, *, sharded: bool = False, recurse: bool = True
+) -> list[Unit]:
     """Find the units of both verbs in `module`.
 
-    If `sharded`, find those of `fully_shard`, as a traversal finds them.
+    If `sharded`, find those of `fully_shard`, as a traversal finds them. If not `recurse`, find the
+    unit that `module` belongs to, and none below it.
     """
     module = unwrapped(module)
+    if not recurse:
+        annotation = registry(module).get(SHARD)
+        if annotation is None:
+            raise NotAnnotatedError(
+                f"{verb}: {module_name(module)} is not fully sharded itself; call"
+                " fully_shard(module) first"
+            )
+        return [annotation.state]
     units = get_states(module) if sharded else units_below([module])
     if not units:
         kind, calls = "fully sharded", "fully_shard(module)"
@@ -64,7 +75,7 @@ class Unsharding:
 
 
 @untraced
-def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
+def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> Unsharding:
     """All-gather the parameters of every unit in `module`.
 
     Until `reshard(module)`, modules hold whole plain parameters. A forward with gradients, or a
@@ -75,6 +86,7 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     Args:
         module: an annotated module, or one that contains some.
         async_op: return at once; `wait()` on the result, or the forward, waits.
+        recurse: False stands for the unit of `module` alone, which must be annotated itself.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
@@ -84,7 +96,7 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
         >>> batch = next(batches)
         >>> pending.wait()
     """
-    units = units_in("unshard", module, sharded=True)
+    units = units_in("unshard", module, sharded=True, recurse=recurse)
     for unit in units:
         if (
             not unit.step.depth
@@ -98,23 +110,27 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
 
 
 @untraced
-def reshard(module: nn.Module) -> None:
+def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     """Free the unsharded parameters of every unit in `module` now, also those that are kept.
 
     The next use gathers them anew.
+
+    Args:
+        module: an annotated module, or one that contains some.
+        recurse: False stands for the unit of `module` alone, which must be annotated itself.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
         PhaseError: inside of a forward of a unit.
     """
-    units = units_in("reshard", module, sharded=True)
+    units = units_in("reshard", module, sharded=True, recurse=recurse)
     running = next((unit for unit in units if unit.step.depth), None)
     if running is not None:
         raise PhaseError(
             f"reshard was called inside of the forward of unit '{running.name}', which needs its"
             " parameters"
         )
-    for unit in units_below([unwrapped(module)]):
+    for unit in units_below([unwrapped(module)]) if recurse else units:
         unit.hide()
         if not unit.step.depth:
             unit.reshard()

@@ -980,6 +980,22 @@ class Unit:
         if self.root is not None:
             self.root.forget()
 
+    def set_divisor(self, divisor: float) -> None:
+        """Divide sums of gradients by `divisor` from now on. Between two steps.
+
+        Raises:
+            PhaseError: a step is under way, or gradients wait to be reduced.
+        """
+        in_step = self.root is not None and self.root.in_step
+        if in_backward() or self.step.depth or self.has_unreduced or in_step:
+            raise PhaseError(
+                f"the divisor of gradients of unit '{self.name}' was set in the middle of a step:"
+                " in a forward or backward, between them, or with accumulated gradients. Set it"
+                " between two steps"
+            )
+        self.spec = replace(self.spec, divisor=divisor)
+        self.set_mesh_info(self.mesh_info)  # builds the buckets anew
+
     # --- removal ---------------------------------------------------------------------------------
 
     @staticmethod

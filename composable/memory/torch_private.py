@@ -33,6 +33,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllreduceOptions,
     ReduceScatterOptions,
 )
+from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -382,6 +383,13 @@ def cannot_coalesce(error: RuntimeError) -> bool:
 def active_ddp() -> DistributedDataParallel | None:
     """The `DistributedDataParallel` whose forward is running."""
     return DistributedDataParallel._active_ddp_module
+
+
+def classes_of_fsdp2() -> list[str]:
+    """The classes that torch's own `fully_shard` gave to modules of this process. Nothing public
+    tells whether there are any.
+    """
+    return [cls.__name__ for cls in get_cls_to_fsdp_cls().values()]
 
 
 def split_backward_schedule() -> str:

@@ -1,0 +1,33 @@
+"""FSDP2's names over composable.
+
+A script that imports them from here, in place of `torch.distributed.fsdp`, runs unchanged; so does
+one that is run after `install()`, or by `python -m composable.fsdp2`.
+"""
+
+from torch.distributed import fsdp as _fsdp
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+)
+
+from composable.fsdp2.installation import Installation, install
+from composable.fsdp2.module import FSDPModule
+from composable.fsdp2.verb import fully_shard, register_fsdp_forward_method, share_comm_ctx
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "Installation",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "install",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+if hasattr(_fsdp, "DataParallelMeshDims"):  # of newer versions of torch
+    DataParallelMeshDims = _fsdp.DataParallelMeshDims
+    __all__ += ["DataParallelMeshDims"]

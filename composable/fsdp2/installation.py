@@ -1,0 +1,113 @@
+"""`install`: put composable in the place of FSDP2 in this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch.distributed import fsdp
+
+from composable.errors import ClashError
+from composable.fsdp2.module import FSDPModule
+from composable.fsdp2.verb import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from composable.memory.torch_private import classes_of_fsdp2
+
+# torch's object, and ours
+_PAIRS: Final[list[tuple[Any, Any]]] = [
+    (getattr(fsdp, ours.__name__), ours)
+    for ours in (fully_shard, FSDPModule, register_fsdp_forward_method, share_comm_ctx)
+    if hasattr(fsdp, ours.__name__)  # share_comm_ctx came after the others
+]
+# FSDP2's own code and what is built of it go on with their own classes.
+_LEFT_ALONE: Final = (
+    "composable.",
+    "torch.distributed.fsdp._fully_shard.",
+    "torch.distributed._composable.replicate_with_fsdp.",
+)
+
+
+class Installation:
+    """What `install` returns."""
+
+    def __init__(self) -> None:
+        # modules that import from composable.fsdp2 by themselves
+        self._have_ours = {name for name, _ in _holding({id(ours): None for _, ours in _PAIRS})}
+        self._is_installed = True
+
+    def remove(self) -> None:
+        """Put torch's objects back, also in modules that were imported in the meantime.
+
+        May be called again. Modules that are annotated stay so.
+        """
+        global _installed
+        if self._is_installed:
+            self._is_installed, _installed = False, None
+            _replace({id(ours): torchs for torchs, ours in _PAIRS}, self._have_ours)
+
+
+_installed: Installation | None = None
+
+
+def install() -> Installation:
+    """Put composable in the place of FSDP2 for all that this process imports and has imported.
+
+    `fully_shard`, `FSDPModule`, `register_fsdp_forward_method` and `share_comm_ctx` of
+    `torch.distributed.fsdp` are replaced by those of this package, in torch's modules and in every
+    imported module that has one of torch's objects as an attribute, under whatever name. One line
+    on stderr, on rank 0, says in which. Policies and handles are torch's own classes. FSDP2's own
+    code is not changed. Called again, it replaces what was imported in between, and returns the
+    same handle: a script and a library that it uses may both call it.
+
+    Returns:
+        A handle whose `remove()` puts torch's objects back.
+
+    Raises:
+        ClashError: torch's FSDP2 has sharded modules of this process; nothing is replaced.
+
+    Example:
+        >>> from composable.fsdp2 import install
+        >>> install()
+        >>> accelerator.prepare(model, optimizer)  # shards by composable
+    """
+    global _installed
+    made = classes_of_fsdp2()
+    if made:
+        raise ClashError(
+            f"composable.fsdp2.install: torch's FSDP2 has sharded modules of this process already"
+            f" ({made[0]}), and the two do not work in one model. Call install() before anything is"
+            " sharded; nothing was replaced"
+        )
+    installed = _installed = _installed or Installation()
+    names = _replace({id(torchs): ours for torchs, ours in _PAIRS}, set())
+    if names and os.environ.get("RANK", "0") == "0":
+        replaced = ", ".join(ours.__name__ for _, ours in _PAIRS)
+        print(
+            f"composable.fsdp2: {replaced} of torch.distributed.fsdp are composable's now, in"
+            f" {len(names)} modules: {', '.join(names)}",
+            file=sys.stderr,
+        )
+    return installed
+
+
+def _holding(wanted: Mapping[int, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the names and attributes of imported modules that have one of these objects."""
+    found = []
+    for name in sorted(sys.modules):
+        if not f"{name}.".startswith(_LEFT_ALONE) or name == "torch.distributed.fsdp._fully_shard":
+            attributes = getattr(sys.modules[name], "__dict__", None) or {}
+            if any(id(value) in wanted for value in attributes.values()):
+                found.append((name, attributes))
+    return found
+
+
+def _replace(by_id: Mapping[int, Any], left_alone: set[str]) -> list[str]:
+    """Replace objects in all imported modules but `left_alone`; returns in which."""
+    names = []
+    for name, attributes in _holding(by_id):
+        if name not in left_alone:
+            for key, value in attributes.items():
+                attributes[key] = by_id.get(id(value), value)
+            names.append(name)
+    return names

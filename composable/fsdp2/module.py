@@ -1,0 +1,505 @@
+"""`FSDPModule`: what trainers ask of a sharded module, and the methods that they call on it.
+
+The class of a module stays what it is. `isinstance` is answered from the registry of annotations,
+and an annotated module gets its methods as attributes of its own, which `remove` takes away.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, NoReturn
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import UnshardHandle
+
+from composable.api import scopes
+from composable.api.accumulation import reduce_gradients
+from composable.compilation import unwrapped
+from composable.config import MixedPrecisionPolicy
+from composable.contract.contract import drop_attribute, registry
+from composable.contract.tree import SHARD
+from composable.engine.param_group import ParamGroup
+from composable.engine.sync_mode import SyncMode
+from composable.engine.unit import Unit, units_below
+from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
+
+_KEEP: Final = "set_reshard_after_backward(False)"
+
+# --- what the setters have set -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """When the gradients of a unit are reduced.
+
+    Attributes:
+        sync, all_reduce: as `set_requires_gradient_sync` and `set_requires_all_reduce` set them.
+        at_end: by `finalize_backward`, and not by backward.
+    """
+
+    sync: bool = True
+    all_reduce: bool = True
+    at_end: bool = False
+
+    def mode(self, unit: Unit) -> SyncMode:
+        if self.at_end or not self.sync or not (self.all_reduce or unit.is_sharded):
+            return SyncMode.HOLD
+        hybrid = bool(unit.mesh_info.replicas)
+        return SyncMode.HOLD_SHARDS if hybrid and not self.all_reduce else SyncMode.REDUCE
+
+
+_reductions: Final[WeakKeyDictionary[Unit, _Reduction]] = WeakKeyDictionary()
+
+# Units that were annotated with reshard_after_forward=None. Those inside another one reshard; the
+# outermost keeps its parameters until backward.
+AUTOMATIC: Final[WeakSet[Unit]] = WeakSet()
+
+
+def _set_reduction(unit: Unit, **changes: bool) -> None:
+    former = _reductions.get(unit, _Reduction())
+    now = _reductions[unit] = replace(former, **changes)
+    if now != former:
+        unit.accumulation.close_scope(_Reduction)
+        mode = now.mode(unit)
+        if mode is not SyncMode.REDUCE:
+            unit.accumulation.open_scope(_Reduction, mode)
+
+
+def _unit(name: str, module: Any) -> Unit:
+    """Return the unit of an annotated module, or of a member of an annotated list."""
+    if not isinstance(module, nn.Module):
+        raise NotAnnotatedError(f"{name}: a {type(module).__name__} is no module")
+    return scopes.units_in(name, module, recurse=False)[0]
+
+
+def _units(name: str, module: Any, recurse: bool) -> list[Unit]:
+    """Return its unit, and if `recurse` all units below, those of `replicate` among them."""
+    unit = _unit(name, module)
+    return units_below([unwrapped(module)]) if recurse else [unit]
+
+
+def _sharded(name: str, module: Any, recurse: bool) -> list[Unit]:
+    return [unit for unit in _units(name, module, recurse) if unit.spec.verb == SHARD]
+
+
+def _no_effect(name: str, why: str) -> Callable[..., None]:
+    """Make a method that accepts its arguments and has no effect."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        _unit(name, self)
+
+    method.__name__ = name
+    method.__doc__ = f"Have no effect: {why}."
+    return method
+
+
+def _refused(name: str, instead: str) -> Callable[..., NoReturn]:
+    """Make a method that raises `UnsupportedError`."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _unit(name, self)
+        raise UnsupportedError(f"{name}() of FSDP2 is not supported by composable; {instead}")
+
+    method.__name__ = name
+    method.__doc__ = f"Raise `UnsupportedError`: {instead}."
+    return method
+
+
+# --- the class -----------------------------------------------------------------------------------
+
+
+class _AsksRegistry(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        if cls is not FSDPModule or not isinstance(instance, nn.Module):
+            return type.__instancecheck__(cls, instance)
+        if SHARD in registry(instance):
+            give_methods(instance)  # for those that composable's own verb has annotated
+            return True
+        return isinstance(instance, TORCHS)  # torch's `replicate` makes some
+
+
+class FSDPModule(metaclass=_AsksRegistry):
+    """Answer for `torch.distributed.fsdp.FSDPModule`, over modules annotated by composable.
+
+    `isinstance(module, FSDPModule)` is True for each module that was an argument of `fully_shard`,
+    of this package or composable's own, also for the members of a list; it is False for modules
+    below. The class of the module does not change. Its methods are attributes of the module, unless
+    the module's class, or the module, has an attribute of that name already: then
+    `FSDPModule.unshard(module)` calls ours. Every method of torch's class is here: it does what it
+    does there; or it has no effect, where it is for speed only; or it raises `UnsupportedError`.
+
+    Raises:
+        NotAnnotatedError: by each method, if the module is not annotated by `fully_shard` itself.
+
+    Example:
+        >>> fully_shard(model)
+        >>> isinstance(model, FSDPModule)
+        True
+        >>> model.set_requires_gradient_sync(False)
+
+    After FSDP2's class of this name, Zhao et al., "PyTorch FSDP" (VLDB 2023).
+    """
+
+    # --- parameters --------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather the parameters of this module's unit, and of no unit below it.
+
+        Args:
+            async_op: return a handle at once; its `wait()`, or the forward, waits.
+        """
+        pending = scopes.unshard(_module(self), async_op=async_op, recurse=False)
+        return _Handle(pending.wait) if async_op else None
+
+    def reshard(self) -> None:
+        """Free the gathered parameters of this module's unit, and of no unit below it.
+
+        Raises:
+            PhaseError: inside of the unit's own forward.
+        """
+        scopes.reshard(_module(self), recurse=False)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Decide whether parameters are freed after forward, from the next forward on.
+
+        Args:
+            reshard_after_forward: True or False. A number needs other groups of ranks, and can be
+                given to `fully_shard` only.
+            recurse: also of the units below.
+
+        Raises:
+            AnnotationError: `reshard_after_forward` is no bool.
+        """
+        name = "set_reshard_after_forward"
+        if type(reshard_after_forward) is not bool:
+            raise AnnotationError(
+                f"{name}: reshard_after_forward must be True or False, got"
+                f" {reshard_after_forward!r}"
+            )
+        for unit in _sharded(name, self, recurse):
+            AUTOMATIC.discard(unit)
+            unit.spec = replace(unit.spec, reshard_after_forward=reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Decide whether parameters are freed after backward.
+
+        Parameters that are kept after backward are kept after forward, too: FSDP2 frees them there.
+        They are gathered again when an optimizer has changed them: FSDP2 computes with the old
+        ones.
+
+        Args:
+            reshard_after_backward: whether to free them.
+            recurse: also those of the units below.
+        """
+        for unit in _sharded("set_reshard_after_backward", self, recurse):
+            if reshard_after_backward:
+                unit.release(_KEEP)
+            elif _KEEP not in unit.kept_by:
+                unit.keep(_KEEP)
+
+    # --- gradients ---------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Decide whether backwards reduce gradients, or accumulate them on this rank.
+
+        The setting counts when backward runs. True also ends what `set_requires_all_reduce(False)`
+        began. An exception does not reset it. `composable.no_sync` is the same as a scope.
+
+        Args:
+            requires_gradient_sync: whether to reduce.
+            recurse: also the gradients of the units below.
+        """
+        for unit in _units("set_requires_gradient_sync", self, recurse):
+            _set_reduction(unit, sync=requires_gradient_sync, all_reduce=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Decide whether backwards of hybrid sharding reduce over the replicas, too.
+
+        Without it they reduce over the ranks that shard together, and accumulate the result. On
+        a mesh of one dimension it has no effect.
+
+        Args:
+            requires_all_reduce: whether to reduce over the replicas.
+            recurse: also the gradients of the units below.
+        """
+        for unit in _units("set_requires_all_reduce", self, recurse):
+            _set_reduction(unit, all_reduce=requires_all_reduce)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this unit's gradients over all ranks by `factor`, not by their number.
+
+        Args:
+            factor: a positive number. Units below keep theirs.
+
+        Raises:
+            AnnotationError: `factor` is not positive.
+            PhaseError: in the middle of a step. FSDP2 takes it there.
+        """
+        unit = _unit("set_gradient_divide_factor", self)
+        if not factor > 0:
+            raise AnnotationError(
+                f"set_gradient_divide_factor: factor must be a positive number, got {factor!r}"
+            )
+        unit.set_divisor(float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do as `set_gradient_divide_factor`, which has taken its place.
+
+        Args:
+            factor: a positive number.
+        """
+        _unit("set_reduce_scatter_divide_factor", self)
+        FSDPModule.set_gradient_divide_factor(self, factor)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Decide whether `finalize_backward` reduces gradients, in place of the end of backward.
+
+        Gradients of this module's unit and of those below are accumulated until then.
+
+        Args:
+            enabled: whether it does.
+        """
+        for unit in _units("set_manual_backward_finalization", self, recurse=True):
+            _set_reduction(unit, at_end=enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> _Handle | None:
+        """Reduce what backwards have accumulated, unless `set_requires_gradient_sync(False)` holds.
+
+        All ranks call it together, after the same backwards.
+
+        Args:
+            async_op: return a handle with `wait()`. The gradients are reduced already when it is
+                returned.
+
+        Raises:
+            PhaseError: inside of a forward or backward; or some units are to be reduced, and others
+                are not.
+        """
+        units = _units("finalize_backward", self, recurse=True)
+        waits = [not (held := _reductions.get(unit, _Reduction())).sync or not held.all_reduce
+                 for unit in units]  # fmt: skip
+        if any(waits) and not all(waits):
+            at = units[waits.index(True)].name
+            raise PhaseError(
+                f"finalize_backward: gradients of unit '{at}' are to be accumulated, and those of"
+                " other units are to be reduced. Set set_requires_gradient_sync alike on all of"
+                " them"
+            )
+        if not any(waits):
+            reduce_gradients(_module(self))
+        return _Handle(lambda: None) if async_op else None
+
+    def synchronize_gradients(self) -> None:
+        """Reduce now what backwards have accumulated in this module; see `reduce_gradients`."""
+        _unit("synchronize_gradients", self)
+        reduce_gradients(_module(self))
+
+    def reset_iter_state(self) -> None:
+        """Give up a step that failed on all ranks, as `composable.reset` does.
+
+        Raises:
+            PhaseError: the module is not the outermost one of its model.
+        """
+        unit = _unit("reset_iter_state", self)
+        if unit.root is not None and unit.root.units[0] is not unit:
+            raise PhaseError(
+                f"reset_iter_state was called on unit '{unit.name}'; call it on the outermost"
+                " sharded module, whose step it resets"
+            )
+        scopes.reset(_module(self))
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Have no effect: the recorded order is gathered ahead.
+
+        Args:
+            modules: which FSDP2 gathers ahead in forward.
+
+        Raises:
+            NotAnnotatedError: one of `modules` is not annotated.
+        """
+        for module in (self, *modules):
+            _unit("set_modules_to_forward_prefetch", module)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
+        """Have no effect: the recorded order is gathered ahead.
+
+        Args:
+            modules: which FSDP2 gathers ahead in backward.
+
+        Raises:
+            NotAnnotatedError: one of `modules` is not annotated.
+        """
+        for module in (self, *modules):
+            _unit("set_modules_to_backward_prefetch", module)
+
+    set_is_last_backward = _no_effect(
+        "set_is_last_backward", "every backward waits for what it reduces"
+    )
+    set_unshard_in_backward = _no_effect(
+        "set_unshard_in_backward", "a unit that backward does not enter is freed at its end"
+    )
+    set_force_sum_reduction_for_comms = _no_effect(
+        "set_force_sum_reduction_for_comms", "gradients are summed, and scaled apart from that"
+    )
+    set_reduce_scatter_unused_params = _no_effect(
+        "set_reduce_scatter_unused_params", "ranks may always use different parameters"
+    )
+    set_reduce_scatter_max_input_buffers = _no_effect(
+        "set_reduce_scatter_max_input_buffers", "one reduction is in flight during the next unit"
+    )
+    set_separate_reduce_scatter_group = _no_effect(
+        "set_separate_reduce_scatter_group", "gathers and reductions share a process group"
+    )
+    set_allocate_memory_from_process_group_for_comm = _no_effect(
+        "set_allocate_memory_from_process_group_for_comm", "buffers are torch's"
+    )
+    set_symm_mem_for_comm = _no_effect("set_symm_mem_for_comm", "buffers are torch's")
+    set_post_optim_event = _no_effect(
+        "set_post_optim_event", "gathers wait for what was launched before the forward"
+    )
+    _set_unshard_async_op = _no_effect("_set_unshard_async_op", "streams are composable's")
+
+    set_all_reduce_hook = _refused(
+        "set_all_reduce_hook",
+        "composable.register_comm_hook(module, hook) takes a hook that reduces gradients itself",
+    )
+    set_custom_all_gather = _refused(
+        "set_custom_all_gather", "composable.comm.comms_wrapped_by takes communicators of your own"
+    )
+    set_custom_reduce_scatter = _refused(
+        "set_custom_reduce_scatter",
+        "composable.comm.comms_wrapped_by takes communicators of your own",
+    )
+    set_keep_unsharded_storage = _refused(
+        "set_keep_unsharded_storage",
+        "reshard_after_forward=False keeps parameters until backward is done",
+    )
+
+    def _get_fsdp_state(self) -> State:
+        return State(_unit("_get_fsdp_state", self))
+
+
+TORCHS: Final[type] = fsdp.FSDPModule  # whatever torch.distributed.fsdp holds later on
+NAMES: Final = [
+    name for name, value in vars(FSDPModule).items() if callable(value) and name[:2] != "__"
+]
+
+
+def _module(instance: Any) -> nn.Module:
+    assert isinstance(instance, nn.Module)
+    return instance
+
+
+# --- methods of annotated modules ----------------------------------------------------------------
+
+
+class Method:
+    """The method `name` of one module, in the module's own attributes.
+
+    It holds the module weakly, so that the two form no cycle. A copy belongs to the copy of the
+    module, and a pickle names the method.
+    """
+
+    __slots__ = ("_module", "_name")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = ref(module)
+        self._name = name
+
+    @property
+    def _owner(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise NotAnnotatedError(f"{self._name}: the module of this method is gone")
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function of `FSDPModule` with the module."""
+        return getattr(FSDPModule, self._name)(self._owner, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<FSDPModule.{self._name} of a {type(self._owner).__name__}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Method:
+        return Method(copy.deepcopy(self._owner, memo), self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)
+
+
+def give_methods(module: nn.Module) -> None:
+    """Set the methods of `FSDPModule` on an annotated module, where it has no such names."""
+    own = vars(module)
+    if any(isinstance(own.get(name), Method) for name in NAMES):
+        return
+    # as an undo of the annotation: `on_undo` takes callbacks only while the verb runs
+    registry(module)[SHARD].callbacks.append(partial(_take_methods, module))
+    taken = (own, own["_parameters"], own["_buffers"], own["_modules"])
+    for name in NAMES:
+        if not hasattr(type(module), name) and not any(name in table for table in taken):
+            own[name] = Method(module, name)
+
+
+def _take_methods(module: nn.Module) -> None:
+    for name in NAMES:
+        if isinstance(vars(module).get(name), Method):
+            drop_attribute(module, name)
+
+
+# --- handles and states --------------------------------------------------------------------------
+
+
+class _Handle(UnshardHandle):
+    """What `unshard(async_op=True)` and `finalize_backward(async_op=True)` return."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        self._wait()
+
+
+class State:
+    """What torch's pipelines and Automodel read of FSDP2's `fully_shard.state(module)`."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    @property
+    def _state_ctx(self) -> State:
+        return self
+
+    @property
+    def all_states(self) -> list[State]:
+        """Of the module's unit and those below."""
+        return [State(unit) for unit in units_below(self._unit.modules)]
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._unit.spec.mp_policy
+
+    @property
+    def _fsdp_param_groups(self) -> list[_Group]:
+        return [_Group(group) for group in self._unit.groups]
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce what was accumulated below this unit; all ranks call it together."""
+        for module in self._unit.modules:
+            reduce_gradients(module)
+
+
+class _Group:
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+
+    def post_backward(self) -> None:
+        """Nothing: `_root_post_backward_final_callback` reduces all groups."""

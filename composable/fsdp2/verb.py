@@ -1,0 +1,171 @@
+"""`fully_shard` with the arguments and defaults of torch's, and the functions next to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+from composable.api import fully_shard as composables
+from composable.api.arguments import Placement
+from composable.api.scopes import register_forward_method
+from composable.contract.contract import registry
+from composable.contract.naming import modules_of
+from composable.contract.tree import SHARD
+from composable.engine.unit import Unit
+from composable.errors import NotAnnotatedError
+from composable.fsdp2.module import AUTOMATIC, FSDPModule, State, give_methods
+
+Target = TypeVar("Target", bound=nn.Module | Sequence[nn.Module])
+
+
+def fully_shard(
+    module: Target,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Placement | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Target:
+    """Shard a module as `composable.fully_shard` does, called as torch's `fully_shard` is.
+
+    Defaults are torch's where they differ. Weights are not compared across ranks: each rank keeps
+    its part of what it has. Without a mesh, all ranks train on the accelerator, if there is one,
+    and a process that torchrun started makes its process group. The class of the module stays what
+    it is; see `FSDPModule`. Where torch keeps plain parameters registered after the forward of the
+    root, the sharded ones are registered here. Modules that ran before a module around them is
+    annotated are taken, where torch refuses the next forward.
+
+    Args:
+        module: a module, or a list of modules that form one unit.
+        mesh: of one dimension, or of two for hybrid sharding.
+        reshard_after_forward: None reshards all units but the outermost one. True, False and a
+            number are as for `composable.fully_shard`.
+        shard_placement_fn: `fn(parameter) -> Shard | None`. `ShardPlacementResult` is refused.
+        mp_policy: torch's policy of dtypes.
+        offload_policy: torch's policy of offload.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: refused; pass the slice of data-parallel dimensions as `mesh`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        AnnotationError: as `composable.fully_shard`.
+        UnknownArgumentError: `dp_mesh_dims` was given.
+
+    Example:
+        >>> for block in model.blocks: fully_shard(block)
+        >>> fully_shard(model)
+        >>> model.set_requires_gradient_sync(False)
+
+    After `torch.distributed.fsdp.fully_shard`.
+    """
+    composables.fully_shard(
+        module,
+        mesh=_default_mesh() if mesh is None else mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+        sync_module_states="off",
+    )
+    modules = modules_of("fully_shard", module)
+    unit: Unit = registry(modules[0])[SHARD].state
+    for each in modules:
+        give_methods(each)
+    inner = [other for other in unit.found if other in AUTOMATIC]
+    for other in inner:
+        other.spec = replace(other.spec, reshard_after_forward=True)
+    # the first one runs last: the units have left the tree then
+    registry(modules[0])[SHARD].callbacks.insert(0, partial(_may_be_outermost, inner))
+    if reshard_after_forward is None:
+        AUTOMATIC.add(unit)
+    return module
+
+
+def _may_be_outermost(units: list[Unit]) -> None:
+    """Let units whose outer unit was removed keep their parameters until backward again."""
+    for unit in units:
+        if unit.modules and unit in AUTOMATIC and not any(o is not unit for o in unit.within):
+            unit.spec = replace(unit.spec, reshard_after_forward=None)
+
+
+def _default_mesh() -> DeviceMesh | None:
+    """Return all ranks, on the accelerator if there is one, as torch does.
+
+    None stands for all ranks on the host.
+    """
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
+        dist.init_process_group()
+    if not dist.is_initialized() or not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return init_device_mesh(accelerator.type, (dist.get_world_size(),))
+
+
+def state(module: nn.Module) -> State | None:
+    """Return what torch's pipelines read of FSDP2's state; None if `module` is not annotated."""
+    annotation = registry(module).get(SHARD)
+    return None if annotation is None else State(annotation.state)
+
+
+fully_shard.state = state  # type: ignore[attr-defined]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than forward run with gathered parameters, as forward does.
+
+    Does nothing on a module that is not annotated, as torch's. The method must be one of the
+    module's class; torch also takes one that was set on the module.
+
+    Args:
+        module: any module.
+        method_name: e.g. "generate".
+
+    Raises:
+        NotAnnotatedError: the module's class has no such method.
+
+    Example:
+        >>> register_fsdp_forward_method(model, "generate")
+
+    After `torch.distributed.fsdp.register_fsdp_forward_method`.
+    """
+    if isinstance(module, FSDPModule):
+        register_forward_method(module, method_name)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Have no effect: all models of a process share streams.
+
+    Args:
+        modules: annotated ones.
+
+    Raises:
+        NotAnnotatedError: one of them is not annotated.
+
+    Example:
+        >>> share_comm_ctx([first_stage, second_stage])
+
+    After `torch.distributed.fsdp.share_comm_ctx`.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise NotAnnotatedError(
+                f"share_comm_ctx takes modules annotated by fully_shard, got a"
+                f" {type(module).__name__} that is not"
+            )

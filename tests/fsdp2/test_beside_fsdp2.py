@@ -1,0 +1,432 @@
+"""Programs written for FSDP2 run over torch's FSDP2 and over composable's, on the same ranks, and
+give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from composable import fsdp2
+from tests.helpers.compare import full_gradients, full_parameters
+from tests.helpers.world import spmd
+
+pytestmark = pytest.mark.beyond_sim("FSDP2 does not know the device")
+
+
+class Net(nn.Module):
+    """Blocks, a norm and a head; the head is left to the caller if `chunked`."""
+
+    def __init__(self, *, chunked: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.chunked = chunked
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        x = self.norm(x)
+        return x if self.chunked else self.head(x)
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self.forward(x) + self.first.bias.sum()
+
+
+def _sharded(api: Any, *, together: bool = False, chunked: bool = False, **options: Any) -> Any:
+    model = Net(chunked=chunked)
+    for block in model.blocks:
+        api.fully_shard(block, **options)
+    if together:
+        api.fully_shard([model.norm, model.head], **options)
+    return api.fully_shard(model, **options)
+
+
+def _batch(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    return torch.randn(4, 6, generator=generator)
+
+
+class Run:
+    """What a program saw."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.seen = model, dict[str, Any]()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def note(self, name: str, value: Any) -> None:
+        self.seen[f"{len(self.seen)}: {name}"] = value
+
+    def backward(self, number: int) -> None:
+        loss = self.model(_batch(number)).square().mean()
+        loss.backward()
+        self.note("loss", loss.detach())
+
+    def step(self) -> None:
+        self.note("gradients", full_gradients(self.model))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.note("parameters", full_parameters(self.model))
+
+
+def _accumulation(api: Any) -> Run:
+    run = Run(_sharded(api))
+    for number in range(6):
+        run.model.set_requires_gradient_sync(number % 3 == 2)
+        run.backward(number)
+        if number % 3 == 2:
+            run.step()
+    return run
+
+
+def _read_in_backward(api: Any) -> Run:
+    run = Run(_sharded(api))
+    for number in range(4):
+        run.model.set_requires_gradient_sync(number % 2 == 0)
+        loss = run.model(_batch(number)).square().mean()
+        run.model.set_requires_gradient_sync(number % 2 == 1)
+        loss.backward()
+        if number % 2 == 1:
+            run.step()
+    return run
+
+
+def _accumulation_module_by_module(api: Any) -> Run:
+    run = Run(_sharded(api, together=True))
+    for number in range(4):
+        for module in run.model.modules():
+            if isinstance(module, api.FSDPModule):
+                module.set_requires_gradient_sync(number % 2 == 1, recurse=False)
+        run.backward(number)
+        if number % 2 == 1:
+            run.step()
+    return run
+
+
+def _accumulation_of_one_block(api: Any) -> Run:
+    run = Run(_sharded(api))
+    for number in range(4):
+        run.model.blocks[0].set_requires_gradient_sync(number % 2 == 1, recurse=False)
+        run.backward(number)
+        if number % 2 == 1:
+            run.step()
+    return run
+
+
+def _accumulation_on_a_list_member(api: Any) -> Run:
+    run = Run(_sharded(api, together=True))
+    for number in range(4):
+        run.model.head.set_requires_gradient_sync(number % 2 == 1, recurse=False)
+        run.backward(number)
+        if number % 2 == 1:
+            run.step()
+    return run
+
+
+def _not_recursive_at_the_root(api: Any) -> Run:
+    run = Run(_sharded(api))
+    run.model.set_requires_gradient_sync(False)
+    run.backward(0)
+    run.model.set_requires_gradient_sync(True, recurse=False)
+    run.backward(1)
+    run.model.set_requires_gradient_sync(True)
+    run.backward(2)
+    run.step()
+    return run
+
+
+def _hybrid(api: Any, **options: Any) -> Run:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return Run(_sharded(api, mesh=mesh, **options))
+
+
+def _replicas_wait(api: Any) -> Run:
+    run = _hybrid(api)
+    for number in range(6):
+        run.model.set_requires_all_reduce(number % 3 == 2)
+        run.backward(number)
+        if number % 3 == 2:
+            run.step()
+    return run
+
+
+def _gradient_sync_ends_what_all_reduce_began(api: Any) -> Run:
+    run = _hybrid(api)
+    run.model.set_requires_all_reduce(False)
+    run.backward(0)
+    run.model.set_requires_gradient_sync(True)
+    run.backward(1)
+    run.step()
+    return run
+
+
+def _both_setters(api: Any) -> Run:
+    run = _hybrid(api)
+    run.model.set_requires_gradient_sync(False)
+    run.model.set_requires_all_reduce(True)  # does not begin the reduction again
+    run.backward(0)
+    run.model.set_requires_all_reduce(False)
+    run.backward(1)
+    run.model.set_requires_gradient_sync(True)
+    run.backward(2)
+    run.step()
+    return run
+
+
+def _divisors(api: Any) -> Run:
+    run = Run(_sharded(api))
+    for module in run.model.modules():
+        if isinstance(module, api.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other sums of FSDP2
+    run.model.set_gradient_divide_factor(3.0)
+    run.model.blocks[1].set_gradient_divide_factor(1)
+    for number in range(2):
+        run.backward(number)
+        run.step()
+    run.model.blocks[1].set_gradient_divide_factor(5.0)
+    run.backward(2)
+    run.step()
+    return run
+
+
+def _divisors_of_replicas(api: Any) -> Run:
+    run = _hybrid(api)
+    for module in run.model.modules():
+        if isinstance(module, api.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(2.0)
+    run.backward(0)
+    run.step()
+    return run
+
+
+def _reshard_after_forward(api: Any) -> Run:
+    run = Run(_sharded(api))
+    for number, after in enumerate((False, True, False)):
+        run.model.set_reshard_after_forward(after, recurse=number != 1)
+        run.backward(number)
+        run.step()
+    return run
+
+
+def _reshard_after_backward(api: Any) -> Run:
+    run = Run(_sharded(api))
+    for number in range(6):
+        last = number % 3 == 2
+        run.model.set_is_last_backward(last)
+        run.model.set_reshard_after_backward(last)
+        run.model.set_requires_gradient_sync(last)
+        run.backward(number)
+        if last:
+            run.step()
+    return run
+
+
+def _chunked_loss(api: Any) -> Run:
+    """As torchtitan does: the root leaves the head out, which then runs once per chunk."""
+    run = Run(_sharded(api, together=True, chunked=True))
+    model, head = run.model, run.model.head
+    for number in range(2):
+        hidden = model(_batch(number))
+        leaf = hidden.detach().requires_grad_()
+        head.set_reshard_after_forward(False)
+        head.set_reshard_after_backward(False)
+        head.set_requires_gradient_sync(False, recurse=False)
+        head.unshard()
+        chunks = leaf.chunk(2)
+        for index, chunk in enumerate(chunks):
+            if index == len(chunks) - 1:
+                head.set_requires_gradient_sync(True, recurse=False)
+                head.set_reshard_after_backward(True)
+            loss = head(chunk).square().sum()
+            loss.backward()
+            run.note("loss", loss.detach())
+        head.reshard()
+        head.set_reshard_after_forward(True)
+        hidden.backward(leaf.grad)
+        run.step()
+    return run
+
+
+def _unsharded(api: Any) -> Run:
+    run = Run(_sharded(api))
+    model = run.model
+    model.unshard()
+    model.unshard()
+    run.note("below", type(model.blocks[0].weight) is DTensor or model.blocks[0].weight.shape)
+    run.note("own", model.first.weight.detach().clone())
+    handle = model.blocks[0].unshard(async_op=True)
+    handle.wait()
+    handle.wait()
+    run.note("handle", isinstance(handle, api.UnshardHandle))
+    run.note("of the block", model.blocks[0].weight.detach().clone())
+    run.backward(0)
+    run.step()
+    model.blocks[1].unshard()
+    for _ in range(2):
+        for module in (model, *model.blocks):
+            module.reshard()
+    at_rest = [isinstance(parameter, DTensor) for parameter in model.parameters()]
+    run.note("at rest", at_rest)
+    run.backward(1)
+    run.step()
+    return run
+
+
+def _forward_method(api: Any) -> Run:
+    run = Run(_sharded(api))
+    api.register_fsdp_forward_method(run.model, "generate")
+    api.register_fsdp_forward_method(nn.Linear(1, 1), "generate")  # does nothing
+    run.note("generated", run.model.generate(_batch(7)).detach())
+    run.model.generate(_batch(8)).square().mean().backward()
+    run.step()
+    return run
+
+
+def _prefetch(api: Any) -> Run:
+    run = Run(_sharded(api))
+    run.model.set_modules_to_forward_prefetch([*run.model.blocks])
+    run.model.blocks[1].set_modules_to_backward_prefetch([run.model.blocks[0]])
+    run.model.blocks[0].set_unshard_in_backward(True)
+    run.model.set_reduce_scatter_unused_params(True)
+    run.model._set_unshard_async_op(False)
+    api.share_comm_ctx([run.model])
+    for number in range(2):
+        run.backward(number)
+        run.step()
+    return run
+
+
+def _after_an_error(api: Any) -> Run:
+    run = Run(_sharded(api))
+    run.backward(0)
+    run.optimizer.zero_grad()
+    with pytest.raises(RuntimeError):
+        run.model(torch.zeros(4, 5))
+    run.model.reset_iter_state()
+    run.backward(1)
+    run.step()
+    return run
+
+
+def _hooks(api: Any) -> Run:
+    """Of modules and of parameters."""
+    run = Run(_sharded(api, reshard_after_forward=True))
+    model, landed = run.model, dict[str, Tensor]()
+    model.blocks[0].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    model.blocks[1].register_forward_hook(lambda module, args, output: output.sin())
+    model.blocks[0].register_full_backward_hook(lambda module, into, out: (into[0] / 3,))
+    for name, parameter in model.named_parameters():
+
+        def note(shard: Tensor, name: str = name) -> None:
+            landed[name] = shard.grad.to_local().clone()  # type: ignore[union-attr]
+
+        parameter.register_post_accumulate_grad_hook(note)
+    for number in range(2):
+        run.backward(number)
+        run.note("landed", [landed[name] for name in sorted(landed)])
+        run.step()
+    return run
+
+
+def _state_dicts(api: Any) -> Run:
+    run = Run(_sharded(api, together=True))
+    run.backward(0)
+    run.step()
+    options = StateDictOptions(full_state_dict=True)
+    run.note("whole", get_model_state_dict(run.model, options=options))
+    shards = get_model_state_dict(run.model)
+    run.note("names", list(shards))
+    run.note("placements", [str(shard.placements) for shard in shards.values()])
+    run.note("shards", [shard.to_local() for shard in shards.values()])
+    return run
+
+
+def _mixed_precision(api: Any) -> Run:
+    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run = Run(_sharded(api, mp_policy=policy, offload_policy=api.OffloadPolicy()))
+    run.note("dtype", run.model._get_fsdp_state()._mp_policy.param_dtype)
+    run.backward(0)
+    run.step()
+    return run
+
+
+_PROGRAMS: Final[dict[str, Callable[[Any], Run]]] = {
+    program.__name__.lstrip("_"): program
+    for program in (
+        _accumulation, _read_in_backward, _accumulation_module_by_module,
+        _accumulation_of_one_block, _accumulation_on_a_list_member, _not_recursive_at_the_root,
+        _divisors, _reshard_after_forward, _reshard_after_backward, _chunked_loss, _unsharded,
+        _forward_method, _prefetch, _after_an_error, _hooks, _state_dicts, _mixed_precision,
+    )
+}  # fmt: skip
+_OVER_REPLICAS: Final[dict[str, Callable[[Any], Run]]] = {
+    program.__name__.lstrip("_"): program
+    for program in (
+        _replicas_wait, _gradient_sync_ends_what_all_reduce_began, _both_setters,
+        _divisors_of_replicas,
+    )
+}  # fmt: skip
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.items())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+def _assert_same(program: Callable[[Any], Run]) -> None:
+    apis: list[ModuleType] = [fsdp, fsdp2]
+    theirs, ours = (program(api).seen for api in apis)
+    assert list(theirs) == list(ours)
+    for name, expected in theirs.items():
+        for one, other in zip(_flat(expected), _flat(ours[name]), strict=True):
+            if isinstance(one, Tensor):
+                torch.testing.assert_close(other, one, msg=lambda text, n=name: f"{n}: {text}")
+            else:
+                assert other == one, name
+
+
+@pytest.mark.parametrize("name", _PROGRAMS)
+@spmd(ranks=2)
+def test_a_program_gives_the_numbers_of_fsdp2(name: str) -> None:
+    _assert_same(_PROGRAMS[name])
+
+
+@pytest.mark.parametrize("name", _OVER_REPLICAS)
+@spmd(ranks=4)
+def test_a_program_of_hybrid_sharding_gives_the_numbers_of_fsdp2(name: str) -> None:
+    _assert_same(_OVER_REPLICAS[name])
+
+
+@spmd(ranks=2)
+def test_gradients_that_were_not_reduced_are_noticed() -> None:
+    """The comparison can fail."""
+
+    def program(api: Any) -> Run:
+        run = Run(_sharded(api))
+        if api is fsdp2:
+            run.model.set_gradient_divide_factor(1.0)
+        run.backward(0)
+        run.step()
+        return run
+
+    with pytest.raises(AssertionError, match="gradients"):
+        _assert_same(program)

@@ -1,0 +1,205 @@
+"""`install()` and `python -m composable.fsdp2`: scripts and trainers for FSDP2, unchanged."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import fsdp
+from torch.distributed._composable import fsdp as older
+from torch.distributed.fsdp._fully_shard import _fully_shard as internals
+
+from composable import fsdp2
+from composable.errors import ClashError
+from composable.fsdp2 import installation
+from composable.fsdp2.__main__ import main
+from docs.generate import ROOT
+from tests.helpers.launched import launched
+from tests.helpers.world import Pool
+
+PROGRAMS: Final = Path(__file__).parent / "programs"
+_NAMES: Final = ("fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx")
+_TORCHS: Final = {name: getattr(fsdp, name) for name in _NAMES}
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module that has imported FSDP2's names, in a process that has not used them."""
+    monkeypatch.setattr(installation, "classes_of_fsdp2", list)
+    module = types.ModuleType("a_trainer")
+    vars(module).update(_TORCHS, alias=_TORCHS["fully_shard"], other=print)
+    monkeypatch.setitem(sys.modules, "a_trainer", module)
+    yield module
+    if installation._installed is not None:
+        installation._installed.remove()
+
+
+def test_names_are_replaced_wherever_they_were_imported_and_put_back(
+    trainer: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(vars(trainer))
+    handle = fsdp2.install()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert re.match(
+        r"composable\.fsdp2: fully_shard, FSDPModule, register_fsdp_forward_method, share_comm_ctx"
+        r" of torch\.distributed\.fsdp are composable's now, in \d+ modules: a_trainer, ",
+        lines[0],
+    )
+    for name in _NAMES:
+        assert getattr(fsdp, name) is getattr(trainer, name) is getattr(fsdp2, name)
+        assert getattr(internals, name) is _TORCHS[name]  # FSDP2 itself
+    assert trainer.alias is fsdp2.fully_shard
+    assert trainer.other is print
+    assert older.fully_shard is fsdp2.fully_shard
+    later = types.ModuleType("imported_later")
+    vars(later).update({name: getattr(fsdp, name) for name in _NAMES})
+    monkeypatch.setitem(sys.modules, "imported_later", later)
+    handle.remove()
+    handle.remove()
+    assert dict(vars(trainer)) == before
+    for name in _NAMES:
+        assert getattr(fsdp, name) is getattr(later, name) is _TORCHS[name]
+        assert getattr(fsdp2, name) is not _TORCHS[name]
+
+
+def test_a_module_that_imports_from_composable_keeps_its_names(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = types.ModuleType("mine")
+    vars(mine).update(fully_shard=fsdp2.fully_shard)
+    monkeypatch.setitem(sys.modules, "mine", mine)
+    fsdp2.install().remove()
+    assert vars(mine)["fully_shard"] is fsdp2.fully_shard
+
+
+def test_a_second_call_returns_the_same_handle_and_replaces_what_came_since(
+    trainer: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = fsdp2.install()
+    capsys.readouterr()
+    assert fsdp2.install() is handle
+    assert capsys.readouterr().err == ""
+    later = types.ModuleType("imported_later")
+    vars(later).update(_TORCHS)
+    monkeypatch.setitem(sys.modules, "imported_later", later)
+    assert fsdp2.install() is handle
+    assert capsys.readouterr().err.endswith("in 1 modules: imported_later\n")
+    handle.remove()
+    assert fsdp2.install() is not handle
+
+
+def test_only_rank_0_prints(
+    trainer: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    fsdp2.install()
+    assert capsys.readouterr().err == ""
+    assert trainer.fully_shard is fsdp2.fully_shard
+
+
+def _refused_after_fsdp2() -> str:
+    from torch import nn  # noqa: PLC0415
+
+    fsdp.fully_shard(nn.Linear(2, 2))
+    with pytest.raises(ClashError) as refused:
+        fsdp2.install()
+    assert fsdp.fully_shard is _TORCHS["fully_shard"]
+    assert dist.is_initialized()
+    return str(refused.value)
+
+
+def test_a_process_in_which_fsdp2_has_sharded_modules_is_refused(pool: Pool) -> None:
+    said = pool.run(2, _refused_after_fsdp2, device="cpu")
+    assert re.match(
+        r"composable\.fsdp2\.install: torch's FSDP2 has sharded modules of this process already"
+        r" \(FSDP\w+\), .*; nothing was replaced$",
+        said[0],
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ([], "no script to run; call it as python -m composable.fsdp2 script.py [args], or -m"),
+        (["-m"], "no script to run; call it as"),
+        (["--help"], "no script to run; call it as"),
+        (["nowhere.py", "x"], "there is no script 'nowhere.py'"),
+        (["-m", "no_such_module"], "there is no module named 'no_such_module'"),
+        (["-m", "no_such.module"], "there is no module named 'no_such.module'"),
+    ],
+)
+def test_the_runner_says_in_one_line_what_it_cannot_run(
+    arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"composable.fsdp2: {why}")
+    assert said.count("\n") == 1
+    assert fsdp.fully_shard is _TORCHS["fully_shard"]
+
+
+# --- whole programs ------------------------------------------------------------------------------
+
+_INSTALLED: Final = re.compile(r"^composable\.fsdp2: .* in \d+ modules: .*$", re.M)
+
+
+def _numbers(printed: str) -> list[str]:
+    return re.findall(r"^(?:loss|norm|grad_norm|eval_loss|state) .*$", printed, re.M)
+
+
+def _by_torchrun(*command: str) -> tuple[list[str], str]:
+    """What a command prints on two ranks: lines with numbers, and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         *command],
+        capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return _numbers(done.stdout), done.stderr
+
+
+def test_the_runner_runs_a_script_with_its_arguments(pool: Pool) -> None:
+    script = PROGRAMS / "plain.py"
+    theirs = _numbers(launched(pool, 2, script, "6"))
+    ours, said = _by_torchrun("-m", "composable.fsdp2", str(script), "6")
+    assert len(theirs) == 6
+    assert ours == theirs
+    assert len(_INSTALLED.findall(said)) == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "lines", "how"),
+    [("plain", 6, "runner"), ("accelerated", 19, "install"), ("trained", 19, "runner")],
+)
+def test_a_trainer_gives_the_numbers_of_fsdp2(
+    pool: Pool, tmp_path: Path, program: str, lines: int, how: str
+) -> None:
+    for needed in () if program == "plain" else ("accelerate", "transformers"):
+        pytest.importorskip(needed)
+    name = f"tests.fsdp2.programs.{program}"
+    last = {"plain": ["6", "6"], "accelerated": ["", "install"]}.get(
+        program, [str(tmp_path / "theirs"), str(tmp_path / "ours")]
+    )
+    theirs = launched(pool, 2, name, last[0])
+    run = (name,) if how == "install" else ("composable.fsdp2", "-m", name)
+    ours = launched(pool, 2, *run, last[1])
+    assert len(_numbers(theirs)) == lines
+    assert _numbers(ours) == _numbers(theirs)
+    (kind,) = re.findall("^class FSDP(.*)$", theirs, re.M)  # FSDP2 swaps it, composable does not
+    assert f"class {kind}\n" in ours
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_a_pipeline_has_the_gradients_of_one_process(pool: Pool, schedule: str) -> None:
+    printed = launched(pool, 4, "composable.fsdp2", "-m", "tests.fsdp2.programs.staged", schedule)
+    assert printed == f"{schedule}: gradients of one process, as Sequential\n"

@@ -1,0 +1,443 @@
+"""`FSDPModule` over annotated modules: who is one, and the methods of those who are."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import weakref
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+
+import composable
+from composable import no_sync, remove, replicate
+from composable.engine.param_group import ShardedState
+from composable.errors import (
+    AnnotationError,
+    ComposableError,
+    NotAnnotatedError,
+    PhaseError,
+    UnknownArgumentError,
+    UnsupportedError,
+)
+from composable.fsdp2 import (
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from composable.fsdp2.module import NAMES
+from tests.helpers.compare import full_gradients, full_parameters
+from tests.helpers.refusals import refusal
+from tests.helpers.world import spmd
+
+_NEW_IN_2_15: Final = {
+    "set_manual_backward_finalization",
+    "finalize_backward",
+    "set_keep_unsharded_storage",
+}
+# of 2.11, 2.13 and 2.14
+_OLDER: Final = {
+    "reshard",
+    "unshard",
+    "reset_iter_state",
+    "set_all_reduce_hook",
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_force_sum_reduction_for_comms",
+    "set_gradient_divide_factor",
+    "set_is_last_backward",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
+    "set_post_optim_event",
+    "set_reduce_scatter_divide_factor",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
+    "set_reshard_after_backward",
+    "set_reshard_after_forward",
+    "set_separate_reduce_scatter_group",
+    "set_symm_mem_for_comm",
+    "set_unshard_in_backward",
+}
+_TORCHS: Final = fsdp.FSDPModule
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def _sharded(**options: Any) -> nn.Sequential:
+    model = _layers()
+    fully_shard(model[0], **options)
+    fully_shard([model[2], model[3]], **options)
+    return fully_shard(model, **options)
+
+
+def _methods(module: nn.Module) -> list[str]:
+    return [name for name in NAMES if hasattr(module, name)]
+
+
+def _batch(number: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_every_public_method_of_torchs_class_is_there() -> None:
+    theirs = {name for name in vars(_TORCHS) if not name.startswith("_")}
+    assert theirs - set(NAMES) == set()
+    assert (_OLDER | _NEW_IN_2_15) - set(NAMES) == set()
+
+
+def test_arguments_have_torchs_names_and_defaults() -> None:
+    for name in NAMES:
+        ours = inspect.signature(getattr(FSDPModule, name))
+        if not hasattr(_TORCHS, name) or "kwargs" in ours.parameters:
+            continue
+        theirs = inspect.signature(getattr(_TORCHS, name))
+        assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
+            (p.name, p.kind, p.default) for p in theirs.parameters.values()
+        ], name
+    takes = list(inspect.signature(fully_shard).parameters)
+    assert set(inspect.signature(fsdp.fully_shard).parameters) - set(takes) == set()
+
+
+def test_every_method_says_what_it_does() -> None:
+    assert [
+        name for name in NAMES if name[0] != "_" and not getattr(FSDPModule, name).__doc__
+    ] == []
+
+
+# --- who is one ----------------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+def test_arguments_of_fully_shard_are_fsdp_modules_and_modules_below_are_not() -> None:
+    model = _sharded()
+    assert [isinstance(module, FSDPModule) for module in model.modules()] == [
+        True, True, False, True, True,
+    ]  # fmt: skip
+    assert [len(_methods(module)) for module in model.modules()] == [
+        len(NAMES), len(NAMES), 0, len(NAMES), len(NAMES),
+    ]  # fmt: skip
+    assert type(model) is nn.Sequential
+    assert not isinstance(object(), FSDPModule)
+    remove(model, fully_shard)
+    assert not isinstance(model, FSDPModule)
+    assert _methods(model) == []
+    assert isinstance(model[3], FSDPModule)
+    remove([model[2], model[3]], "fully_shard")
+    assert _methods(model[2]) == _methods(model[3]) == []
+
+
+@spmd(ranks=2)
+def test_modules_that_composables_own_verb_annotated_get_methods_when_they_are_asked() -> None:
+    model = _layers()
+    composable.fully_shard(model, policy={nn.Linear})
+    assert _methods(model[0]) == []
+    assert isinstance(model[0], FSDPModule)
+    assert len(_methods(model[0])) == len(NAMES)
+    assert not isinstance(model[1], FSDPModule)
+    remove(model, composable.fully_shard)
+    assert _methods(model[0]) == []
+
+
+def test_one_process_without_a_group_has_the_methods_too() -> None:
+    model = fully_shard(_layers())
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(False)  # type: ignore[unreachable]
+    model(torch.ones(1, 4)).sum().backward()
+    model.reshard()
+    assert type(pickle.loads(pickle.dumps(model))) is nn.Sequential
+
+
+@spmd(ranks=2)
+def test_a_module_of_torchs_own_replicate_still_is_one() -> None:
+    from torch.distributed._composable import replicate_with_fsdp  # noqa: PLC0415, slow
+    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415, slow
+
+    mesh = init_device_mesh("cpu", (2,))
+    assert isinstance(replicate_with_fsdp.replicate(_layers(), mesh=mesh), FSDPModule)
+
+
+class Reshards(nn.Linear):
+    def reshard(self) -> str:
+        return "mine"
+
+
+@spmd(ranks=2)
+def test_a_name_that_the_model_uses_is_not_taken() -> None:
+    model = Reshards(4, 4)
+    model.unshard = nn.Identity()  # a child
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+    assert model.reshard() == "mine"
+    assert isinstance(model.unshard, nn.Identity)
+    FSDPModule.unshard(model)
+    assert type(model.weight) is nn.Parameter
+    FSDPModule.reshard(model)
+    assert isinstance(model.weight, DTensor)
+
+
+class Forwards(nn.Module):
+    """It looks names up in its child, as PEFT's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@spmd(ranks=2)
+def test_a_module_that_forwards_names_to_its_child_has_methods_of_its_own() -> None:
+    model = Forwards()
+    fully_shard(model.inner)
+    fully_shard(model)
+    assert "unshard" in vars(model)
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+def test_a_copy_has_working_methods_of_its_own() -> None:
+    model = _sharded()
+    model.set_requires_gradient_sync(False)
+    twin = copy.deepcopy(model)
+    assert isinstance(twin, FSDPModule)
+    for each in (model, twin):
+        each(_batch()).sum().backward()
+    placements = [str(each[0].weight.grad.placements) for each in (model, twin)]
+    assert placements == ["(Partial(avg),)", "(Shard(dim=0),)"]  # a copy is in no scope
+    twin[0].unshard()
+    assert type(twin[0].weight) is nn.Parameter
+    assert isinstance(model[0].weight, DTensor)
+    remove(twin, fully_shard)
+    assert _methods(twin) == []
+    assert len(_methods(model)) == len(NAMES)
+
+
+@spmd(ranks=2)
+def test_pickling_a_replicated_module_is_as_before() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    replicate(model[0])
+    fully_shard(model[1])
+    twin = pickle.loads(pickle.dumps(model[0]))
+    assert type(twin) is nn.Linear
+    assert _methods(twin) == []
+    with pytest.raises(ComposableError, match="cannot be pickled"):
+        pickle.dumps(model[1].unshard)
+
+
+@spmd(ranks=2)
+def test_a_method_does_not_keep_its_module() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    method, gone = model.unshard, weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(NotAnnotatedError, match="the module of this method is gone"):
+        method()
+
+
+# --- behaviour that is not FSDP2's in torch 2.13 -------------------------------------------------
+
+
+def _states(model: nn.Sequential) -> list[str]:
+    units = [composable.fully_shard.state(module) for module in (model[0], model[2], model)]
+    return [group.state.name for unit in units if unit for group in unit.groups]
+
+
+@spmd(ranks=2)
+def test_none_reshards_all_units_after_forward_but_the_outermost() -> None:
+    model = _layers()
+    model.append(nn.Linear(2, 2))  # the outermost unit has a parameter
+    fully_shard(model[0])
+    fully_shard([model[2], model[3]])
+    fully_shard(model)
+    model(_batch())
+    sharded, unsharded = ShardedState.SHARDED.name, ShardedState.UNSHARDED.name
+    assert _states(model) == [sharded, sharded, unsharded]
+    remove(model, fully_shard)
+    model[0](_batch())  # now it is outermost
+    assert _states(model)[0] == unsharded
+
+
+@spmd(ranks=2)
+def test_ranks_with_different_weights_are_taken_as_they_are() -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(4, 4, bias=False)
+    own = model.weight.detach().clone()
+    fully_shard(model)
+    half = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    torch.testing.assert_close(model.weight.to_local(), own[half])  # type: ignore[operator]
+
+
+@spmd(ranks=2)
+def test_the_caller_can_end_backwards() -> None:
+    outcomes = []
+    for manual in (False, True):
+        model = _sharded()
+        model.set_manual_backward_finalization(manual)
+        for number in range(2):
+            model.set_requires_gradient_sync(number == 1)
+            model(_batch(number)).square().sum().backward()
+            assert FSDPModule.finalize_backward(model) is None if manual else True
+        model.set_requires_gradient_sync(True)
+        model(_batch(2)).square().sum().backward()
+        if manual:
+            handle = model.finalize_backward(async_op=True)
+            assert isinstance(handle, UnshardHandle)
+            handle.wait()
+        outcomes.append(full_gradients(model))
+        model.synchronize_gradients()  # nothing is left
+    for name, expected in outcomes[0].items():
+        torch.testing.assert_close(outcomes[1][name], expected)
+
+
+@spmd(ranks=2)
+def test_what_torchs_pipelines_read_of_the_state_reduces() -> None:
+    outcomes = []
+    for by_state in (False, True):
+        model = _sharded()
+        model.set_requires_gradient_sync(not by_state)
+        model.set_reshard_after_backward(not by_state)
+        model(_batch()).square().sum().backward()
+        if by_state:
+            model.set_reshard_after_backward(True)
+            model.set_requires_gradient_sync(True)
+            state = fully_shard.state(model)  # type: ignore[attr-defined]
+            assert len(state._state_ctx.all_states) == 3
+            for each in state._state_ctx.all_states:
+                for group in each._fsdp_param_groups:
+                    group.post_backward()
+            state._root_post_backward_final_callback()
+        outcomes.append(full_gradients(model))
+    for name, expected in outcomes[0].items():
+        torch.testing.assert_close(outcomes[1][name], expected)
+    assert fully_shard.state(nn.Linear(1, 1)) is None  # type: ignore[attr-defined]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+def test_what_is_not_supported_is_refused_by_name() -> None:
+    model = _sharded()
+    for name in (
+        "set_all_reduce_hook",
+        "set_custom_all_gather",
+        "set_custom_reduce_scatter",
+        "set_keep_unsharded_storage",
+    ):
+        with pytest.raises(UnsupportedError, match=rf"^{name}\(\) of FSDP2 is not supported"):
+            getattr(model, name)(None)
+    with pytest.raises(UnknownArgumentError, match="dp_mesh_dims"):
+        fully_shard(_layers(), dp_mesh_dims=object())
+    with pytest.raises(AnnotationError, match="True or False, got 2"):
+        model.set_reshard_after_forward(2)
+    with pytest.raises(AnnotationError, match="positive number, got 0"):
+        model.set_gradient_divide_factor(0)
+
+
+@spmd(ranks=2)
+def test_methods_refuse_a_module_that_is_not_annotated() -> None:
+    model = _sharded()
+    arguments = {"set_reshard_after_forward": (True,), "set_gradient_divide_factor": (2,)}
+    for name in NAMES:
+        given = arguments.get(name, ((),) if len(_needed(name)) == 1 else ())
+        for other in (model[1], nn.Linear(1, 1)):  # below an annotated one, and elsewhere
+            with pytest.raises(NotAnnotatedError, match=f"^{name}"):
+                getattr(FSDPModule, name)(other, *given)
+    with pytest.raises(NotAnnotatedError, match="share_comm_ctx"):
+        share_comm_ctx([model, nn.Linear(1, 1)])
+    with pytest.raises(NotAnnotatedError, match="set_modules_to_forward_prefetch"):
+        model.set_modules_to_forward_prefetch([model[1]])
+    with pytest.raises(NotAnnotatedError, match="no method 'generate'"):
+        register_fsdp_forward_method(model, "generate")
+
+
+def _needed(name: str) -> list[str]:
+    parameters = inspect.signature(getattr(FSDPModule, name)).parameters.values()
+    takes = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in takes and p.default is p.empty][1:]
+
+
+@spmd(ranks=2)
+def test_a_divisor_in_the_middle_of_a_step_is_refused_and_changes_nothing() -> None:
+    model = _sharded()
+    loss = model(_batch()).square().sum()
+    said = refusal(lambda: model.set_gradient_divide_factor(1))
+    assert said.startswith("PhaseError: the divisor of gradients of unit '(root)' was set in the")
+    loss.backward()
+    before = full_gradients(model)
+    model.zero_grad()
+    with no_sync(model):
+        model(_batch()).square().sum().backward()
+    for unit in (model[0], model[3]):
+        with pytest.raises(PhaseError, match="with accumulated gradients"):
+            unit.set_gradient_divide_factor(1)
+    model.synchronize_gradients()
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, before[name])
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model[3].set_gradient_divide_factor(1)  # nothing waits: the unit of the list sums
+    model.set_requires_gradient_sync(True)
+    model(_batch()).square().sum().backward()
+    for name, gradient in full_gradients(model).items():
+        expected = before[name]
+        assert expected is not None
+        torch.testing.assert_close(gradient, expected * (1 if name[0] == "0" else 2))
+
+
+@spmd(ranks=2)
+def test_only_the_outermost_module_resets_a_step() -> None:
+    model = _sharded()
+    model(_batch())
+    with pytest.raises(PhaseError, match="call it on the outermost"):
+        model[0].reset_iter_state()
+    model.reset_iter_state()
+
+
+@spmd(ranks=2)
+def test_units_that_are_reduced_in_part_cannot_be_finalized() -> None:
+    model = _sharded()
+    model.set_manual_backward_finalization(True)
+    model[0].set_requires_gradient_sync(False)
+    model(_batch()).sum().backward()
+    with pytest.raises(PhaseError, match="of unit '0' are to be accumulated"):
+        model.finalize_backward()
+    model[0].set_requires_gradient_sync(True)
+    model.finalize_backward()
+    assert str(model[0].weight.grad.placements) == "(Shard(dim=0),)"
+
+
+@spmd(ranks=2)
+def test_a_parameter_that_is_ignored_stays_plain() -> None:
+    model = _layers()
+    fully_shard(model, ignored_params={model[0].weight})
+    assert type(model[0].weight) is nn.Parameter
+    before = full_parameters(model)
+    torch.testing.assert_close(before["3.weight"], _layers()[3].weight.detach())
