@@ -23,8 +23,8 @@ from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
 from composable.contract.contract import drop_attribute, registry
 from composable.contract.tree import SHARD
+from composable.engine.grad_bucket import SyncMode
 from composable.engine.param_group import ParamGroup
-from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import Unit, units_below
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
 

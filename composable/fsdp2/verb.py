@@ -87,7 +87,7 @@ def fully_shard(
     unit: Unit = registry(modules[0])[SHARD].state
     for each in modules:
         give_methods(each)
-    inner = [other for other in unit.found if other in AUTOMATIC]
+    inner = [other for other in unit.relations.below if other in AUTOMATIC]
     for other in inner:
         other.spec = replace(other.spec, reshard_after_forward=True)
     # the first one runs last: the units have left the tree then
@@ -100,7 +100,11 @@ def fully_shard(
 def _may_be_outermost(units: list[Unit]) -> None:
     """Let units whose outer unit was removed keep their parameters until backward again."""
     for unit in units:
-        if unit.modules and unit in AUTOMATIC and not any(o is not unit for o in unit.within):
+        if (
+            unit.modules
+            and unit in AUTOMATIC
+            and not any(o is not unit for o in unit.relations.around)
+        ):
             unit.spec = replace(unit.spec, reshard_after_forward=None)
 
 
