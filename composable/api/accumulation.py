@@ -78,8 +78,8 @@ def reduce_gradients(model: nn.Module) -> None:
     All ranks call it together, outside of forward and backward, after the same backwards.
 
     Args:
-        model: an annotated module, or one that contains some; units elsewhere keep what they
-            accumulated.
+        model: an annotated module, or one that contains some. All units of the model that it is
+            called in are reduced; other models keep what they accumulated.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
