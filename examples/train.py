@@ -47,10 +47,8 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 5 == 4:
-            print(
-                f"step {step + 1:2}: loss {loss.item():.3f}, norm of the gradients"
-                f" {norm.item():.3f}"
-            )
+            said = f"norm of the gradients {norm.item():.3f}"
+            print(f"step {step + 1:2}: loss {loss.item():.3f}, {said}")
 
     with tempfile.TemporaryDirectory() as folder:  # a real run takes a folder that all ranks see
         folders = [folder]
