@@ -9,19 +9,21 @@ from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable import (
     MixedPrecisionPolicy,
     fully_shard,
+    join,
     no_sync,
     register_forward_method,
     replicate,
 )
-from tests.helpers.compare import assert_mean_gradients
+from tests.helpers.compare import assert_mean_gradients, full
 from tests.helpers.means import WIDTH, batch_of, twins
-from tests.helpers.world import spmd
+from tests.helpers.world import current_device, spmd
 
 
 class Recursive(nn.Module):
@@ -109,3 +111,26 @@ def test_an_output_that_cannot_be_cast_loses_the_step_and_no_more(inside: bool) 
     for model in (plain, ours):
         model(batch_of(1)).double().square().mean().backward()
     assert_mean_gradients(plain, ours, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+@spmd(ranks=2)
+def test_a_rank_without_data_follows_calls_inside_of_calls(verb: str) -> None:
+    plain, ours = twins(Recursive, VERBS[verb])
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with join(ours, optimizer, divide_by_initial_world_size=False):
+        for step in range(1 + dist.get_rank()):
+            optimizer.zero_grad()
+            ours(batch_of(step), 2).square().mean().backward()
+            optimizer.step()
+    for step in range(2):
+        there = [rank for rank in range(2) if step <= rank]
+        reference.zero_grad()
+        for rank in there:
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+            (plain(x.to(current_device()), 2).square().mean() / len(there)).backward()
+        reference.step()
+    for ours_now, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(ours_now), expected, rtol=1e-9, atol=1e-11)
