@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composable import (
     MixedPrecisionPolicy,
+    checkpoint,
     fully_shard,
     join,
     no_sync,
@@ -44,16 +45,30 @@ class Recursive(nn.Module):
         return x * self.scale
 
 
+def _checkpointed(model: nn.Module) -> None:
+    checkpoint(model)
+    fully_shard(model)
+
+
 VERBS: Final[dict[str, Callable[..., object]]] = {
     "fully_shard": fully_shard,
     "units inside": partial(fully_shard, policy={nn.Linear}),
     "freed at once": partial(fully_shard, reshard_after_forward=True),
+    "checkpointed": _checkpointed,
     "replicate": replicate,
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("way", ["recursion", "generate"])
+# What checkpointing runs again must not call itself: torch raises `CheckpointError`.
+_CASES: Final = [
+    (verb, way)
+    for verb in VERBS
+    for way in ("recursion", "generate")
+    if (verb, way) != ("checkpointed", "recursion")
+]
+
+
+@pytest.mark.parametrize(("verb", "way"), _CASES)
 @spmd(ranks=2)
 def test_gradients_are_those_of_one_process(verb: str, way: str) -> None:
     told: list[str] = []
