@@ -110,6 +110,8 @@ def _ddp(views: bool) -> Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.M
 LOCAL: Final = "un-annotated"
 # for those who time clipping, where the library has a function of its own
 ON_SHARDS: Final = "composable-on-shards"
+# for those who time the host: what torch's own calls take
+PLAIN_CALLS: Final = "plain-calls"
 
 CONTENDERS: Final[dict[str, Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]]] = {
     LOCAL: _local,
@@ -144,6 +146,10 @@ MEANING: Final = {
         " stays until backward"
     ),
     "fsdp2-keep": "the same with `reshard_after_forward=False`",
+    PLAIN_CALLS: (
+        "`plain_calls.py`: torch's own calls that a sharded unit needs, from bare hooks; cannot"
+        " train"
+    ),
     "fsdp1": "`FullyShardedDataParallel`, `FULL_SHARD`, `use_orig_params=True`",
     "fsdp1-keep": "the same with `SHARD_GRAD_OP`",
     "fsdp1-flat": "`FullyShardedDataParallel`, `FULL_SHARD`, `use_orig_params=False`",

@@ -276,12 +276,12 @@ def vector_task(
     return Task(model.to(device), units, loss, title)
 
 
-SIZES = ("gpt", "large", "small", "conv", "tiny")
+SIZES = ("gpt", "large", "small", "deep", "conv", "tiny")
 
 
 def task_of(size: str, *, seed: int, rank: int, device: torch.device) -> Task:
-    """One of `SIZES`; `tiny` is for smoke runs, `large`, whose blocks are as large as those of 7B
-    models, for accelerators.
+    """One of `SIZES`; `tiny` is for smoke runs. For accelerators: `large` has blocks as large as
+    those of 7B models, `deep` so many small ones that the host decides.
     """
     if size == "conv":
         return conv_task(
@@ -291,6 +291,7 @@ def task_of(size: str, *, seed: int, rank: int, device: torch.device) -> Task:
         "gpt": (6, 768, 12, 2, 128),
         "large": (6, 4096, 32, 1, 2048),
         "small": (4, 256, 8, 2, 128),
+        "deep": (12, 256, 8, 2, 128),
         "tiny": (2, 64, 2, 2, 16),
     }[size]
     shape = {"layers": layers, "width": width, "heads": heads, "batch": batch, "time": time}

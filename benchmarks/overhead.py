@@ -8,7 +8,8 @@ divided by the number of units. All clip with torch's own function on what their
 FSDP1 has one of its own, and `composable-on-shards` is composable with its `clip_grad_norm_`, which
 does the same to the local shards. All step with torch's AdamW: FSDP2 DTensors, composable the local
 shards of its own accord. `un-annotated` clips and steps whole parameters, so what is added by work
-on shards may be less than nothing in these two phases.
+on shards may be less than nothing in these two phases. `plain-calls` is the floor of forward and
+backward: torch's own calls that a sharded unit needs, from bare hooks (`plain_calls.py`).
 
     python benchmarks/overhead.py                            # 32 blocks of 12 parameters
     python benchmarks/overhead.py --units 1..128             # how it grows with the units
@@ -23,19 +24,41 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from contenders import LOCAL, ON_SHARDS, add_choice, against_before, chosen, scale, with_before
+from contenders import (
+    LOCAL,
+    ON_SHARDS,
+    PLAIN_CALLS,
+    add_choice,
+    against_before,
+    chosen,
+    scale,
+    with_before,
+)
 from harness import Measure, Rounds, Sample, Stopwatch, compete, device_of, series, spread, world_of
 from models import Chain, Chains, Task, adamw, add_adamw, gpt_task, vector_task
 from options import add_before, counts, parse, parser
+from plain_calls import plain_calls
 from publish import bars, curves, emit, rounded, table, times
+from torch.distributed.device_mesh import init_device_mesh
 
-DEFAULT = [LOCAL, "composable", ON_SHARDS, "fsdp2", "fsdp1", "composable-replicate", "ddp"]
+DEFAULT = [
+    LOCAL,
+    "composable",
+    ON_SHARDS,
+    PLAIN_CALLS,
+    "fsdp2",
+    "fsdp1",
+    "composable-replicate",
+    "ddp",
+]
 PHASES = ("forward", "backward", "clip", "optimizer")
 LIMIT = 0.30
 # On shards, forward and backward are those of `composable`.
 RATIOS = [
     ("composable", "fsdp2", ("step", "engine")),
     (ON_SHARDS, "fsdp2", ("step",)),
+    ("composable", PLAIN_CALLS, ("engine",)),
+    (PLAIN_CALLS, "fsdp2", ("engine",)),
     ("composable", "fsdp1", ("step", "engine")),
     ("composable-replicate", "ddp", ("step", "engine")),
 ]
@@ -62,13 +85,12 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: seconds of the host; `engine`: forward and backward only."""
     device = device_of(options)
     task = make_task(options)
-    model = scale(
-        contender.replace(ON_SHARDS, "composable"),
-        task.model,
-        task.units,
-        device=device,
-        world=world_of(options),
-    )
+    world = world_of(options)
+    if contender == PLAIN_CALLS:
+        model = plain_calls(task.model, task.units, init_device_mesh(device.type, (world,)))
+    else:
+        name = contender.replace(ON_SHARDS, "composable")
+        model = scale(name, task.model, task.units, device=device, world=world)
     parameters = list(model.parameters())
     optimizer = adamw(parameters, options.adamw, rate=1e-6)
     watch = Stopwatch(device, host=True)
@@ -126,7 +148,7 @@ def added_tables(rounds: Rounds, units: int) -> tuple[list[str], list[dict[str, 
                     added(rounds, ours, metric, units)["median"]
                     / added(rounds, theirs, metric, units)["median"]
                 )
-                limit = LIMIT if theirs == "fsdp2" else None
+                limit = LIMIT if theirs == "fsdp2" and ours != PLAIN_CALLS else None
                 verdict = "" if limit is None else ("yes" if ratio <= limit else "no")
                 what = f"{WORDS.get(ours, ours)} / {theirs}, {WORDS[metric]}"
                 rows.append([what, f"{ratio:.2f}", f"{limit:.2f}" if limit else "", verdict])
@@ -203,9 +225,11 @@ def main() -> None:
     )
     add_adamw(options, "foreach")
     add_before(options)
-    add_choice(options, DEFAULT, also=[ON_SHARDS])
+    add_choice(options, DEFAULT, also=[ON_SHARDS, PLAIN_CALLS])
     found = parse(options, units=[2], rounds=2)
-    names = with_before(chosen(options, found.contenders, also=[ON_SHARDS]), found.before)
+    names = with_before(
+        chosen(options, found.contenders, also=[ON_SHARDS, PLAIN_CALLS]), found.before
+    )
     if LOCAL not in names:
         options.error(
             f"--contenders: what is added is counted from {LOCAL!r}, which must be among them"
