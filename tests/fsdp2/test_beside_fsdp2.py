@@ -301,7 +301,8 @@ def _prefetch(api: Any) -> Run:
     run.model.set_modules_to_forward_prefetch([*run.model.blocks])
     run.model.blocks[1].set_modules_to_backward_prefetch([run.model.blocks[0]])
     run.model.blocks[0].set_unshard_in_backward(True)
-    run.model.set_reduce_scatter_unused_params(True)
+    if hasattr(run.model, "set_reduce_scatter_unused_params"):  # torch's from 2.12 on
+        run.model.set_reduce_scatter_unused_params(True)
     run.model._set_unshard_async_op(False)
     api.share_comm_ctx([run.model])
     for number in range(2):
