@@ -137,6 +137,17 @@ CHECKS = (
         **_faked("step", *_AGAINST_RIVALS),
     ),
     Check(
+        "step-deep",
+        "the same where the host decides: twelve small blocks",
+        **_faked(
+            "step",
+            "--model",
+            "deep",
+            "--contenders",
+            "un-annotated,composable,composable-replicate*,fsdp2,ddp-views,ddp",
+        ),
+    ),
+    Check(
         "step-large",
         "the same with six blocks of a 7B model in bfloat16",
         _benchmark("step", *FAKED, *_LARGE),
