@@ -281,6 +281,11 @@ class Buckets:
         comm.broadcast([message], "broadcast of the order of buckets")
         self._fill([known[number] for number in message.tolist()])
 
+    def hold(self) -> None:
+        """Outside of backward: what is here waits to be reduced (`Root.hold_by_hand`)."""
+        for each in self._buckets:
+            each.bucket.hold()
+
     def reduce_held(self) -> None:
         """Reduce what was accumulated, outside of backward."""
         held = [each for each in self._buckets if each.bucket.held]

@@ -67,7 +67,7 @@ from composable.engine.shadow import (
     tell,
     tell_of_call,
 )
-from composable.engine.unit import EXPLICIT, Unit, UnitCall, unit_of, units_below
+from composable.engine.unit import BY_HAND, EXPLICIT, Unit, UnitCall, unit_of, units_below
 from composable.errors import (
     CommunicationError,
     DifferentiationError,
@@ -183,8 +183,9 @@ class Root:
         step: that is under way.
         forward: the number of the forward that began last.
         split_by: the pipeline schedule that called the last forward, if it takes gradients of
-            weights by `torch.autograd.grad` and assigns `.grad` itself. The optimizer's step
-            refuses that: all ranks come to it, and to a forward one stage after another.
+            weights by `torch.autograd.grad` and assigns `.grad` itself, and `hold_by_hand` was not
+            called for them. The optimizer's step refuses that: all ranks come to it, and to a
+            forward one stage after another.
         buckets: of replicated units; none if there are shards below this root.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last
             forward; empty if the compiler does.
@@ -550,6 +551,8 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:
                     unit.free()
+        for unit in self.units if iteration.end is None else ():
+            unit.reveal()
         if self.step.iteration is None:
             release_idle_memory()
         wait_for_traffic()
@@ -933,6 +936,8 @@ class Root:
             unit.hold_at_rest()
             if following is None or unit not in following.last:
                 unit.free()
+            if not self.step.running:
+                unit.reveal()
         if following is None:
             release_idle_memory()
 
@@ -975,6 +980,7 @@ class Root:
                 held[0],
             )
         for unit in dict.fromkeys([*launched, *self.units]):
+            unit.kept_by.pop(BY_HAND, None)
             unit.drop_step()
             gradients = [
                 *(bucket.drop for bucket in unit.buckets),
@@ -984,6 +990,39 @@ class Root:
                 _drop(unit, drop)
         _drop(self.units[0], self.buckets.drop)
         release_idle_memory()
+
+    # --- split backwards -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def hold_by_hand(self) -> None:
+        """Pipelines that split backwards take gradients of weights by `torch.autograd.grad`, for
+        what `parameters()` gives, and assign `.grad` themselves; no hook tells of it. Show compute
+        parameters outside of forwards and backwards from now on, count all buckets as holding, and
+        accumulate what was assigned since the last call.
+
+        All ranks call it outside of forward and backward, before the first of these backwards.
+        """
+        for unit in self.units:
+            unit.kept_by[BY_HAND] = None
+            unit.unshard()
+        for unit in self.units:
+            unit.wait_for_unshard()
+            unit.reveal()
+            for bucket in unit.buckets:
+                bucket.hold()
+            for sparse in unit.sparse:
+                sparse.hold_by_hand()
+        self.buckets.hold()
+        self.split_by = ""
+
+    def end_by_hand(self) -> None:
+        """Modules hold at-rest parameters again. What was assigned waits to be reduced."""
+        for unit in self.units:
+            if BY_HAND in unit.kept_by:
+                for sparse in unit.sparse:
+                    sparse.hold_by_hand()
+                unit.hide()
+                unit.release(BY_HAND)
 
     @torch.no_grad()
     def reduce_held(self) -> None:

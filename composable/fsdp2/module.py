@@ -21,11 +21,11 @@ from composable.api import scopes
 from composable.api.accumulation import reduce_gradients
 from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
-from composable.contract.contract import drop_attribute, registry
-from composable.contract.tree import SHARD
+from composable.contract.contract import drop_attribute
+from composable.contract.tree import SHARD, annotation_of
 from composable.engine.grad_bucket import SyncMode
 from composable.engine.param_group import ParamGroup
-from composable.engine.unit import Unit, units_below
+from composable.engine.unit import BY_HAND, Unit, units_below
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
 
 _KEEP: Final = "set_reshard_after_backward(False)"
@@ -68,6 +68,21 @@ def _set_reduction(unit: Unit, **changes: bool) -> None:
         mode = now.mode(unit)
         if mode is not SyncMode.REDUCE:
             unit.accumulation.open_scope(_Reduction, mode)
+
+
+def _follow_schedule(units: Sequence[Unit]) -> None:
+    """Serve a pipeline schedule that splits backwards.
+
+    It asks to accumulate gradients, and to keep parameters, before each of them.
+    """
+    for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
+        asked = all(
+            _KEEP in unit.kept_by and unit.accumulation.now is SyncMode.HOLD for unit in root.units
+        )
+        if not asked:
+            root.end_by_hand()
+        elif not root.running and (root.split_by or BY_HAND in root.units[0].kept_by):
+            root.hold_by_hand()
 
 
 def _unit(name: str, module: Any) -> Unit:
@@ -117,8 +132,8 @@ class _AsksRegistry(type):
     def __instancecheck__(cls, instance: object) -> bool:
         if cls is not FSDPModule or not isinstance(instance, nn.Module):
             return type.__instancecheck__(cls, instance)
-        if SHARD in registry(instance):
-            give_methods(instance)  # for those that composable's own verb has annotated
+        if annotation_of(instance) is not None:
+            give_methods(instance)  # for those that composable's own verbs have annotated
             return True
         return isinstance(instance, TORCHS)  # torch's `replicate` makes some
 
@@ -198,11 +213,15 @@ class FSDPModule(metaclass=_AsksRegistry):
             reshard_after_backward: whether to free them.
             recurse: also those of the units below.
         """
-        for unit in _sharded("set_reshard_after_backward", self, recurse):
+        units = _units("set_reshard_after_backward", self, recurse)
+        for unit in units:
             if reshard_after_backward:
                 unit.release(_KEEP)
+            elif unit.root is not None and unit.root.in_step:
+                unit.kept_by[_KEEP] = None  # what this step's forward has gathered
             elif _KEEP not in unit.kept_by:
                 unit.keep(_KEEP)
+        _follow_schedule(units)
 
     # --- gradients ---------------------------------------------------------------------------
 
@@ -218,8 +237,10 @@ class FSDPModule(metaclass=_AsksRegistry):
             requires_gradient_sync: whether to reduce.
             recurse: also the gradients of the units below.
         """
-        for unit in _units("set_requires_gradient_sync", self, recurse):
+        units = _units("set_requires_gradient_sync", self, recurse)
+        for unit in units:
             _set_reduction(unit, sync=requires_gradient_sync, all_reduce=requires_gradient_sync)
+        _follow_schedule(units)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Decide whether backwards of hybrid sharding reduce over the replicas, too.
@@ -268,8 +289,10 @@ class FSDPModule(metaclass=_AsksRegistry):
         Args:
             enabled: whether it does.
         """
-        for unit in _units("set_manual_backward_finalization", self, recurse=True):
+        units = _units("set_manual_backward_finalization", self, recurse=True)
+        for unit in units:
             _set_reduction(unit, at_end=enabled)
+        _follow_schedule(units)
 
     def finalize_backward(self, *, async_op: bool = False) -> _Handle | None:
         """Reduce what backwards have accumulated, unless `set_requires_gradient_sync(False)` holds.
@@ -442,7 +465,9 @@ def give_methods(module: nn.Module) -> None:
     if any(isinstance(own.get(name), Method) for name in NAMES):
         return
     # as an undo of the annotation: `on_undo` takes callbacks only while the verb runs
-    registry(module)[SHARD].callbacks.append(partial(_take_methods, module))
+    annotation = annotation_of(module)
+    assert annotation is not None
+    annotation.callbacks.append(partial(_take_methods, module))
     taken = (own, own["_parameters"], own["_buffers"], own["_modules"])
     for name in NAMES:
         if not hasattr(type(module), name) and not any(name in table for table in taken):
