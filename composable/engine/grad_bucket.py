@@ -163,13 +163,6 @@ class GradBucket:
         """Whether backward has not left a gradient for each parameter."""
         return any(map(is_, map(gradient_of, self.compute), repeat(None)))
 
-    @property
-    def holds(self) -> bool:
-        """Whether gradients wait to be reduced. One rank alone holds nothing, but for what was
-        assigned by hand.
-        """
-        return bool(self.held) or (self.reducer.is_alone and self.has_gradients)
-
     def open(self) -> None:
         """A backward begins."""
         if self.in_place:

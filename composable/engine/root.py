@@ -989,6 +989,10 @@ class Root:
             for drop in (*gradients, unit.swap_out, unit.reshard):
                 _drop(unit, drop)
         _drop(self.units[0], self.buckets.drop)
+        # in one step of a schedule: other stages of this rank
+        for root in sorted(_ROOTS, key=attrgetter("forward")):
+            if BY_HAND in root.units[0].kept_by:
+                root.reset("another stage of its pipeline failed")
         release_idle_memory()
 
     # --- split backwards -------------------------------------------------------------------------
@@ -1008,21 +1012,26 @@ class Root:
         for unit in self.units:
             unit.wait_for_unshard()
             unit.reveal()
+        self._hold_assigned()
+        self.split_by = ""
+
+    @torch.no_grad()
+    def end_by_hand(self) -> None:
+        """Modules hold at-rest parameters again, and on these is what was assigned."""
+        if BY_HAND not in self.units[0].kept_by:
+            return
+        self._hold_assigned()
+        for unit in self.units:
+            unit.hide()
+            unit.release(BY_HAND)
+
+    def _hold_assigned(self) -> None:
+        for unit in self.units:
             for bucket in unit.buckets:
                 bucket.hold()
             for sparse in unit.sparse:
                 sparse.hold_by_hand()
         self.buckets.hold()
-        self.split_by = ""
-
-    def end_by_hand(self) -> None:
-        """Modules hold at-rest parameters again. What was assigned waits to be reduced."""
-        for unit in self.units:
-            if BY_HAND in unit.kept_by:
-                for sparse in unit.sparse:
-                    sparse.hold_by_hand()
-                unit.hide()
-                unit.release(BY_HAND)
 
     @torch.no_grad()
     def reduce_held(self) -> None:

@@ -949,7 +949,7 @@ class Unit:
     def holds(self) -> bool:
         return (
             bool(self.step.unhooked)
-            or any(bucket.holds for bucket in self.buckets)
+            or any(bucket.held for bucket in self.buckets)
             or any(sparse.holds for sparse in self.sparse)
         )
 

@@ -517,9 +517,13 @@ class State:
         return [_Group(group) for group in self._unit.groups]
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce what was accumulated below this unit; all ranks call it together."""
-        for module in self._unit.modules:
-            reduce_gradients(module)
+        """Reduce what was accumulated below this unit, unless `no_sync` is open around the step.
+
+        All ranks call it together.
+        """
+        if self._unit.accumulation.now is SyncMode.REDUCE:
+            for module in self._unit.modules:
+                reduce_gradients(module)
 
 
 class _Group:
