@@ -989,10 +989,6 @@ class Root:
             for drop in (*gradients, unit.swap_out, unit.reshard):
                 _drop(unit, drop)
         _drop(self.units[0], self.buckets.drop)
-        # in one step of a schedule: other stages of this rank
-        for root in sorted(_ROOTS, key=attrgetter("forward")):
-            if BY_HAND in root.units[0].kept_by:
-                root.reset("another stage of its pipeline failed")
         release_idle_memory()
 
     # --- split backwards -------------------------------------------------------------------------
