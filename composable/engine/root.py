@@ -551,8 +551,8 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:
                     unit.free()
-        for unit in self.units if iteration.end is None else ():
-            unit.reveal()
+        if iteration.end is None and BY_HAND in self.units[0].kept_by:
+            self._reveal()
         if self.step.iteration is None:
             release_idle_memory()
         wait_for_traffic()
@@ -936,8 +936,8 @@ class Root:
             unit.hold_at_rest()
             if following is None or unit not in following.last:
                 unit.free()
-            if not self.step.running:
-                unit.reveal()
+        if not self.step.running and BY_HAND in self.units[0].kept_by:
+            self._reveal()
         if following is None:
             release_idle_memory()
 
@@ -1007,7 +1007,7 @@ class Root:
             unit.unshard()
         for unit in self.units:
             unit.wait_for_unshard()
-            unit.reveal()
+        self._reveal()
         self._hold_assigned()
         self.split_by = ""
 
@@ -1020,6 +1020,13 @@ class Root:
         for unit in self.units:
             unit.hide()
             unit.release(BY_HAND)
+
+    def _reveal(self) -> None:
+        """As after `unshard()`, which ends with every forward and backward."""
+        for unit in self.units:
+            if unit.is_unsharded:
+                unit.kept_by[EXPLICIT] = None
+                unit.show()
 
     def _hold_assigned(self) -> None:
         for unit in self.units:

@@ -705,12 +705,6 @@ class Unit:
         if self.is_unsharded and not any(group.is_stale for group in self.groups):
             self.swap_in()
 
-    def reveal(self) -> None:
-        """A forward or backward has ended, and `Root.hold_by_hand` asks for compute parameters."""
-        if BY_HAND in self.kept_by and self.is_unsharded:
-            self.kept_by[EXPLICIT] = None
-            self.show()
-
     def hide(self) -> None:
         """End what `unshard()` and scopes began: modules hold at-rest parameters again."""
         if EXPLICIT in self.kept_by:

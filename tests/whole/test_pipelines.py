@@ -201,7 +201,7 @@ def test_a_schedule_may_evaluate_between_steps_and_stages_be_taken_back(pool: Po
 
 
 class Failing(Part):
-    """Raises once, in a forward of the first stage of a rank, when the second had half a backward."""
+    """Raises once, in a forward of the first stage, when the second has had half a backward."""
 
     calls = count()
 
