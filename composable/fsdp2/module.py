@@ -142,14 +142,14 @@ class FSDPModule(metaclass=_AsksRegistry):
     """Answer for `torch.distributed.fsdp.FSDPModule`, over modules annotated by composable.
 
     `isinstance(module, FSDPModule)` is True for each module that was an argument of `fully_shard`,
-    of this package or composable's own, also for the members of a list; it is False for modules
-    below. The class of the module does not change. Its methods are attributes of the module, unless
+    of this package or composable's own, or of `replicate`, also for the members of a list; it is
+    False for modules below. The class of the module does not change. Its methods are attributes of the module, unless
     the module's class, or the module, has an attribute of that name already: then
     `FSDPModule.unshard(module)` calls ours. Every method of torch's class is here: it does what it
     does there; or it has no effect, where it is for speed only; or it raises `UnsupportedError`.
 
     Raises:
-        NotAnnotatedError: by each method, if the module is not annotated by `fully_shard` itself.
+        NotAnnotatedError: by each method, if the module is not annotated itself.
 
     Example:
         >>> fully_shard(model)
