@@ -40,6 +40,7 @@ import logging
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from traceback import walk_stack
 from typing import ClassVar, Final, NoReturn
@@ -152,6 +153,8 @@ def all_landed() -> None:
 
 
 _ROOTS: Final[WeakSet[Root]] = WeakSet()
+# Of which reductions were launched outside of backward, and have not landed.
+UNLANDED: Final[list[Root]] = []
 # by the number of autograd's pass
 _ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()
 
@@ -209,6 +212,7 @@ class Root:
         self._gone = False
         self.eager_because = NOT_ON
         self.split_by = ""
+        self._launched: list[Unit] = []  # by `launch_held`, until `land_held`
         self._last_backward: int | None = None  # when it ended, on the clock of `CLOCK`
         self._streams = streams_of(self.units[0].mesh_info.device)
         self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
@@ -392,6 +396,8 @@ class Root:
 
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
+        if UNLANDED:
+            land_held([self])
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         self.step.forward = Forward(module, grad)
         if iteration is None:
@@ -614,6 +620,8 @@ class Root:
                 " raised: what that one brought is lost, and on some ranks more than on others."
                 " Run the forward again; it gives up the lost step"
             )
+        if UNLANDED:
+            land_held([self])
         if LISTENERS and (scope := listener()) is not None:
             scope.open(self)
         # No forward since the last backward: other roots may take part as they did in their
@@ -968,6 +976,8 @@ class Root:
         unreduced gradients.
         """
         iteration, self.step = self.step.iteration, Step()
+        if self in UNLANDED:
+            UNLANDED.remove(self)
         if why:
             logger.warning(
                 "unit '%s': %s; the step is lost, and its state was reset", self.name, why
@@ -1037,31 +1047,41 @@ class Root:
         self.buckets.hold()
 
     @torch.no_grad()
-    def reduce_held(self) -> None:
-        """Reduce what was accumulated under `no_sync`, without a backward."""
+    def launch_held(self) -> None:
+        """Launch the reduction of what was accumulated under `no_sync`, without a backward."""
+        land_held([self])
         self._compare_held()
+        self._launched = [unit for unit in self.units if unit.holds]
+        UNLANDED.append(self)
         try:
-            self._reduce_held()
+            for unit in self._launched:
+                for bucket in unit.buckets:
+                    bucket.reduce()
+            self.buckets.launch_held()
         except BaseException:
             self.reset()
             raise
 
-    def _reduce_held(self) -> None:
-        units = [unit for unit in self.units if unit.holds]
-        for unit in units:
-            for bucket in unit.buckets:
-                bucket.reduce()
-        self.buckets.reduce_held()
-        for unit in units:
-            unit.advance()
-        for unit in units:
-            for bucket in unit.buckets:
-                bucket.land()
-                bucket.decide()
-            for sparse in unit.sparse:
-                if sparse.holds:
-                    sparse.reduce()
-            unit.run_hooks()
+    @torch.no_grad()
+    def land_held(self) -> None:
+        """Wait for what `launch_held` launched."""
+        units, self._launched = self._launched, []
+        UNLANDED.remove(self)
+        try:
+            for unit in units:
+                unit.advance()
+            self.buckets.land_held()
+            for unit in units:
+                for bucket in unit.buckets:
+                    bucket.land()
+                    bucket.decide()
+                for sparse in unit.sparse:
+                    if sparse.holds:
+                        sparse.reduce()
+                unit.run_hooks()
+        except BaseException:
+            self.reset()
+            raise
         wait_for_traffic()
         release_idle_memory()
 
@@ -1191,14 +1211,24 @@ def reset(modules: Sequence[nn.Module]) -> None:
         root.reset()
 
 
-def reduce_held(units: Sequence[Unit]) -> None:
-    """Reduce what these units accumulated under `no_sync`. All ranks call it, outside of forward
-    and backward.
+def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
+    """Launch the reduction of what these units accumulated under `no_sync`. All ranks call it,
+    outside of forward and backward, and what it returns: that lands the gradients.
     """
     if LISTENERS:
         tell_of_call("reduce", [param.at_rest for unit in units for param in unit.params])
-    for root in planned_roots(units):
+    roots = planned_roots(units)
+    for root in roots:
         if root.phase in (Phase.BACKWARD, Phase.LOST):
             root.reset("its backward did not finish")
-        root.reduce_held()
-    all_landed()
+        root.launch_held()
+    return partial(land_held, roots)
+
+
+def land_held(roots: Sequence[Root] = UNLANDED) -> None:
+    """Wait for what `reduce_held` launched for these roots, unless it has landed."""
+    unlanded = [root for root in roots if root in UNLANDED]
+    for root in unlanded:
+        root.land_held()
+    if unlanded:
+        all_landed()

@@ -18,7 +18,7 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import UnshardHandle
 
 from composable.api import scopes
-from composable.api.accumulation import reduce_gradients
+from composable.api.accumulation import launch_reductions, reduce_gradients
 from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
 from composable.contract.contract import drop_attribute
@@ -143,10 +143,11 @@ class FSDPModule(metaclass=_AsksRegistry):
 
     `isinstance(module, FSDPModule)` is True for each module that was an argument of `fully_shard`,
     of this package or composable's own, or of `replicate`, also for the members of a list; it is
-    False for modules below. The class of the module does not change. Its methods are attributes of the module, unless
-    the module's class, or the module, has an attribute of that name already: then
-    `FSDPModule.unshard(module)` calls ours. Every method of torch's class is here: it does what it
-    does there; or it has no effect, where it is for speed only; or it raises `UnsupportedError`.
+    False for modules below. The class of the module does not change. Its methods are attributes of
+    the module, unless the module's class, or the module, has an attribute of that name already:
+    then `FSDPModule.unshard(module)` calls ours. Every method of torch's class is here: it does
+    what it does there; or it has no effect, where it is for speed only; or it raises
+    `UnsupportedError`.
 
     Raises:
         NotAnnotatedError: by each method, if the module is not annotated itself.
@@ -300,8 +301,8 @@ class FSDPModule(metaclass=_AsksRegistry):
         All ranks call it together, after the same backwards.
 
         Args:
-            async_op: return a handle with `wait()`. The gradients are reduced already when it is
-                returned.
+            async_op: launch the reductions, and return a handle. Its `wait()`, or the next forward,
+                backward or optimizer step, puts the gradients on the parameters.
 
         Raises:
             PhaseError: inside of a forward or backward; or some units are to be reduced, and others
@@ -317,9 +318,12 @@ class FSDPModule(metaclass=_AsksRegistry):
                 " other units are to be reduced. Set set_requires_gradient_sync alike on all of"
                 " them"
             )
-        if not any(waits):
-            reduce_gradients(_module(self))
-        return _Handle(lambda: None) if async_op else None
+        land = None if any(waits) else launch_reductions(_module(self))
+        handle = _Handle(land or (lambda: None))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def synchronize_gradients(self) -> None:
         """Reduce now what backwards have accumulated in this module; see `reduce_gradients`."""

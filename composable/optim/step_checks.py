@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 from composable.comm import is_distributed
 from composable.compilation import untraced
 from composable.engine.param import labels_of
+from composable.engine.root import UNLANDED, land_held
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
@@ -86,6 +87,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     managed = [parameter for parameter, label in labelled if label.form == "at_rest"]
     if not managed:
         return
+    if UNLANDED:
+        land_held()
     for owner in dict.fromkeys(label.owner for _, label in labelled):
         unit = None if owner is None else owner()
         if unit is not None and unit.root is not None and unit.root.split_by:
