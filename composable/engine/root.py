@@ -1050,6 +1050,7 @@ class Root:
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated under `no_sync`, without a backward."""
         land_held([self])
+        self.end_by_hand()
         self._compare_held()
         self._launched = [unit for unit in self.units if unit.holds]
         UNLANDED.append(self)

@@ -73,11 +73,11 @@ def _set_reduction(unit: Unit, **changes: bool) -> None:
 def _follow_schedule(units: Sequence[Unit]) -> None:
     """Serve a pipeline schedule that splits backwards.
 
-    It asks to accumulate gradients, and to keep parameters, before each of them.
+    Before each of them, its stages ask to accumulate gradients.
     """
     for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
         asked = all(
-            _KEEP in unit.kept_by and unit.accumulation.now is SyncMode.HOLD for unit in root.units
+            _reductions.get(unit, _Reduction()).mode(unit) is SyncMode.HOLD for unit in root.units
         )
         if not asked:
             root.end_by_hand()
@@ -214,15 +214,13 @@ class FSDPModule(metaclass=_AsksRegistry):
             reshard_after_backward: whether to free them.
             recurse: also those of the units below.
         """
-        units = _units("set_reshard_after_backward", self, recurse)
-        for unit in units:
+        for unit in _sharded("set_reshard_after_backward", self, recurse):
             if reshard_after_backward:
                 unit.release(_KEEP)
             elif unit.root is not None and unit.root.in_step:
                 unit.kept_by[_KEEP] = None  # what this step's forward has gathered
             elif _KEEP not in unit.kept_by:
                 unit.keep(_KEEP)
-        _follow_schedule(units)
 
     # --- gradients ---------------------------------------------------------------------------
 

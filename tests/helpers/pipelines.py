@@ -133,6 +133,21 @@ WAYS: Final[dict[str, Annotate]] = {
 }
 
 
+class LaterStage(PipelineStage):
+    """Calls what stages of torch 2.15 call."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self.submod.set_manual_backward_finalization(True)
+        return super().forward_one_chunk(*args, **kwargs)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self.submod.set_reshard_after_backward(True)
+        self.submod.set_requires_gradient_sync(True)
+        self.submod.finalize_backward(async_op=True).wait()
+        self.submod.set_manual_backward_finalization(False)
+        self.scale_grads(grad_scale_factor)
+
+
 @contextmanager
 def installed() -> Iterator[None]:
     """These workers may have run FSDP2 itself before."""
@@ -159,6 +174,7 @@ class Pipeline:
     local: int = 2
     scale_grads: bool = True
     make: Callable[[], Part] = Part
+    stage: type[PipelineStage] = PipelineStage
 
     def __post_init__(self) -> None:
         warnings.simplefilter("ignore")
@@ -187,7 +203,7 @@ class Pipeline:
         """With stages that know of no step; those of torch cannot go on after a failed one."""
         kind = SCHEDULES[self.name]
         made = [
-            PipelineStage(part, at, self.stages, torch.device("cpu"), group=self.group)
+            self.stage(part, at, self.stages, torch.device("cpu"), group=self.group)
             for at, part in self.parts.items()
         ]
         self.schedule = kind(
