@@ -1053,7 +1053,6 @@ class Root:
         self.end_by_hand()
         self._compare_held()
         self._launched = [unit for unit in self.units if unit.holds]
-        UNLANDED.append(self)
         try:
             for unit in self._launched:
                 for bucket in unit.buckets:
@@ -1062,6 +1061,7 @@ class Root:
         except BaseException:
             self.reset()
             raise
+        UNLANDED.append(self)
 
     @torch.no_grad()
     def land_held(self) -> None:
@@ -1230,6 +1230,7 @@ def land_held(roots: Sequence[Root] = UNLANDED) -> None:
     """Wait for what `reduce_held` launched for these roots, unless it has landed."""
     unlanded = [root for root in roots if root in UNLANDED]
     for root in unlanded:
-        root.land_held()
+        if root in UNLANDED:  # no hook of a user's has stepped an optimizer, which lands all
+            root.land_held()
     if unlanded:
         all_landed()

@@ -87,7 +87,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     managed = [parameter for parameter, label in labelled if label.form == "at_rest"]
     if not managed:
         return
-    if UNLANDED:
+    if UNLANDED and not runs_in_backward:
         land_held()
     for owner in dict.fromkeys(label.owner for _, label in labelled):
         unit = None if owner is None else owner()
