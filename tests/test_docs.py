@@ -106,6 +106,7 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
 # them.
 _RUN_ELSEWHERE = {
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
+    "docs/guides/pipelines.md": (1, "tests/whole/test_pipelines.py"),
     "docs/guides/trainers.md": (
         3,
         "tests/whole/test_trainers.py",

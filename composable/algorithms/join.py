@@ -525,7 +525,7 @@ class _Scope(JoinHook):
         else:
             parameters = [self._parameters[number] for number in args[0]]
             if what == "reduce":
-                roots.reduce_held(list(dict.fromkeys(filter(None, map(unit_of, parameters)))))
+                roots.reduce_held(list(dict.fromkeys(filter(None, map(unit_of, parameters)))))()
             elif what == "clip":
                 try:
                     clip_grad_norm_(parameters, *args[1:-1], error_if_nonfinite=args[-1])

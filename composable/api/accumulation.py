@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -71,7 +71,6 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
 
 
 @untraced
-@torch.no_grad()
 def reduce_gradients(model: nn.Module) -> None:
     """Reduce the gradients accumulated on each rank under `no_sync`, without another backward.
 
@@ -92,6 +91,17 @@ def reduce_gradients(model: nn.Module) -> None:
         >>> reduce_gradients(model)
         >>> optimizer.step()
     """
+    launch_reductions(model)()
+
+
+@untraced
+@torch.no_grad()
+def launch_reductions(model: nn.Module) -> Callable[[], None]:
+    """Begin what `reduce_gradients` does.
+
+    Returns:
+        The end of it.
+    """
     units = units_in("reduce_gradients", model)
     running = next(
         (
@@ -108,4 +118,4 @@ def reduce_gradients(model: nn.Module) -> None:
             " it when backward() has returned; or leave it out, and run the last backward outside"
             " of no_sync"
         )
-    reduce_held(units)
+    return reduce_held(units)

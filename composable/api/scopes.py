@@ -13,10 +13,9 @@ from typing import Any, Final
 from torch import nn
 
 from composable.compilation import untraced, untraced_alone, unwrapped
-from composable.contract.contract import registry
 from composable.contract.hooks import dispatcher_of
 from composable.contract.naming import module_name
-from composable.contract.tree import REPLICATE, SHARD, get_states
+from composable.contract.tree import annotation_of, get_states
 from composable.engine import root
 from composable.engine.param_group import ShardedState
 from composable.engine.unit import EXPLICIT, Unit, units_below
@@ -33,11 +32,11 @@ def units_in(
     """
     module = unwrapped(module)
     if not recurse:
-        annotation = registry(module).get(SHARD)
+        annotation = annotation_of(module)
         if annotation is None:
             raise NotAnnotatedError(
-                f"{verb}: {module_name(module)} is not fully sharded itself; call"
-                " fully_shard(module) first"
+                f"{verb}: {module_name(module)} is not annotated itself; call fully_shard(module)"
+                " or replicate(module) first"
             )
         return [annotation.state]
     units = get_states(module) if sharded else units_below([module])
@@ -202,8 +201,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         >>> model.generate(prompt)
     """
     module = unwrapped(module)
-    annotations = registry(module)
-    if SHARD not in annotations and REPLICATE not in annotations:
+    if annotation_of(module) is None:
         raise NotAnnotatedError(
             f"register_forward_method: {module_name(module)} is not annotated; call fully_shard or"
             " replicate on it first"

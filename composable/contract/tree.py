@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from composable.contract.contract import registry
+from composable.contract.contract import Annotation, registry
 
 SHARD: Final = "fully_shard"
 REPLICATE: Final = "replicate"
@@ -55,6 +55,12 @@ class Managed(Generic[T]):
     def fqn(self) -> str:
         """The name of the first of them."""
         return self.places[0].fqn
+
+
+def annotation_of(module: nn.Module) -> Annotation | None:
+    """Return the annotation of `module` itself by one of the verbs; None if it has none."""
+    annotations = registry(module)
+    return annotations.get(SHARD) or annotations.get(REPLICATE)
 
 
 def states_below(modules: Iterable[nn.Module]) -> list[Any]:

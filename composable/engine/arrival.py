@@ -281,13 +281,22 @@ class Buckets:
         comm.broadcast([message], "broadcast of the order of buckets")
         self._fill([known[number] for number in message.tolist()])
 
-    def reduce_held(self) -> None:
-        """Reduce what was accumulated, outside of backward."""
-        held = [each for each in self._buckets if each.bucket.held]
-        for each in held:
-            each.bucket.open()
-            each.bucket.reduce(range(len(each.bucket.params)))  # no more than what is accumulated
-        for each in held:
+    def hold(self) -> None:
+        """Outside of backward: what is here waits to be reduced (`Root.hold_by_hand`)."""
+        for each in self._buckets:
+            each.bucket.hold()
+
+    def launch_held(self) -> None:
+        """Launch the reduction of what was accumulated, outside of backward."""
+        for each in self._buckets:
+            if each.bucket.held:
+                each.bucket.open()
+                # no more than what is accumulated
+                each.bucket.reduce(range(len(each.bucket.params)))
+
+    def land_held(self) -> None:
+        """Wait for what `launch_held` launched."""
+        for each in self._buckets:
             each.bucket.land()
             each.bucket.decide()
 

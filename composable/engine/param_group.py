@@ -383,7 +383,7 @@ class ParamGroup:
     def note_writes(self) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, now = self._seen, self._versions_now()
-        self._seen, self._regather = now, True
+        self._seen, self._regather = now, self.gather is not None
         number = len(self.params)
         at_rest = list(map(ne, before[:number], now[:number]))
         memory = list(map(ne, before[number:], now[number:])) * (number if self.is_sharded else 1)

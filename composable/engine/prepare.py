@@ -31,7 +31,7 @@ from composable.contract.tree import (
 )
 from composable.engine.arrival import Buckets
 from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability
-from composable.engine.unit import Unit, unit_of
+from composable.engine.unit import BY_HAND, Unit, unit_of
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -99,7 +99,9 @@ class Preparation:
                 " gradients once more. Leave DDP out: replicate and fully_shard average gradients"
                 " themselves"
             )
-        root.split_by = "" if _is_alone(root) else split_backward_schedule()
+        if torch.is_grad_enabled():
+            schedule = split_backward_schedule()
+            root.split_by = schedule if schedule and _needs_hooks(root.units) else ""
         if not self._looked_around and torch.is_grad_enabled():
             self._looked_around = True
             if ddp is None and not _is_alone(root):
@@ -252,6 +254,14 @@ class Preparation:
 
 def _is_alone(root: Tree) -> bool:
     return all(unit.mesh_info.all.size == 1 for unit in root.units)
+
+
+def _needs_hooks(units: Sequence[Unit]) -> bool:
+    """Whether gradients that are assigned by hand would be lost, or be this rank's alone."""
+    return any(
+        BY_HAND not in unit.kept_by and (unit.mesh_info.all.size > 1 or unit.computes_apart)
+        for unit in units
+    )
 
 
 def _is_managed(parameter: nn.Parameter) -> bool:

@@ -40,6 +40,7 @@ import logging
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter
 from traceback import walk_stack
 from typing import ClassVar, Final, NoReturn
@@ -67,7 +68,7 @@ from composable.engine.shadow import (
     tell,
     tell_of_call,
 )
-from composable.engine.unit import EXPLICIT, Unit, UnitCall, unit_of, units_below
+from composable.engine.unit import BY_HAND, EXPLICIT, Unit, UnitCall, unit_of, units_below
 from composable.errors import (
     CommunicationError,
     DifferentiationError,
@@ -152,6 +153,8 @@ def all_landed() -> None:
 
 
 _ROOTS: Final[WeakSet[Root]] = WeakSet()
+# Of which reductions were launched outside of backward, and have not landed.
+UNLANDED: Final[list[Root]] = []
 # by the number of autograd's pass
 _ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()
 
@@ -183,8 +186,9 @@ class Root:
         step: that is under way.
         forward: the number of the forward that began last.
         split_by: the pipeline schedule that called the last forward, if it takes gradients of
-            weights by `torch.autograd.grad` and assigns `.grad` itself. The optimizer's step
-            refuses that: all ranks come to it, and to a forward one stage after another.
+            weights by `torch.autograd.grad` and assigns `.grad` itself, and `hold_by_hand` was not
+            called for them. The optimizer's step refuses that: all ranks come to it, and to a
+            forward one stage after another.
         buckets: of replicated units; none if there are shards below this root.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last
             forward; empty if the compiler does.
@@ -208,6 +212,7 @@ class Root:
         self._gone = False
         self.eager_because = NOT_ON
         self.split_by = ""
+        self._launched: list[Unit] = []  # by `launch_held`, until `land_held`
         self._last_backward: int | None = None  # when it ended, on the clock of `CLOCK`
         self._streams = streams_of(self.units[0].mesh_info.device)
         self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
@@ -391,6 +396,8 @@ class Root:
 
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
+        if UNLANDED:
+            land_held([self])
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         self.step.forward = Forward(module, grad)
         if iteration is None:
@@ -550,6 +557,8 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:
                     unit.free()
+        if iteration.end is None and BY_HAND in self.units[0].kept_by:
+            self._reveal()
         if self.step.iteration is None:
             release_idle_memory()
         wait_for_traffic()
@@ -611,6 +620,8 @@ class Root:
                 " raised: what that one brought is lost, and on some ranks more than on others."
                 " Run the forward again; it gives up the lost step"
             )
+        if UNLANDED:
+            land_held([self])
         if LISTENERS and (scope := listener()) is not None:
             scope.open(self)
         # No forward since the last backward: other roots may take part as they did in their
@@ -933,6 +944,8 @@ class Root:
             unit.hold_at_rest()
             if following is None or unit not in following.last:
                 unit.free()
+        if not self.step.running and BY_HAND in self.units[0].kept_by:
+            self._reveal()
         if following is None:
             release_idle_memory()
 
@@ -963,6 +976,8 @@ class Root:
         unreduced gradients.
         """
         iteration, self.step = self.step.iteration, Step()
+        if self in UNLANDED:
+            UNLANDED.remove(self)
         if why:
             logger.warning(
                 "unit '%s': %s; the step is lost, and its state was reset", self.name, why
@@ -975,6 +990,7 @@ class Root:
                 held[0],
             )
         for unit in dict.fromkeys([*launched, *self.units]):
+            unit.kept_by.pop(BY_HAND, None)
             unit.drop_step()
             gradients = [
                 *(bucket.drop for bucket in unit.buckets),
@@ -985,32 +1001,88 @@ class Root:
         _drop(self.units[0], self.buckets.drop)
         release_idle_memory()
 
+    # --- split backwards -------------------------------------------------------------------------
+
     @torch.no_grad()
-    def reduce_held(self) -> None:
-        """Reduce what was accumulated under `no_sync`, without a backward."""
+    def hold_by_hand(self) -> None:
+        """Pipelines that split backwards take gradients of weights by `torch.autograd.grad`, for
+        what `parameters()` gives, and assign `.grad` themselves; no hook tells of it. Show compute
+        parameters outside of forwards and backwards from now on, count all buckets as holding, and
+        accumulate what was assigned since the last call.
+
+        All ranks call it outside of forward and backward, before the first of these backwards.
+        """
+        for unit in self.units:
+            unit.kept_by[BY_HAND] = None
+            unit.unshard()
+        for unit in self.units:
+            unit.wait_for_unshard()
+        self._reveal()
+        self._hold_assigned()
+        self.split_by = ""
+
+    @torch.no_grad()
+    def end_by_hand(self) -> None:
+        """Modules hold at-rest parameters again, and on these is what was assigned."""
+        if BY_HAND not in self.units[0].kept_by:
+            return
+        self._hold_assigned()
+        for unit in self.units:
+            unit.hide()
+            unit.release(BY_HAND)
+
+    def _reveal(self) -> None:
+        """As after `unshard()`, which ends with every forward and backward."""
+        for unit in self.units:
+            if unit.is_unsharded:
+                unit.kept_by[EXPLICIT] = None
+                unit.show()
+
+    def _hold_assigned(self) -> None:
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.hold()
+            for sparse in unit.sparse:
+                sparse.hold_by_hand()
+        self.buckets.hold()
+
+    @torch.no_grad()
+    def launch_held(self) -> None:
+        """Launch the reduction of what was accumulated under `no_sync`, without a backward."""
+        land_held([self])
+        self.end_by_hand()
         self._compare_held()
+        self._launched = [unit for unit in self.units if unit.holds]
         try:
-            self._reduce_held()
+            for unit in self._launched:
+                for bucket in unit.buckets:
+                    bucket.reduce()
+            self.buckets.launch_held()
         except BaseException:
             self.reset()
             raise
+        UNLANDED.append(self)
 
-    def _reduce_held(self) -> None:
-        units = [unit for unit in self.units if unit.holds]
-        for unit in units:
-            for bucket in unit.buckets:
-                bucket.reduce()
-        self.buckets.reduce_held()
-        for unit in units:
-            unit.advance()
-        for unit in units:
-            for bucket in unit.buckets:
-                bucket.land()
-                bucket.decide()
-            for sparse in unit.sparse:
-                if sparse.holds:
-                    sparse.reduce()
-            unit.run_hooks()
+    @torch.no_grad()
+    def land_held(self) -> None:
+        """Wait for what `launch_held` launched."""
+        units, self._launched = self._launched, []
+        UNLANDED.remove(self)
+        try:
+            for unit in units:
+                unit.advance()
+            self.buckets.land_held()
+            for unit in units:
+                for bucket in unit.buckets:
+                    bucket.land()
+                    bucket.decide()
+                for sparse in unit.sparse:
+                    if sparse.holds:
+                        sparse.reduce()
+                unit.run_hooks()
+        except BaseException:
+            self.reset()
+            raise
         wait_for_traffic()
         release_idle_memory()
 
@@ -1140,14 +1212,25 @@ def reset(modules: Sequence[nn.Module]) -> None:
         root.reset()
 
 
-def reduce_held(units: Sequence[Unit]) -> None:
-    """Reduce what these units accumulated under `no_sync`. All ranks call it, outside of forward
-    and backward.
+def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
+    """Launch the reduction of what these units accumulated under `no_sync`. All ranks call it,
+    outside of forward and backward, and what it returns: that lands the gradients.
     """
     if LISTENERS:
         tell_of_call("reduce", [param.at_rest for unit in units for param in unit.params])
-    for root in planned_roots(units):
+    roots = planned_roots(units)
+    for root in roots:
         if root.phase in (Phase.BACKWARD, Phase.LOST):
             root.reset("its backward did not finish")
-        root.reduce_held()
-    all_landed()
+        root.launch_held()
+    return partial(land_held, roots)
+
+
+def land_held(roots: Sequence[Root] = UNLANDED) -> None:
+    """Wait for what `reduce_held` launched for these roots, unless it has landed."""
+    unlanded = [root for root in roots if root in UNLANDED]
+    for root in unlanded:
+        if root in UNLANDED:  # no hook of a user's has stepped an optimizer, which lands all
+            root.land_held()
+    if unlanded:
+        all_landed()

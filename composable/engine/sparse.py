@@ -84,6 +84,11 @@ class SparseGradients:
         for param in self.params:
             set_holds_unreduced(param.at_rest, holds=True)
 
+    def hold_by_hand(self) -> None:
+        """Gradients are assigned by hand, so that nothing tells of them: hold what is here."""
+        self._here.update(param for param in self.params if param.compute.grad is not None)
+        self.end_backward(reduces=False)
+
     @torch.no_grad()
     def reduce(self) -> None:
         """Average what is here on any rank. What no rank has a gradient for stays as it was."""

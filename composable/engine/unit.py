@@ -81,6 +81,9 @@ from composable.memory.torch_private import (
 # The reason for modules to hold whole parameters outside of forwards, after `unshard` or in
 # `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
+# The reason for units to stay unsharded, and for modules to hold whole parameters outside of
+# forwards and backwards, while split backwards bring gradients: `Root.hold_by_hand`.
+BY_HAND: Final = "split backwards"
 # `Unit.shown_by` of a scope in which ranks hold different things
 RANK0_ONLY: Final = "unsharded(rank0_only=True)"
 
@@ -128,7 +131,8 @@ class Schedule(Protocol):
         forward: the number of the forward that began last.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last
             forward; empty if it does not.
-        split_by: the pipeline schedule that called the last forward, if it splits backwards.
+        split_by: the pipeline schedule that called the last forward, if it splits backwards and
+            nothing reduces what these bring.
     """
 
     units: list[Unit]
@@ -180,6 +184,12 @@ class Schedule(Protocol):
     def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None: ...
 
     def refuse_compiled(self) -> NoReturn: ...
+
+    def hold_by_hand(self) -> None:
+        """Split backwards assign gradients to what `parameters()` gives."""
+
+    def end_by_hand(self) -> None:
+        """They do so no more."""
 
     def make_buckets(self) -> None:
         """Parameters of a unit were replaced."""
@@ -597,6 +607,11 @@ class Unit:
         return self.groups
 
     @property
+    def computes_apart(self) -> bool:
+        """Whether modules compute with other parameters than the at-rest ones."""
+        return any(param.compute is not param.at_rest for param in self.params)
+
+    @property
     def rest_device(self) -> torch.device:
         """Where at-rest parameters are: the host, under CPU offload."""
         offloaded = any(group.home is not None for group in self.groups)
@@ -721,7 +736,9 @@ class Unit:
         self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True
     ) -> tuple[Any, Any]:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
-        recomputes = in_backward() and self.root is not None and self.root.in_step
+        # the second half of a split backward runs outside of a step
+        held = BY_HAND in self.kept_by
+        recomputes = in_backward() and self.root is not None and (self.root.in_step or held)
         if self.root is not None and not self.root.eager_because:
             # the compiler reduces the gradients: then backwards have no iteration
             recomputes = in_backward() or backward_is_compiled()

@@ -18,14 +18,14 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import UnshardHandle
 
 from composable.api import scopes
-from composable.api.accumulation import reduce_gradients
+from composable.api.accumulation import launch_reductions, reduce_gradients
 from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
-from composable.contract.contract import drop_attribute, registry
-from composable.contract.tree import SHARD
+from composable.contract.contract import drop_attribute
+from composable.contract.tree import SHARD, annotation_of
 from composable.engine.grad_bucket import SyncMode
 from composable.engine.param_group import ParamGroup
-from composable.engine.unit import Unit, units_below
+from composable.engine.unit import BY_HAND, Unit, units_below
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
 
 _KEEP: Final = "set_reshard_after_backward(False)"
@@ -68,6 +68,21 @@ def _set_reduction(unit: Unit, **changes: bool) -> None:
         mode = now.mode(unit)
         if mode is not SyncMode.REDUCE:
             unit.accumulation.open_scope(_Reduction, mode)
+
+
+def _follow_schedule(units: Sequence[Unit]) -> None:
+    """Serve a pipeline schedule that splits backwards.
+
+    Before each of them, its stages ask to accumulate gradients.
+    """
+    for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
+        asked = all(
+            _reductions.get(unit, _Reduction()).mode(unit) is SyncMode.HOLD for unit in root.units
+        )
+        if not asked:
+            root.end_by_hand()
+        elif not root.running and (root.split_by or BY_HAND in root.units[0].kept_by):
+            root.hold_by_hand()
 
 
 def _unit(name: str, module: Any) -> Unit:
@@ -117,8 +132,8 @@ class _AsksRegistry(type):
     def __instancecheck__(cls, instance: object) -> bool:
         if cls is not FSDPModule or not isinstance(instance, nn.Module):
             return type.__instancecheck__(cls, instance)
-        if SHARD in registry(instance):
-            give_methods(instance)  # for those that composable's own verb has annotated
+        if annotation_of(instance) is not None:
+            give_methods(instance)  # for those that composable's own verbs have annotated
             return True
         return isinstance(instance, TORCHS)  # torch's `replicate` makes some
 
@@ -127,14 +142,15 @@ class FSDPModule(metaclass=_AsksRegistry):
     """Answer for `torch.distributed.fsdp.FSDPModule`, over modules annotated by composable.
 
     `isinstance(module, FSDPModule)` is True for each module that was an argument of `fully_shard`,
-    of this package or composable's own, also for the members of a list; it is False for modules
-    below. The class of the module does not change. Its methods are attributes of the module, unless
-    the module's class, or the module, has an attribute of that name already: then
-    `FSDPModule.unshard(module)` calls ours. Every method of torch's class is here: it does what it
-    does there; or it has no effect, where it is for speed only; or it raises `UnsupportedError`.
+    of this package or composable's own, or of `replicate`, also for the members of a list; it is
+    False for modules below. The class of the module does not change. Its methods are attributes of
+    the module, unless the module's class, or the module, has an attribute of that name already:
+    then `FSDPModule.unshard(module)` calls ours. Every method of torch's class is here: it does
+    what it does there; or it has no effect, where it is for speed only; or it raises
+    `UnsupportedError`.
 
     Raises:
-        NotAnnotatedError: by each method, if the module is not annotated by `fully_shard` itself.
+        NotAnnotatedError: by each method, if the module is not annotated itself.
 
     Example:
         >>> fully_shard(model)
@@ -201,6 +217,8 @@ class FSDPModule(metaclass=_AsksRegistry):
         for unit in _sharded("set_reshard_after_backward", self, recurse):
             if reshard_after_backward:
                 unit.release(_KEEP)
+            elif unit.root is not None and unit.root.in_step:
+                unit.kept_by[_KEEP] = None  # what this step's forward has gathered
             elif _KEEP not in unit.kept_by:
                 unit.keep(_KEEP)
 
@@ -218,8 +236,10 @@ class FSDPModule(metaclass=_AsksRegistry):
             requires_gradient_sync: whether to reduce.
             recurse: also the gradients of the units below.
         """
-        for unit in _units("set_requires_gradient_sync", self, recurse):
+        units = _units("set_requires_gradient_sync", self, recurse)
+        for unit in units:
             _set_reduction(unit, sync=requires_gradient_sync, all_reduce=requires_gradient_sync)
+        _follow_schedule(units)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Decide whether backwards of hybrid sharding reduce over the replicas, too.
@@ -268,8 +288,10 @@ class FSDPModule(metaclass=_AsksRegistry):
         Args:
             enabled: whether it does.
         """
-        for unit in _units("set_manual_backward_finalization", self, recurse=True):
+        units = _units("set_manual_backward_finalization", self, recurse=True)
+        for unit in units:
             _set_reduction(unit, at_end=enabled)
+        _follow_schedule(units)
 
     def finalize_backward(self, *, async_op: bool = False) -> _Handle | None:
         """Reduce what backwards have accumulated, unless `set_requires_gradient_sync(False)` holds.
@@ -277,8 +299,8 @@ class FSDPModule(metaclass=_AsksRegistry):
         All ranks call it together, after the same backwards.
 
         Args:
-            async_op: return a handle with `wait()`. The gradients are reduced already when it is
-                returned.
+            async_op: launch the reductions, and return a handle. Its `wait()`, or the next forward,
+                backward or optimizer step, puts the gradients on the parameters.
 
         Raises:
             PhaseError: inside of a forward or backward; or some units are to be reduced, and others
@@ -294,9 +316,12 @@ class FSDPModule(metaclass=_AsksRegistry):
                 " other units are to be reduced. Set set_requires_gradient_sync alike on all of"
                 " them"
             )
-        if not any(waits):
-            reduce_gradients(_module(self))
-        return _Handle(lambda: None) if async_op else None
+        land = None if any(waits) else launch_reductions(_module(self))
+        handle = _Handle(land or (lambda: None))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def synchronize_gradients(self) -> None:
         """Reduce now what backwards have accumulated in this module; see `reduce_gradients`."""
@@ -442,7 +467,9 @@ def give_methods(module: nn.Module) -> None:
     if any(isinstance(own.get(name), Method) for name in NAMES):
         return
     # as an undo of the annotation: `on_undo` takes callbacks only while the verb runs
-    registry(module)[SHARD].callbacks.append(partial(_take_methods, module))
+    annotation = annotation_of(module)
+    assert annotation is not None
+    annotation.callbacks.append(partial(_take_methods, module))
     taken = (own, own["_parameters"], own["_buffers"], own["_modules"])
     for name in NAMES:
         if not hasattr(type(module), name) and not any(name in table for table in taken):
@@ -492,9 +519,13 @@ class State:
         return [_Group(group) for group in self._unit.groups]
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduce what was accumulated below this unit; all ranks call it together."""
-        for module in self._unit.modules:
-            reduce_gradients(module)
+        """Reduce what was accumulated below this unit, unless `no_sync` is open around the step.
+
+        All ranks call it together.
+        """
+        if self._unit.accumulation.now is SyncMode.REDUCE:
+            for module in self._unit.modules:
+                reduce_gradients(module)
 
 
 class _Group:

@@ -19,7 +19,7 @@ from composable.api.arguments import Placement
 from composable.api.scopes import register_forward_method
 from composable.contract.contract import registry
 from composable.contract.naming import modules_of
-from composable.contract.tree import SHARD
+from composable.contract.tree import SHARD, annotation_of
 from composable.engine.unit import Unit
 from composable.errors import NotAnnotatedError
 from composable.fsdp2.module import AUTOMATIC, FSDPModule, State, give_methods
@@ -124,7 +124,7 @@ def _default_mesh() -> DeviceMesh | None:
 
 def state(module: nn.Module) -> State | None:
     """Return what torch's pipelines read of FSDP2's state; None if `module` is not annotated."""
-    annotation = registry(module).get(SHARD)
+    annotation = annotation_of(module)
     return None if annotation is None else State(annotation.state)
 
 

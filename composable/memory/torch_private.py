@@ -392,29 +392,30 @@ def classes_of_fsdp2() -> list[str]:
     return [cls.__name__ for cls in get_cls_to_fsdp_cls().values()]
 
 
+# what schedules of several stages compute, but for halves of backwards
+_WHOLE: Final = {"FORWARD", "FULL_BACKWARD", "OVERLAP_F_B"}
+
+
 def split_backward_schedule() -> str:
     """The pipeline schedule that is running, by its class, if it splits backwards into those of
     inputs and of weights; or "".
 
     Nothing public tells which actions a schedule has. Those of all ranks are looked at, so that all
-    ranks get one answer.
+    ranks get one answer. A schedule whose actions another version of torch keeps elsewhere, or
+    calls by other names, counts as one that splits.
     """
-    if "torch.distributed.pipelining.schedules" not in sys.modules:
+    module = sys.modules.get("torch.distributed.pipelining.schedules")
+    if module is None:
         return ""
     for frame, _ in walk_stack(None):
-        schedule = (
-            frame.f_locals.get("self") if frame.f_code.co_name == "_step_microbatches" else None
-        )
-        orders = getattr(schedule, "pipeline_order", None) or {}
-        actions = [action for order in orders.values() for action in order if action is not None]
-        actions += [
-            part for action in actions for part in getattr(action, "sub_actions", None) or ()
-        ]
-        if any(
-            action.computation_type.name in ("BACKWARD_INPUT", "BACKWARD_WEIGHT")
-            for action in actions
-        ):
-            return type(schedule).__name__
+        schedule = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "eval") else None
+        if isinstance(schedule, module.PipelineScheduleMulti):
+            orders = getattr(schedule, "pipeline_order", {})
+            found = [action for order in orders.values() for action in order if action is not None]
+            found += [part for action in found for part in getattr(action, "sub_actions", ()) or ()]
+            kinds = [getattr(action, "computation_type", None) for action in found]
+            names = {getattr(kind, "name", "") for kind in kinds}
+            return "" if names and names <= _WHOLE else type(schedule).__name__
     return ""
 
 

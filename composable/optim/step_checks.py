@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 from composable.comm import is_distributed
 from composable.compilation import untraced
 from composable.engine.param import labels_of
+from composable.engine.root import UNLANDED, land_held
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
@@ -86,14 +87,17 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     managed = [parameter for parameter, label in labelled if label.form == "at_rest"]
     if not managed:
         return
+    if UNLANDED and not runs_in_backward:
+        land_held()
     for owner in dict.fromkeys(label.owner for _, label in labelled):
         unit = None if owner is None else owner()
         if unit is not None and unit.root is not None and unit.root.split_by:
             raise OptimizerError(
                 f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes"
                 " gradients of weights by torch.autograd.grad and assigns .grad itself: nothing"
-                " reduces them over the ranks. Use a schedule that calls backward(), such as"
-                " Schedule1F1B or ScheduleInterleaved1F1B"
+                " reduces them over the ranks. Annotate the module of the stage itself, and call"
+                " composable.fsdp2.install() before the schedule runs; or use a schedule that calls"
+                " backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
             )
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:

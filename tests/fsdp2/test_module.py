@@ -17,7 +17,8 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 import composable
-from composable import no_sync, remove, replicate
+from composable import no_sync, reduce_gradients, remove, replicate
+from composable.comm import comms_wrapped_by
 from composable.engine.param_group import ShardedState
 from composable.errors import (
     AnnotationError,
@@ -35,9 +36,10 @@ from composable.fsdp2 import (
     share_comm_ctx,
 )
 from composable.fsdp2.module import NAMES
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import full_gradients, full_parameters
 from tests.helpers.refusals import refusal
-from tests.helpers.world import spmd
+from tests.helpers.world import Pool, spmd
 
 _NEW_IN_2_15: Final = {
     "set_manual_backward_finalization",
@@ -315,6 +317,44 @@ def test_the_caller_can_end_backwards() -> None:
         model.synchronize_gradients()  # nothing is left
     for name, expected in outcomes[0].items():
         torch.testing.assert_close(outcomes[1][name], expected)
+
+
+def _finalized(how: str) -> tuple[nn.Module, Log, Any]:
+    """A model whose reductions were launched, and the handle."""
+    log = Log()
+    with comms_wrapped_by(lambda comm: Recording(comm, log)):
+        model = replicate(_layers()) if how == "replicate" else _sharded()
+    assert isinstance(model, FSDPModule)
+    model.set_manual_backward_finalization(True)
+    model(_batch()).square().sum().backward()
+    log.events.clear()
+    return model, log, model.finalize_backward(async_op=True)
+
+
+@pytest.mark.parametrize("then", ["wait", "forward", "step", "again"])
+@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+def test_the_end_of_backward_is_launched_and_lands_later(pool: Pool, verb: str, then: str) -> None:
+    pool.run(2, _end_later, verb, then)
+
+
+def _end_later(verb: str, then: str) -> None:
+    plain = _finalized(verb)[0]
+    reduce_gradients(plain)
+    model, log, handle = _finalized(verb)
+    assert log.labels("launch")
+    assert not log.labels("wait")
+    if then == "forward":
+        model(_batch())
+    elif then == "step":
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+    elif then == "again":
+        model.finalize_backward()
+    else:
+        handle.wait()
+    assert len(log.labels("wait")) >= len(set(log.labels("launch")))
+    for name, expected in full_gradients(plain).items():
+        torch.testing.assert_close(full_gradients(model)[name], expected)
+    handle.wait()
 
 
 @spmd(ranks=2)

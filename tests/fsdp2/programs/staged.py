@@ -41,7 +41,8 @@ def main(name: str) -> None:
         (mse_loss(reference(x), y) / 8).backward()
     kind = getattr(schedules, name)
     several = issubclass(kind, schedules.PipelineScheduleMulti)
-    own, blocks = ([rank, rank + 2], 1) if several else ([rank], 2)
+    second = 3 - rank if kind is schedules.ScheduleZBVZeroBubble else rank + 2
+    own, blocks = ([rank, second], 1) if several else ([rank], 2)
     parts = {at: nn.Sequential(*whole[at * blocks : (at + 1) * blocks]) for at in own}
     for part in parts.values():
         for block in part:
@@ -55,10 +56,9 @@ def main(name: str) -> None:
     mine = data_parallel.get_local_rank()
     for _ in range(2):
         whole.zero_grad()
-        if rank == 0:
-            schedule.step(data[mine])
-        else:
-            schedule.step(target=target[mine], losses=[])
+        inputs = (data[mine],) if 0 in own else ()
+        last = {"target": target[mine], "losses": []} if 4 // blocks - 1 in own else {}
+        schedule.step(*inputs, **last)
     far = 0.0
     for at, part in parts.items():
         for fqn, parameter in part.named_parameters():
