@@ -250,6 +250,7 @@ def _plan(
             managed.places,
             dim,
             all(id(place.module) in exact for place in managed.places),
+            precision.keeps_dtype_of(managed.tensor, managed.fqn),
         )
         for managed, dim in zip(share, dims, strict=True)
     )
@@ -263,6 +264,7 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
     """For each parameter, what the arguments mean for it, as text; ranks compare these texts."""
     settings = plan.settings
     rest = f", {plan.precision}" if str(plan.precision) else ""
+    each = [", computes in its own dtype" * param.keeps for param in settings["params"]]
     rest += (
         ""
         if settings["divisor"] is None
@@ -274,7 +276,7 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
             f" broadcast_buffers={plan.options['broadcast_buffers']}"
         )
         start += ", gradient_as_bucket_view=True" * settings["keeps_buckets"]
-        return [start + rest] * len(plan.parameters)
+        return [start + rest + own for own in each]
     rest += "" if settings["offload"] is None else ", offloaded"
     rest += "" if settings["prefetch"] == 1 else f", prefetch={settings['prefetch']}"
     over = (
@@ -284,7 +286,10 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
     )
     name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
     start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}{over}"
-    return [f"{start}, dimension {param.shard_dim}{rest}" for param in settings["params"]]
+    return [
+        f"{start}, dimension {param.shard_dim}{rest}{own}"
+        for param, own in zip(settings["params"], each, strict=True)
+    ]
 
 
 def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:

@@ -59,12 +59,14 @@ class ParamInfo:
         places: every place where it is registered (several for tied weights).
         shard_dim: the dimension to shard; None for a parameter that is not sharded.
         exact: it keeps its dtype, whatever the mixed precision policy says.
+        keeps: it computes in its dtype (`param_dtype_override_fn`).
     """
 
     fqn: str
     places: tuple[Place, ...]
     shard_dim: int | None = None
     exact: bool = False
+    keeps: bool = False
 
 
 class Owner(Protocol):
@@ -197,6 +199,7 @@ class ManagedParam:
         original: weakly, the parameter that was registered before the annotation, or that the user
             assigned later.
         at_rest, compute: see the table at the top of this file.
+        grad_dtype: what the user has set `grad_dtype` of the parameter to; None if it is its dtype.
     """
 
     __slots__ = (
@@ -204,6 +207,7 @@ class ManagedParam:
         "at_rest",
         "by_setattr",
         "compute",
+        "grad_dtype",
         "info",
         "original",
         "own",
@@ -226,6 +230,7 @@ class ManagedParam:
         self.own: nn.Parameter | None = None
         self.at_rest: nn.Parameter = registered
         self.compute: nn.Parameter = registered
+        self.grad_dtype = set_grad_dtype(registered)
         self.set_info(info)
 
     def set_info(self, info: ParamInfo) -> None:
@@ -470,6 +475,14 @@ def describe_mesh(mesh: DeviceMesh) -> str:
         f"the {tuple(mesh.shape)} {mesh.device_type} mesh of ranks"
         f" {few([str(r) for r in mesh.mesh.flatten().tolist()])}"
     )
+
+
+def set_grad_dtype(parameter: nn.Parameter) -> torch.dtype | None:
+    """What `parameter.grad_dtype` was set to. None if it is the parameter's dtype, and where any
+    dtype is allowed: ranks send messages of one dtype.
+    """
+    found = parameter.grad_dtype
+    return None if found == parameter.dtype else found
 
 
 def keep_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:

@@ -302,6 +302,8 @@ class ParamGroup:
             param.compute = self._compute_form(param, slot)
             if param.compute is not param.at_rest:
                 copy_attributes(param.at_rest, param.compute)
+                if self.precision.accumulate is not None:
+                    keep_gradients_in(self.precision.accumulate, param.compute)
         self._comes = tuple(self.gathers and not self._aliased(slot) for slot in self.slots)
         self._coming_params = tuple(param.compute for param in compress(self.params, self._comes))
         self._versions = tuple(map(version_of, self._coming_params))

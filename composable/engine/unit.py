@@ -440,7 +440,13 @@ class Unit:
                 continue
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             stays = not self.is_sharded or local.device.type in ("meta", self.mesh_info.device.type)
-            precision = resolve(spec.mp_policy, tensor.dtype, exact=param.info.exact)
+            precision = resolve(
+                spec.mp_policy,
+                tensor.dtype,
+                exact=param.info.exact,
+                keeps=param.info.keeps,
+                grad_dtype=param.grad_dtype,
+            )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
             alike.setdefault((precision, device, sparse), []).append(param)
@@ -1047,7 +1053,7 @@ class Unit:
             registered = param.registered
             if registered is not None:
                 drop_label(registered)
-                keep_gradients_in(registered.dtype, registered)
+                keep_gradients_in(param.grad_dtype or registered.dtype, registered)
         self.groups, self.buckets, self.params, self.root = [], [], [], None
         self.modules = ()
         self._leave_tree()
@@ -1135,6 +1141,7 @@ class Unit:
         for param, twin in pairs:
             places = tuple(place for place in param.info.places if id(place.module) in memo)
             twin.start(copy.deepcopy(replace(param.info, places=places), memo))
+            twin.grad_dtype = param.grad_dtype  # copy.deepcopy drops it
         params = [twin for _, twin in pairs]
         spec = replace(unit.spec, params=(), mesh_info=unit.mesh_info)
         self._take(
@@ -1303,7 +1310,11 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
     else:
         plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
     _restore(
-        param, plain, None if gradient is None else _laid_out(gradient, at_rest).to(plain.dtype)
+        param,
+        plain,
+        None
+        if gradient is None
+        else _laid_out(gradient, at_rest).to(param.grad_dtype or plain.dtype),
     )
 
 
@@ -1313,6 +1324,7 @@ def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) 
     if plain is at_rest:
         return
     plain.requires_grad_(at_rest.requires_grad)
+    keep_gradients_in(param.grad_dtype or plain.dtype, plain)
     plain.grad = gradient
     copy_attributes(at_rest, plain)
     move_hooks(at_rest, plain)
