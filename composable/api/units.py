@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from composable.api.accumulation import no_sync
 from composable.api.arguments import (
     bucket_bytes_of,
     buffer_holders,
@@ -56,6 +57,7 @@ from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import Verb, drop_attribute, on_undo
 from composable.contract.hooks import attach, detach
+from composable.contract.methods import bind_method, unbind_method
 from composable.contract.naming import modules_of, require_callable
 from composable.contract.tree import (
     REPLICATE,
@@ -320,6 +322,10 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     for module in plan.modules:
         on_undo(partial(detach, module, name))
         attach(module, name, unit)
+        if plan.modules is plan.top and "no_sync" not in vars(module):
+            # where loops written for DDP, and trainers, look for it
+            on_undo(partial(unbind_method, module, "no_sync"))
+            bind_method(module, "no_sync", no_sync)
     refuse_ddp_around(name, plan.modules)
     return unit
 
