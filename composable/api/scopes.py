@@ -48,6 +48,8 @@ def units_in(
         raise NotAnnotatedError(
             f"{verb}: no {kind} module in this {type(module).__name__}; call {calls} first"
         )
+    for unit in units:
+        unit.refuse_asleep(verb)
     return units
 
 

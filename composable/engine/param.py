@@ -253,6 +253,26 @@ class ManagedParam:
             (found for place in self.info.places if (found := place.registered) is not None), None
         )
 
+    def move(self, move: Callable[[Tensor], Tensor], shard: Tensor | None = None) -> None:
+        """Let the at-rest parameter and its gradient be on another device.
+
+        Args:
+            move: makes a copy there.
+            shard: the copy of its shard; None for a parameter that has memory of its own.
+        """
+        at_rest, own = self.at_rest, self.own
+        gradient, at_rest.grad = at_rest.grad, None
+        if own is not None:
+            own.data = move(own.data)
+            shard = own.detach()
+        if isinstance(at_rest, DTensor):
+            assert shard is not None
+            at_home(at_rest, shard)
+        if isinstance(gradient, DTensor):
+            at_rest.grad = gradient_like(move(local_of(gradient)), at_rest)
+        elif gradient is not None:
+            at_rest.grad = move(gradient)
+
     def register(self, parameter: nn.Parameter) -> None:
         """Register `parameter` at all places. A place that was deleted, or set to None, stays
         so.
@@ -387,6 +407,27 @@ def dtensor_parameter(
     assert isinstance(parameter, DTensor)
     set_local(parameter, local)
     return parameter
+
+
+def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
+    """The at-rest parameter keeps its identity when its data moves into `local`, on any device."""
+    assert isinstance(registered, DTensor)
+    if registered.device == local.device:
+        set_local(registered, local)
+        return registered
+    # It was moved away, and DTensors remember their device: let it take over a new one's insides.
+    gradient, registered.grad = registered.grad, None
+    made = dtensor_parameter(
+        local, registered.device_mesh, registered.placements,
+        registered.shape, registered.stride(), requires_grad=registered.requires_grad,
+    )  # fmt: skip
+    copy_attributes(registered, made)
+    made.grad_dtype = registered.grad_dtype
+    torch.utils.swap_tensors(registered, made)
+    if isinstance(gradient, DTensor):
+        from_host = local_of(gradient).to(local.device)
+        registered.grad = gradient_like(from_host, registered)
+    return registered
 
 
 def shard_placements(slot: Slot, mesh: DeviceMesh, mesh_dim: int) -> list[Placement]:

@@ -101,6 +101,9 @@ class Preparation:
         changed.
         """
         root = self._root
+        for unit in root.units:
+            if unit.asleep:
+                unit.refuse_asleep("forward")
         ddp = active_ddp()
         if ddp is not None and _averages(ddp, root.units):
             raise AnnotationError(
