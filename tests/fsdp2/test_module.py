@@ -173,6 +173,32 @@ def test_a_module_of_torchs_own_replicate_still_is_one() -> None:
     assert isinstance(replicate_with_fsdp.replicate(_layers(), mesh=mesh), FSDPModule)
 
 
+@spmd(ranks=2)
+def test_a_slice_is_none_containers_and_a_second_call_are_refused() -> None:
+    model = _sharded()
+    assert not isinstance(model[:2], FSDPModule)
+    assert isinstance(model[:2][0], FSDPModule)
+    with pytest.raises(AnnotationError, match="was already applied"):
+        fully_shard(model)
+    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
+        with pytest.raises(AnnotationError, match="has no forward"):
+            fully_shard(container)
+        assert not isinstance(container, FSDPModule)
+        assert type(next(container.parameters())) is nn.Parameter
+
+
+@spmd(ranks=2)
+def test_a_state_dict_has_live_shards_also_of_an_unsharded_model() -> None:
+    model = _sharded()
+    model.unshard()
+    state = model.state_dict()
+    assert [type(value) for value in state.values()] == [DTensor] * len(state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(not value.to_local().any() for value in state.values())
+
+
 class Reshards(nn.Linear):
     def reshard(self) -> str:
         return "mine"
