@@ -35,6 +35,7 @@ from composable.policies import (
 from composable.report.describe import describe
 from composable.state.ema import EMA
 from composable.state.full import export, full_state_dict, stream_full
+from composable.state.host import HostOffload, offload_to_host
 from composable.state.materialize import materialize, refresh
 from composable.state.optimizers import rebind_optimizer
 from composable.state.unsharded import unsharded
@@ -49,6 +50,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CustomPolicy",
     "HierarchicalAverager",
+    "HostOffload",
     "LocalSteps",
     "MixedPrecisionPolicy",
     "ModelPolicy",
@@ -77,6 +79,7 @@ __all__ = [
     "materialize",
     "no_sync",
     "offload_activations",
+    "offload_to_host",
     "on_undo",
     "rebind_optimizer",
     "reduce_gradients",

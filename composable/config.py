@@ -73,6 +73,10 @@ def real_dtype(value: object, what: str) -> torch.dtype:
     return found
 
 
+# What `reduce_dtype` may be besides a dtype.
+GRAD_DTYPE: Final = "grad_dtype"
+
+
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
     """The dtypes in which a unit computes, reduces gradients, and takes and returns tensors.
@@ -83,8 +87,9 @@ class MixedPrecisionPolicy:
     Args:
         param_dtype: parameters are gathered and computed with in it. None: in the dtype that they
             have.
-        reduce_dtype: gradients are communicated and summed in it. None: in `param_dtype`. `.grad`
-            has the parameter's dtype.
+        reduce_dtype: gradients are communicated and summed in it. None: in the `grad_dtype` that
+            was set on a parameter, else in `param_dtype`. "grad_dtype": in that of `.grad`.
+            `.grad` has the parameter's dtype, or its `grad_dtype`.
         buffer_dtype: modules compute with buffers cast to it; at rest buffers keep their own. What
             forward writes to them is kept. A dict maps FQNs and globs to dtypes: the last one that
             matches counts; others are not cast.
@@ -97,6 +102,9 @@ class MixedPrecisionPolicy:
         full_precision_classes: classes of modules that keep their dtype, with all modules below
             them, inside a unit that computes in another one: their inputs are cast to it, and their
             outputs are cast back.
+        param_dtype_override_fn: `fn(parameter) -> dtype | None`, asked once for each parameter when
+            it is annotated. The parameter's own dtype: it computes in it, and its module takes
+            what it is given. `param_dtype` or None: as others do.
 
     Example:
         >>> precision = MixedPrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32")
@@ -110,12 +118,18 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     keep_grads_in_reduce_dtype: bool = False
     full_precision_classes: Any = ()
+    param_dtype_override_fn: Any = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, what = getattr(self, field.name), f"MixedPrecisionPolicy: {field.name}"
             if field.name == "full_precision_classes":
                 object.__setattr__(self, field.name, _classes(value, what))
+            elif field.name == "param_dtype_override_fn":
+                if value is not None and not callable(value):
+                    raise AnnotationError(f"{what} must be a function or None, got {value!r}")
+            elif field.name == "reduce_dtype" and value == GRAD_DTYPE:
+                continue
             elif field.name == "buffer_dtype" and isinstance(value, Mapping):
                 named = {
                     name: real_dtype(dtype, f"{what}['{name}']") for name, dtype in value.items()
@@ -136,6 +150,7 @@ class MixedPrecisionPolicy:
         }
         if self.full_precision_classes:
             said["full_precision_classes"] = [each.__name__ for each in self.full_precision_classes]
+        said.pop("param_dtype_override_fn", None)  # what it returned is said of each parameter
         return ", ".join(f"{name}={value}".replace("torch.", "") for name, value in said.items())
 
     @property
@@ -148,7 +163,30 @@ class MixedPrecisionPolicy:
 
         What is reduced is its gradients.
         """
-        return replace(self, param_dtype=None, reduce_dtype=None, buffer_dtype=None)
+        return replace(
+            self,
+            param_dtype=None,
+            reduce_dtype=None,
+            buffer_dtype=None,
+            param_dtype_override_fn=None,
+        )
+
+    def keeps_dtype_of(self, parameter: nn.Parameter, fqn: str) -> bool:
+        """Whether `param_dtype_override_fn` says that a parameter computes in its own dtype.
+
+        Raises:
+            AnnotationError: it returned a third dtype.
+        """
+        chosen = None
+        if self.param_dtype_override_fn is not None:
+            chosen = self.param_dtype_override_fn(parameter)
+        if chosen not in (None, self.param_dtype, parameter.dtype):
+            raise AnnotationError(
+                f"param_dtype_override_fn returned {chosen} for '{fqn}'; it may return the"
+                f" parameter's own dtype ({parameter.dtype}), param_dtype ({self.param_dtype}) or"
+                " None"
+            )
+        return chosen is not None and chosen != self.param_dtype
 
 
 def _classes(value: object, what: str) -> tuple[type[nn.Module], ...]:

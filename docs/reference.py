@@ -26,6 +26,8 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
         "unsharded",
         "full_state_dict",
         "stream_full",
+        "offload_to_host",
+        "HostOffload",
         "export",
         "EMA",
         "rebind_optimizer",

@@ -28,6 +28,7 @@ from composable.policies import (
     as_policy,
     select_modules,
 )
+from composable.policies.base import repeated_modules
 
 
 class Block(nn.Module):
@@ -326,8 +327,30 @@ def test_a_policy_that_matches_nothing_lists_the_classes_that_are_there(policy: 
     model = _model_with_counts()
     assert_text(
         refused(lambda: policy.select(model)),
-        """policy matched 0 modules; classes present: Sequential x1, Block x12, Linear x49""",
+        "policy matched 0 modules; classes present: Sequential x1, Block x12, Linear x49;"
+        " modules that repeat make good units: Block x12 ('*')",
     )
+
+
+def test_modules_that_repeat_are_named_by_class_count_and_pattern_the_outermost_of_them():
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x):
+            return x
+
+    model = nn.Module()
+    model.encoder = nn.Module()
+    model.encoder.layers = nn.ModuleList(Layer() for _ in range(2))
+    model.decoder = nn.ModuleList([Layer(), nn.Linear(2, 2), Layer(), nn.Dropout(), nn.Dropout()])
+    model.lists = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2)]) for _ in range(2))
+    assert repeated_modules(model) == [
+        "Layer x2 ('encoder.layers.*')",
+        "Layer x2 ('decoder.*')",
+        "Linear x2 ('lists.*.*')",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -434,7 +457,7 @@ def test_select_modules_takes_shorthands():
         (lambda root: {"emb": {}}, "Answering.select returned the str 'emb', which is no module of the GPT"),
         (lambda root: {root.emb: None}, "Answering.select returned None for Embedding 'emb', not a dict of overrides"),
         (lambda root: {Block(): {}}, "Answering.select returned a Block, which is no module of the GPT"),
-        (lambda root: {}, "policy matched 0 modules; classes present: GPT x1, Embedding x1, ModuleList x1, Block x2, MultiheadAttention x3, NonDynamicallyQuantizableLinear x3, Sequential x3, Linear x7, GELU x3, WideBlock x1"),
+        (lambda root: {}, "policy matched 0 modules; classes present: GPT x1, Embedding x1, ModuleList x1, Block x2, MultiheadAttention x3, NonDynamicallyQuantizableLinear x3, Sequential x3, Linear x7, GELU x3, WideBlock x1; modules that repeat make good units: Block x2 ('blocks.*')"),
     ],
 )  # fmt: skip
 def test_an_answer_of_a_policy_of_ones_own_is_checked(

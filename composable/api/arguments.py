@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
-from composable.config import DTYPES_BY_NAME, CPUOffloadPolicy, MixedPrecisionPolicy
+from composable.config import DTYPES_BY_NAME, GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.precision import BufferHolder
 from composable.errors import AnnotationError, closest, few
@@ -29,6 +29,10 @@ logger = logging.getLogger("composable")
 MixedPrecision = MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | torch.dtype | str | None
 Offload = CPUOffloadPolicy | fsdp.OffloadPolicy | None
 Placement = Callable[[nn.Parameter], Shard | None]
+
+# Gradients whose dtype torch's policy leaves open were reduced in `param_dtype` before torch 2.15;
+# since then in the dtype of `.grad`.
+_FOLLOWS_GRAD_DTYPE = torch.__version__ >= "2.15"
 
 
 def _known_fields(verb: str, argument: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
@@ -50,8 +54,13 @@ def _known_fields(verb: str, argument: str, value: Any, known: Sequence[str]) ->
 def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
     """The policy that an argument stands for."""
     if isinstance(value, fsdp.MixedPrecisionPolicy):
-        known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-        value = MixedPrecisionPolicy(**_known_fields(verb, "mp_policy", value, known))
+        known = ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]
+        if hasattr(value, "param_dtype_override_fn"):  # since torch 2.15
+            known.append("param_dtype_override_fn")
+        settings = _known_fields(verb, "mp_policy", value, known)
+        if settings["reduce_dtype"] is None and _FOLLOWS_GRAD_DTYPE:
+            settings["reduce_dtype"] = GRAD_DTYPE
+        value = MixedPrecisionPolicy(**settings)
     elif isinstance(value, torch.dtype) or (
         isinstance(value, str) and value.removeprefix("torch.") in DTYPES_BY_NAME
     ):

@@ -5,7 +5,7 @@ They say when parameters are unsharded, and how to give up a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -47,6 +47,8 @@ def units_in(
         raise NotAnnotatedError(
             f"{verb}: no {kind} module in this {type(module).__name__}; call {calls} first"
         )
+    for unit in units:
+        unit.refuse_asleep(verb)
     return units
 
 
@@ -191,7 +193,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Args:
         module: an annotated module.
-        name: of the method, e.g. "generate".
+        name: of the method, e.g. "generate": of its class, or set on the module.
 
     Raises:
         NotAnnotatedError: the module is not annotated, or has no such method.
@@ -206,8 +208,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"register_forward_method: {module_name(module)} is not annotated; call fully_shard or"
             " replicate on it first"
         )
-    kind = type(module)
-    if not callable(getattr(kind, name, None)):
+    kind, own = type(module), vars(module).get(name)
+    if not callable(own) and not callable(getattr(kind, name, None)):
         names = [
             each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each))
         ]
@@ -216,22 +218,26 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise NotAnnotatedError(
             f"register_forward_method: no method '{name}' on {kind.__name__}{hint}"
         )
-    setattr(module, name, partial(_call_as_forward, module, name))
+    if getattr(own, "func", None) is not _call_as_forward:
+        setattr(module, name, partial(_call_as_forward, module, name, own))
 
 
 @untraced_alone
-def _call_as_forward(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call the class's method `name` inside the brackets of the module's annotations.
+def _call_as_forward(
+    module: nn.Module, name: str, own: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Call the method `name` inside the brackets of the module's annotations.
 
-    Without that of checkpointing, which would run forward again in its place.
+    Without that of checkpointing, which would run forward again in its place. `own` is the method
+    if it was set on the module; None stands for the class's.
     """
     dispatcher = dispatcher_of(module)
-    method = getattr(type(module), name)
+    method = partial(getattr(type(module), name), module) if own is None else own
     if dispatcher is None:
-        return method(module, *args, **kwargs)
+        return method(*args, **kwargs)
     try:
         args, kwargs = dispatcher.before(module, args, kwargs, without="checkpoint")
-        output = method(module, *args, **kwargs)
+        output = method(*args, **kwargs)
     except BaseException:
         dispatcher.after(module, args, None)
         raise

@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from composable.api.accumulation import no_sync
 from composable.api.arguments import (
     bucket_bytes_of,
     buffer_holders,
@@ -56,6 +57,7 @@ from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import Verb, drop_attribute, on_undo
 from composable.contract.hooks import attach, detach
+from composable.contract.methods import bind_method, unbind_method
 from composable.contract.naming import modules_of, require_callable
 from composable.contract.tree import (
     REPLICATE,
@@ -250,6 +252,7 @@ def _plan(
             managed.places,
             dim,
             all(id(place.module) in exact for place in managed.places),
+            precision.keeps_dtype_of(managed.tensor, managed.fqn),
         )
         for managed, dim in zip(share, dims, strict=True)
     )
@@ -263,6 +266,7 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
     """For each parameter, what the arguments mean for it, as text; ranks compare these texts."""
     settings = plan.settings
     rest = f", {plan.precision}" if str(plan.precision) else ""
+    each = [", computes in its own dtype" * param.keeps for param in settings["params"]]
     rest += (
         ""
         if settings["divisor"] is None
@@ -274,7 +278,7 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
             f" broadcast_buffers={plan.options['broadcast_buffers']}"
         )
         start += ", gradient_as_bucket_view=True" * settings["keeps_buckets"]
-        return [start + rest] * len(plan.parameters)
+        return [start + rest + own for own in each]
     rest += "" if settings["offload"] is None else ", offloaded"
     rest += "" if settings["prefetch"] == 1 else f", prefetch={settings['prefetch']}"
     over = (
@@ -284,7 +288,10 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
     )
     name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
     start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}{over}"
-    return [f"{start}, dimension {param.shard_dim}{rest}" for param in settings["params"]]
+    return [
+        f"{start}, dimension {param.shard_dim}{rest}{own}"
+        for param, own in zip(settings["params"], each, strict=True)
+    ]
 
 
 def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
@@ -315,6 +322,10 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     for module in plan.modules:
         on_undo(partial(detach, module, name))
         attach(module, name, unit)
+        if plan.modules is plan.top and "no_sync" not in vars(module):
+            # where loops written for DDP, and trainers, look for it
+            on_undo(partial(unbind_method, module, "no_sync"))
+            bind_method(module, "no_sync", no_sync)
     refuse_ddp_around(name, plan.modules)
     return unit
 

@@ -59,12 +59,14 @@ class ParamInfo:
         places: every place where it is registered (several for tied weights).
         shard_dim: the dimension to shard; None for a parameter that is not sharded.
         exact: it keeps its dtype, whatever the mixed precision policy says.
+        keeps: it computes in its dtype (`param_dtype_override_fn`).
     """
 
     fqn: str
     places: tuple[Place, ...]
     shard_dim: int | None = None
     exact: bool = False
+    keeps: bool = False
 
 
 class Owner(Protocol):
@@ -197,6 +199,7 @@ class ManagedParam:
         original: weakly, the parameter that was registered before the annotation, or that the user
             assigned later.
         at_rest, compute: see the table at the top of this file.
+        grad_dtype: what the user has set `grad_dtype` of the parameter to; None if it is its dtype.
     """
 
     __slots__ = (
@@ -204,6 +207,7 @@ class ManagedParam:
         "at_rest",
         "by_setattr",
         "compute",
+        "grad_dtype",
         "info",
         "original",
         "own",
@@ -226,6 +230,7 @@ class ManagedParam:
         self.own: nn.Parameter | None = None
         self.at_rest: nn.Parameter = registered
         self.compute: nn.Parameter = registered
+        self.grad_dtype = set_grad_dtype(registered)
         self.set_info(info)
 
     def set_info(self, info: ParamInfo) -> None:
@@ -247,6 +252,26 @@ class ManagedParam:
         return next(
             (found for place in self.info.places if (found := place.registered) is not None), None
         )
+
+    def move(self, move: Callable[[Tensor], Tensor], shard: Tensor | None = None) -> None:
+        """Let the at-rest parameter and its gradient be on another device.
+
+        Args:
+            move: makes a copy there.
+            shard: the copy of its shard; None for a parameter that has memory of its own.
+        """
+        at_rest, own = self.at_rest, self.own
+        gradient, at_rest.grad = at_rest.grad, None
+        if own is not None:
+            own.data = move(own.data)
+            shard = own.detach()
+        if isinstance(at_rest, DTensor):
+            assert shard is not None
+            at_home(at_rest, shard)
+        if isinstance(gradient, DTensor):
+            at_rest.grad = gradient_like(move(local_of(gradient)), at_rest)
+        elif gradient is not None:
+            at_rest.grad = move(gradient)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Register `parameter` at all places. A place that was deleted, or set to None, stays
@@ -384,6 +409,27 @@ def dtensor_parameter(
     return parameter
 
 
+def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
+    """The at-rest parameter keeps its identity when its data moves into `local`, on any device."""
+    assert isinstance(registered, DTensor)
+    if registered.device == local.device:
+        set_local(registered, local)
+        return registered
+    # It was moved away, and DTensors remember their device: let it take over a new one's insides.
+    gradient, registered.grad = registered.grad, None
+    made = dtensor_parameter(
+        local, registered.device_mesh, registered.placements,
+        registered.shape, registered.stride(), requires_grad=registered.requires_grad,
+    )  # fmt: skip
+    copy_attributes(registered, made)
+    made.grad_dtype = registered.grad_dtype
+    torch.utils.swap_tensors(registered, made)
+    if isinstance(gradient, DTensor):
+        from_host = local_of(gradient).to(local.device)
+        registered.grad = gradient_like(from_host, registered)
+    return registered
+
+
 def shard_placements(slot: Slot, mesh: DeviceMesh, mesh_dim: int) -> list[Placement]:
     """The placements of a sharded parameter: cut over `mesh_dim`, the same along other dimensions
     of the mesh.
@@ -470,6 +516,14 @@ def describe_mesh(mesh: DeviceMesh) -> str:
         f"the {tuple(mesh.shape)} {mesh.device_type} mesh of ranks"
         f" {few([str(r) for r in mesh.mesh.flatten().tolist()])}"
     )
+
+
+def set_grad_dtype(parameter: nn.Parameter) -> torch.dtype | None:
+    """What `parameter.grad_dtype` was set to. None if it is the parameter's dtype, and where any
+    dtype is allowed: ranks send messages of one dtype.
+    """
+    found = parameter.grad_dtype
+    return None if found == parameter.dtype else found
 
 
 def keep_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:

@@ -49,6 +49,7 @@ from composable.engine.layout import Layout, ParamShape, Route, Slot, plan_layou
 from composable.engine.param import (
     ManagedParam,
     as_parameter,
+    at_home,
     copy_attributes,
     cut,
     dtensor_parameter,
@@ -69,7 +70,6 @@ from composable.memory.torch_private import (
     local_of,
     locals_of,
     outside_transforms,
-    set_local,
     set_versions,
     take_hooks,
 )
@@ -220,6 +220,17 @@ class ParamGroup:
         )
         return local
 
+    def leave(self, home: HostHome) -> None:
+        """Let at-rest parameters and gradients be on the host; the unit drops the group."""
+        if self.is_sharded:
+            (self.shard,) = home.take([self.shard])
+        for param, slot in zip(self.params, self.slots, strict=True):
+            param.move(
+                lambda tensor: home.take([tensor])[0],
+                self._local(slot) if self.is_sharded else None,
+            )
+            param.compute = param.at_rest
+
     def _adopt_own(self, rest_mesh: DeviceMesh | None) -> None:
         """The users' parameters stay where they are; next to shards they rest as
         `DTensor(Replicate)` over the same memory.
@@ -247,7 +258,7 @@ class ParamGroup:
                     if isinstance(param.at_rest.grad, DTensor):
                         own.grad = local_of(param.at_rest.grad)
             elif isinstance(registered, DTensor) and registered.device_mesh == rest_mesh:
-                at_rest = self._at_home(registered, own.detach())
+                at_rest = at_home(registered, own.detach())
             else:
                 at_rest = dtensor_parameter(
                     own.detach(), rest_mesh, [Replicate()] * rest_mesh.ndim,
@@ -286,7 +297,7 @@ class ParamGroup:
             if self.is_sharded:
                 assert mesh is not None
                 if isinstance(registered, DTensor):
-                    param.at_rest = self._at_home(registered, self._local(slot))
+                    param.at_rest = at_home(registered, self._local(slot))
                 else:
                     whole = whole_shape(slot)
                     param.at_rest = dtensor_parameter(
@@ -302,6 +313,8 @@ class ParamGroup:
             param.compute = self._compute_form(param, slot)
             if param.compute is not param.at_rest:
                 copy_attributes(param.at_rest, param.compute)
+                if self.precision.accumulate is not None:
+                    keep_gradients_in(self.precision.accumulate, param.compute)
         self._comes = tuple(self.gathers and not self._aliased(slot) for slot in self.slots)
         self._coming_params = tuple(param.compute for param in compress(self.params, self._comes))
         self._versions = tuple(map(version_of, self._coming_params))
@@ -314,26 +327,6 @@ class ParamGroup:
         self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
             set_versions(self._coming_params, self._absent)
-
-    def _at_home(self, registered: nn.Parameter, local: Tensor) -> nn.Parameter:
-        """The at-rest parameter keeps its identity when its data moves into a new shard buffer."""
-        assert isinstance(registered, DTensor)
-        if registered.device == local.device:
-            set_local(registered, local)
-            return registered
-        # It was moved away, and DTensors remember their device: let it take over a new one's
-        # insides.
-        gradient, registered.grad = registered.grad, None
-        made = dtensor_parameter(
-            local, registered.device_mesh, registered.placements,
-            registered.shape, registered.stride(), requires_grad=registered.requires_grad,
-        )  # fmt: skip
-        copy_attributes(registered, made)
-        torch.utils.swap_tensors(registered, made)
-        if isinstance(gradient, DTensor):
-            from_host = local_of(gradient).to(local.device)
-            registered.grad = gradient_like(from_host, registered)
-        return registered
 
     def _aliased(self, slot: Slot) -> bool:
         """Whether a parameter's compute form is the memory of its at-rest form, though the group

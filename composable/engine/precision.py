@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from composable.config import MixedPrecisionPolicy
+from composable.config import GRAD_DTYPE, MixedPrecisionPolicy
 from composable.contract.values import map_tensors
 
 _REAL: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -25,12 +25,15 @@ class Precision:
         compute: of what modules compute with, and of the all-gather.
         reduce: of the messages and sums of gradients.
         gradient: of the gradient that users and optimizers see.
+        accumulate: of what autograd accumulates on the compute parameter, where it is not the
+            compute dtype.
     """
 
     original: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     gradient: torch.dtype
+    accumulate: torch.dtype | None = None
 
     @property
     def casts(self) -> bool:
@@ -41,17 +44,31 @@ class Precision:
         return {self.original} != {self.compute, self.reduce, self.gradient}
 
 
-def resolve(policy: MixedPrecisionPolicy, dtype: torch.dtype, *, exact: bool = False) -> Precision:
+def resolve(
+    policy: MixedPrecisionPolicy,
+    dtype: torch.dtype,
+    *,
+    exact: bool = False,
+    keeps: bool = False,
+    grad_dtype: torch.dtype | None = None,
+) -> Precision:
     """What a policy means for a parameter of `dtype`. Only real floating-point parameters are cast.
 
     Args:
         exact: the parameter keeps its dtype, whatever the policy says (`full_precision_classes`).
+        keeps: it computes in its dtype (`param_dtype_override_fn`).
+        grad_dtype: what its user has set `parameter.grad_dtype` to.
     """
-    if exact or dtype not in _REAL:
+    if dtype not in _REAL:
         return Precision(dtype, dtype, dtype, dtype)
-    compute = policy.param_dtype or dtype
-    reduce = policy.reduce_dtype or compute
-    return Precision(dtype, compute, reduce, reduce if policy.keep_grads_in_reduce_dtype else dtype)
+    compute = dtype if exact or keeps else policy.param_dtype or dtype
+    reduce = None if exact else policy.reduce_dtype
+    if reduce == GRAD_DTYPE:
+        reduce = grad_dtype or dtype
+    reduce = reduce or grad_dtype or compute
+    gradient = reduce if policy.keep_grads_in_reduce_dtype else dtype
+    accumulate = None if grad_dtype == compute else grad_dtype
+    return Precision(dtype, compute, reduce, grad_dtype or gradient, accumulate)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

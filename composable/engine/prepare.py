@@ -30,7 +30,15 @@ from composable.contract.tree import (
     registered_parameters,
 )
 from composable.engine.arrival import Buckets
-from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability
+from composable.engine.param import (
+    ManagedParam,
+    describe_mesh,
+    label_of,
+    set_grad_dtype,
+    set_label,
+    trainability,
+)
+from composable.engine.param_group import ParamGroup
 from composable.engine.unit import BY_HAND, Unit, unit_of
 from composable.errors import (
     AnnotationError,
@@ -52,6 +60,7 @@ from composable.memory.torch_private import (
 
 logger = logging.getLogger("composable")
 _dtype_of: Final = attrgetter("dtype")
+_grad_dtype_of: Final = attrgetter("grad_dtype")
 
 
 _TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `_warn_of_unmanaged_around` has told
@@ -92,6 +101,9 @@ class Preparation:
         changed.
         """
         root = self._root
+        for unit in root.units:
+            if unit.asleep:
+                unit.refuse_asleep("forward")
         ddp = active_ddp()
         if ddp is not None and _averages(ddp, root.units):
             raise AnnotationError(
@@ -163,6 +175,7 @@ class Preparation:
             list(map(Tensor.numel, self._shards)),
             list(map(Tensor.data_ptr, self._own)),
             list(map(_dtype_of, self._dtyped)),
+            list(map(_grad_dtype_of, self._at_rest)),
         ]
 
     def _unchanged(self) -> bool:
@@ -350,6 +363,15 @@ def _refuse_cast_in_forward(unit: Unit) -> None:
                 )
 
 
+def _asks_for_other_gradients(at_rest: nn.Parameter, group: ParamGroup) -> bool:
+    """Whether the user has set `grad_dtype` since the group was made."""
+    asked = at_rest.grad_dtype
+    return at_rest.dtype == group.precision.original and asked not in (
+        None,
+        group.precision.gradient,
+    )
+
+
 def _refuse_cleared_hooks(unit: Unit) -> None:
     for module in unit.modules:
         if not hooks_attached(module):
@@ -409,6 +431,8 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
         for param, slot, address in zip(group.params, group.slots, group.addresses, strict=True):
             at_rest, own = param.at_rest, param.own
             local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
+            if _asks_for_other_gradients(at_rest, group):
+                param.grad_dtype, changed = set_grad_dtype(at_rest), True
             if own is not None:
                 changed = changed or not local.data_ptr() == own.data_ptr() == address
                 changed = (
@@ -427,6 +451,7 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
                     group.shard.dtype,
                 )
     for param, newcomer in replaced:
+        param.grad_dtype = set_grad_dtype(newcomer) or param.grad_dtype
         set_label(param.at_rest, param.info, unit.name, "replaced")
         if not isinstance(newcomer, DTensor):
             param.original = ref(newcomer)  # an optimizer that was made before now may hold it

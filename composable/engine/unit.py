@@ -70,6 +70,7 @@ from composable.engine.precision import (
 from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
+from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     can_take_data,
     hooks_after_accumulation,
@@ -296,6 +297,7 @@ class Unit:
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
         shown_by: the scope, if any, in which modules hold whole parameters for the user to edit;
             they are not computed with.
+        asleep: its parameters rest on the host, and it has no groups, until `wake`.
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
         arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
@@ -323,6 +325,7 @@ class Unit:
         self.step = UnitStep()
         self.kept_by: dict[object, None] = {}
         self.shown_by = ""
+        self.asleep = False
         self.kind = Kind.LOCAL
         self.rest_mesh: DeviceMesh | None = None
         self.relations = Relations()
@@ -450,7 +453,13 @@ class Unit:
                 continue
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             stays = not self.is_sharded or local.device.type in ("meta", self.mesh_info.device.type)
-            precision = resolve(spec.mp_policy, tensor.dtype, exact=param.info.exact)
+            precision = resolve(
+                spec.mp_policy,
+                tensor.dtype,
+                exact=param.info.exact,
+                keeps=param.info.keeps,
+                grad_dtype=param.grad_dtype,
+            )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
             alike.setdefault((precision, device, sparse), []).append(param)
@@ -1013,11 +1022,71 @@ class Unit:
         self.spec = replace(self.spec, divisor=divisor)
         self.set_mesh_info(self.mesh_info)  # builds the buckets anew
 
+    # --- on the host between two phases ----------------------------------------------------------
+
+    def refuse_sleep(self) -> None:
+        """Raise where `sleep` may not be called."""
+        if self.shown_by or self.has_unreduced:
+            what = (
+                f"inside of {self.shown_by}"
+                if self.shown_by
+                else "with accumulated gradients; call reduce_gradients(model) first, or"
+                " zero_grad()"
+            )
+            raise PhaseError(
+                f"offload_to_host was called on unit '{self.name}' {what}. Call it between two"
+                " steps"
+            )
+        if self.is_sharded or self.mesh_info.device.type == "cpu":
+            return
+        for param in self.params:
+            own = param.own
+            if own is not None and not can_take_data(own, torch.empty(0, device="cpu")):
+                raise AnnotationError(
+                    f"offload_to_host: parameter '{param.fqn}' of unit '{self.name}' is replicated"
+                    f" on {own.device}, whose tensors torch cannot move in place. Shard it, or"
+                    " leave the model where it is"
+                )
+
+    def sleep(self, home: HostHome | None) -> None:
+        """Let parameters and gradients rest on the host, and give up what the device holds.
+
+        Args:
+            home: None: they are on the host already.
+        """
+        if self.root is not None:
+            if self.root.in_step and not self.root.running:
+                self.root.reset()
+            self.root.forget()  # it holds shards
+        self.hide()
+        self.reshard()
+        self.asleep = True
+        if home is None or self.spec.offload is not None:
+            return
+        for undo in self._rebuild_undo:
+            undo()
+        self._rebuild_undo = []
+        for group in self.groups:
+            group.leave(home)
+        self.groups, self.buckets, self.sparse, self.arrivals = [], [], [], {}
+        self._swap = ParameterSwap(())
+
+    def wake(self) -> None:
+        """The inverse of `sleep`."""
+        self.asleep = False
+        if not self.groups:
+            for param in self.params:
+                if param.own is not None:  # shards are brought when the groups are built
+                    param.move(lambda tensor: tensor.to(self.mesh_info.device))
+            self.build()
+
     # --- removal ---------------------------------------------------------------------------------
 
     @staticmethod
     def before_removal(units: Sequence[Unit]) -> None:
         """Gather whole parameters and gradients, on all ranks, before anything changes."""
+        for unit in units:
+            unit.refuse_asleep("remove")
         for unit in units:
             if unit.has_unreduced:
                 raise PhaseError(
@@ -1064,7 +1133,7 @@ class Unit:
             registered = param.registered
             if registered is not None:
                 drop_label(registered)
-                keep_gradients_in(registered.dtype, registered)
+                keep_gradients_in(param.grad_dtype or registered.dtype, registered)
         self.groups, self.buckets, self.params, self.root = [], [], [], None
         self.modules = ()
         self._leave_tree()
@@ -1152,6 +1221,7 @@ class Unit:
         for param, twin in pairs:
             places = tuple(place for place in param.info.places if id(place.module) in memo)
             twin.start(copy.deepcopy(replace(param.info, places=places), memo))
+            twin.grad_dtype = param.grad_dtype  # copy.deepcopy drops it
         params = [twin for _, twin in pairs]
         spec = replace(unit.spec, params=(), mesh_info=unit.mesh_info)
         self._take(
@@ -1172,7 +1242,15 @@ class Unit:
         """Casts of buffers that modules hold now, each with the buffer itself."""
         return self._buffers.pairs()
 
+    def refuse_asleep(self, what: str) -> None:
+        if self.asleep:
+            raise PhaseError(
+                f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call wake()"
+                " on what that returned first, on all ranks"
+            )
+
     def refuse_copy(self) -> None:
+        self.refuse_asleep("copy.deepcopy")
         if self.shown_by == RANK0_ONLY:
             raise PhaseError(
                 f"copy.deepcopy of unit '{self.name}' inside of {self.shown_by}: the other ranks"
@@ -1320,7 +1398,11 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
     else:
         plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
     _restore(
-        param, plain, None if gradient is None else _laid_out(gradient, at_rest).to(plain.dtype)
+        param,
+        plain,
+        None
+        if gradient is None
+        else _laid_out(gradient, at_rest).to(param.grad_dtype or plain.dtype),
     )
 
 
@@ -1330,6 +1412,7 @@ def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) 
     if plain is at_rest:
         return
     plain.requires_grad_(at_rest.requires_grad)
+    keep_gradients_in(param.grad_dtype or plain.dtype, plain)
     plain.grad = gradient
     copy_attributes(at_rest, plain)
     move_hooks(at_rest, plain)

@@ -6,12 +6,11 @@ and an annotated module gets its methods as attributes of its own, which `remove
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NoReturn
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch.distributed import fsdp
@@ -21,7 +20,7 @@ from composable.api import scopes
 from composable.api.accumulation import launch_reductions, reduce_gradients
 from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
-from composable.contract.contract import drop_attribute
+from composable.contract.methods import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.grad_bucket import SyncMode
 from composable.engine.param_group import ParamGroup
@@ -427,40 +426,6 @@ def _module(instance: Any) -> nn.Module:
 # --- methods of annotated modules ----------------------------------------------------------------
 
 
-class Method:
-    """The method `name` of one module, in the module's own attributes.
-
-    It holds the module weakly, so that the two form no cycle. A copy belongs to the copy of the
-    module, and a pickle names the method.
-    """
-
-    __slots__ = ("_module", "_name")
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = ref(module)
-        self._name = name
-
-    @property
-    def _owner(self) -> nn.Module:
-        module = self._module()
-        if module is None:
-            raise NotAnnotatedError(f"{self._name}: the module of this method is gone")
-        return module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function of `FSDPModule` with the module."""
-        return getattr(FSDPModule, self._name)(self._owner, *args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"<FSDPModule.{self._name} of a {type(self._owner).__name__}>"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Method:
-        return Method(copy.deepcopy(self._owner, memo), self._name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._owner, self._name)
-
-
 def give_methods(module: nn.Module) -> None:
     """Set the methods of `FSDPModule` on an annotated module, where it has no such names."""
     own = vars(module)
@@ -470,16 +435,13 @@ def give_methods(module: nn.Module) -> None:
     annotation = annotation_of(module)
     assert annotation is not None
     annotation.callbacks.append(partial(_take_methods, module))
-    taken = (own, own["_parameters"], own["_buffers"], own["_modules"])
     for name in NAMES:
-        if not hasattr(type(module), name) and not any(name in table for table in taken):
-            own[name] = Method(module, name)
+        bind_method(module, name, getattr(FSDPModule, name))
 
 
 def _take_methods(module: nn.Module) -> None:
     for name in NAMES:
-        if isinstance(vars(module).get(name), Method):
-            drop_attribute(module, name)
+        unbind_method(module, name)
 
 
 # --- handles and states --------------------------------------------------------------------------

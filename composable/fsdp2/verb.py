@@ -134,15 +134,14 @@ fully_shard.state = state  # type: ignore[attr-defined]
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method other than forward run with gathered parameters, as forward does.
 
-    Does nothing on a module that is not annotated, as torch's. The method must be one of the
-    module's class; torch also takes one that was set on the module.
+    Does nothing on a module that is not annotated, as torch's.
 
     Args:
         module: any module.
         method_name: e.g. "generate".
 
     Raises:
-        NotAnnotatedError: the module's class has no such method.
+        NotAnnotatedError: the module has no such method.
 
     Example:
         >>> register_fsdp_forward_method(model, "generate")

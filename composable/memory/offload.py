@@ -80,6 +80,11 @@ def wait_for_traffic() -> None:
         traffic.wait()
 
 
+def free_cached_memory(device: torch.device) -> None:
+    """Return what torch's allocator caches to the device, where other processes can take it."""
+    getattr(torch.get_device_module(device), "empty_cache", lambda: None)()
+
+
 class HostHome:
     """Host memory in which shards and gradients rest that `device` computes with.
 

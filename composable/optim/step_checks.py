@@ -91,6 +91,11 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         land_held()
     for owner in dict.fromkeys(label.owner for _, label in labelled):
         unit = None if owner is None else owner()
+        if unit is not None and unit.asleep:
+            raise OptimizerError(
+                f"{step}: unit '{unit.name}' rests on the host since offload_to_host. Call wake()"
+                " on what that returned first"
+            )
         if unit is not None and unit.root is not None and unit.root.split_by:
             raise OptimizerError(
                 f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes"

@@ -37,13 +37,37 @@ class Policy(ABC):
 
 
 def not_empty(picked: Selection, root: nn.Module) -> Selection:
-    """Return `picked`, or raise an error that lists the classes present."""
+    """Return `picked`, or raise an error that lists the classes present, and what would do."""
     if picked:
         return picked
     present = [
         f"{cls.__name__} x{count}" for cls, count in Counter(map(type, root.modules())).items()
     ]
-    raise PolicyError(f"policy matched 0 modules; classes present: {few(present, limit=12)}")
+    units = repeated_modules(root)
+    hint = f"; modules that repeat make good units: {few(units, limit=4)}" if units else ""
+    raise PolicyError(f"policy matched 0 modules; classes present: {few(present, limit=12)}{hint}")
+
+
+def repeated_modules(root: nn.Module) -> list[str]:
+    """Name the outermost modules of one class that repeat in a list: `Block x12 ('blocks.*')`."""
+    found: Counter[tuple[str, str]] = Counter()
+    for fqn, module in root.named_modules():
+        pattern = ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+        trains = any(True for _ in module.parameters())
+        if pattern.endswith("*") and trains and not is_container(module):
+            found[pattern, type(module).__name__] += 1
+    repeated = {key: count for key, count in found.items() if count > 1}
+    return [
+        f"{name} x{count} ('{pattern}')"
+        for (pattern, name), count in repeated.items()
+        if not any(pattern.startswith(f"{outer}.") for outer, _ in repeated)
+    ]
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module has no forward, as `ModuleList` and `ModuleDict`."""
+    forward: Any = getattr(module.forward, "__func__", None)
+    return forward is nn.Module.forward
 
 
 def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:

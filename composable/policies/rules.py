@@ -12,7 +12,14 @@ from torch import nn
 from typing_extensions import override
 
 from composable.errors import PolicyError, closest, describe_module, few
-from composable.policies.base import Policy, Selection, as_classes, kind_of, not_empty
+from composable.policies.base import (
+    Policy,
+    Selection,
+    as_classes,
+    is_container,
+    kind_of,
+    not_empty,
+)
 
 
 class ModuleWrapPolicy(Policy):
@@ -170,11 +177,10 @@ class SizePolicy(Policy):
                     elements += parameter.numel()
             if not is_leaf:
                 elements += sum(left_over(child) for child in module.children())
-            forward: Any = getattr(module.forward, "__func__", None)
             if (
                 elements < self.min_num_params
                 or isinstance(module, self.exclude)
-                or forward is nn.Module.forward
+                or is_container(module)
             ):
                 return elements
             large.add(id(module))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +17,20 @@ from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.engine.param import whole_of
+from composable.memory.torch_private import local_of
 from composable.state.whole import all_or_none, require_at_rest
 
+_WORDS: Final = 1 << 18  # that a checksum takes at once
+_WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the size of an element
+_ODD: Final = 6364136223846793005
 SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 
 
 def stream_full(
-    model: nn.Module, *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    since: MutableMapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time.
 
@@ -35,18 +42,69 @@ def stream_full(
     Args:
         model: an annotated module, or one that contains some.
         dtype: cast floating-point tensors to it.
+        since: a dict that the caller keeps, at first empty. Tensors are left out that are on every
+            rank as they were when they were last yielded with this dict. It gets checksums of the
+            shards, so that writes of any kind are seen; all ranks find the same.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
         PhaseError: inside of a forward or backward.
 
     Example:
-        >>> for fqn, tensor in stream_full(model, dtype=torch.bfloat16):
+        >>> seen = {}
+        >>> for fqn, tensor in stream_full(model, dtype=torch.bfloat16, since=seen):
         ...     engine.load_weight(fqn, tensor)
     """
     model = unwrapped(model)
-    require_at_rest("stream_full", units_in("stream_full", model))
-    return _stream(_tensors_in(model), dtype)
+    units = units_in("stream_full", model)
+    require_at_rest("stream_full", units)
+    tensors = _tensors_in(model)
+    if since is None:
+        return _stream(tensors, dtype)
+    sums = _checksums(tensors)
+    comm = units[0].mesh_info.all
+    mine = [int(since.get(fqn) != sums[fqn]) for fqn in tensors]
+    every = comm.all_gather_ints(mine, "exchange of which tensors changed")
+    changed = [
+        fqn for fqn, flags in zip(tensors, zip(*every, strict=True), strict=True) if any(flags)
+    ]
+    return _noting({fqn: tensors[fqn] for fqn in changed}, dtype, sums, since)
+
+
+def _noting(
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    sums: Mapping[str, int],
+    since: MutableMapping[str, int],
+) -> Iterator[tuple[str, Tensor]]:
+    for fqn, whole in _stream(tensors, dtype):
+        yield fqn, whole
+        since[fqn] = sums[fqn]  # the caller has used it
+        del whole
+
+
+@torch.no_grad()
+def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Checksums of what this rank has of tensors; the host waits for the device once.
+
+    A sum of all words, modulo 2**64, each times an odd number of its own: a tensor in which one
+    word changed has another one, and any other change is missed by a chance of about 2**-32.
+    """
+    factors: dict[torch.device, Tensor] = {}
+    sums = []
+    for tensor in tensors.values():
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        if local.device not in factors:
+            generator = torch.Generator().manual_seed(0)
+            drawn = torch.randint(1 << 62, (_WORDS,), generator=generator, device="cpu") * 2 + 1
+            factors[local.device] = drawn.to(local.device)
+        flat = local.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+        words = flat.view(_WORD_OF.get(flat.element_size(), torch.int64))
+        total = torch.zeros((), dtype=torch.int64, device=local.device)
+        for part in words.split(_WORDS):
+            total = total * _ODD + (part.to(torch.int64) * factors[local.device][: len(part)]).sum()
+        sums.append(total)
+    return {fqn: int(total) for fqn, total in zip(tensors, sums, strict=True)}
 
 
 def _tensors_in(model: nn.Module) -> dict[str, Tensor]:

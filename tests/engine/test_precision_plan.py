@@ -5,6 +5,7 @@ divided: once and after the sum, or in two steps where the sum could overflow.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,31 @@ def test_gradients_are_summed_in_the_dtype_of_the_computation_unless_told_otherw
     policy = MixedPrecisionPolicy(**asked)
     assert resolve(policy, float32) == expected
     assert not resolve(policy, float32, exact=True).changes
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "expected"),
+    [
+        ({}, float32, Precision(bfloat16, bfloat16, float32, float32, float32)),
+        (
+            {"reduce_dtype": bfloat16},
+            float32,
+            Precision(bfloat16, bfloat16, bfloat16, float32, float32),
+        ),
+        ({"reduce_dtype": "grad_dtype"}, None, Precision(*[bfloat16] * 4)),
+        (
+            {"reduce_dtype": "grad_dtype", "param_dtype": float32},
+            None,
+            Precision(bfloat16, float32, bfloat16, bfloat16),
+        ),
+        ({"keep_grads_in_reduce_dtype": True, "reduce_dtype": float32}, None,
+         Precision(bfloat16, bfloat16, float32, float32)),
+    ],
+)  # fmt: skip
+def test_a_parameter_may_say_in_which_dtype_its_gradient_is(
+    asked: dict[str, Any], own: torch.dtype | None, expected: Precision
+) -> None:
+    assert resolve(MixedPrecisionPolicy(**asked), bfloat16, grad_dtype=own) == expected
 
 
 def test_whether_anything_is_cast_depends_on_the_parameter() -> None:

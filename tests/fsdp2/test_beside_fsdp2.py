@@ -291,6 +291,11 @@ def _forward_method(api: Any) -> Run:
     api.register_fsdp_forward_method(run.model, "generate")
     api.register_fsdp_forward_method(nn.Linear(1, 1), "generate")  # does nothing
     run.note("generated", run.model.generate(_batch(7)).detach())
+    model = run.model
+    model.score = lambda x: model.forward(x) * model.first.bias.sum()  # set on the module
+    api.register_fsdp_forward_method(model, "score")
+    api.register_fsdp_forward_method(model, "score")
+    run.note("scored", model.score(_batch(6)).detach())
     run.model.generate(_batch(8)).square().mean().backward()
     run.step()
     return run

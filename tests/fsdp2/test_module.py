@@ -37,7 +37,7 @@ from composable.fsdp2 import (
 )
 from composable.fsdp2.module import NAMES
 from tests.helpers.communicators import Log, Recording
-from tests.helpers.compare import full_gradients, full_parameters
+from tests.helpers.compare import anatomy, full_gradients, full_parameters
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, spmd
 
@@ -173,6 +173,32 @@ def test_a_module_of_torchs_own_replicate_still_is_one() -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     assert isinstance(replicate_with_fsdp.replicate(_layers(), mesh=mesh), FSDPModule)
+
+
+@spmd(ranks=2)
+def test_a_slice_is_none_containers_and_a_second_call_are_refused() -> None:
+    model = _sharded()
+    assert not isinstance(model[:2], FSDPModule)
+    assert isinstance(model[:2][0], FSDPModule)
+    with pytest.raises(AnnotationError, match="was already applied"):
+        fully_shard(model)
+    for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
+        with pytest.raises(AnnotationError, match="has no forward"):
+            fully_shard(container)
+        assert not isinstance(container, FSDPModule)
+        assert type(next(container.parameters())) is nn.Parameter
+
+
+@spmd(ranks=2)
+def test_a_state_dict_has_live_shards_also_of_an_unsharded_model() -> None:
+    model = _sharded()
+    model.unshard()
+    state = model.state_dict()
+    assert [type(value) for value in state.values()] == [DTensor] * len(state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(not value.to_local().any() for value in state.values())
 
 
 class Reshards(nn.Linear):
@@ -451,6 +477,30 @@ def test_a_divisor_in_the_middle_of_a_step_is_refused_and_changes_nothing() -> N
         expected = before[name]
         assert expected is not None
         torch.testing.assert_close(gradient, expected * (1 if name[0] == "0" else 2))
+
+
+@pytest.mark.beyond_sim("FSDP2 does not know the device")
+@spmd(ranks=2)
+def test_a_model_that_fsdp2_has_sharded_in_part_is_refused_and_stays_as_it_is() -> None:
+    below, on, around = _layers(), _layers(), _layers()
+    fsdp.fully_shard(below[0])
+    fsdp.fully_shard(on)
+    fsdp.fully_shard(around)
+    cases: list[tuple[nn.Module, nn.Module, str]] = [
+        (below, below, "ClashError: fully_shard: '0' is managed by torch's fully_shard already"),
+        (on, on, "ClashError: fully_shard: the module is managed by torch's fully_shard already"),
+        (around, around[2], "AnnotationError: parameter '2.weight' is a DTensor already"),
+    ]
+    for model, module, message in cases:
+        before = anatomy(model)
+        assert refusal(lambda module=module: fully_shard(module)).startswith(message)
+        assert anatomy(model) == before
+    # apart from each other the two work
+    whole = _layers()
+    fsdp.fully_shard(whole[0])
+    fully_shard(whole[2])
+    whole[2](whole[0](_batch())).sum().backward()
+    assert {type(whole[n].weight.grad) for n in (0, 2)} == {DTensor}
 
 
 @spmd(ranks=2)

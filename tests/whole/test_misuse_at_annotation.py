@@ -561,7 +561,8 @@ def ignored_parameters_that_match_nothing() -> list[str]:
 @says(
     *[
         "PolicyError: policy matched 0 modules; classes present: Nested x2, Linear x10, Sequential"
-        " x2, ReLU x2, Layer x2"
+        " x2, ReLU x2, Layer x2; modules that repeat make good units: Linear x2 ('inner.plain.*'),"
+        " Linear x2 ('plain.*')"
     ]
     * 3
 )

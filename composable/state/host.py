@@ -1,0 +1,160 @@
+"""`offload_to_host`: a model and its optimizers leave the device between two phases of training."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable.api.scopes import units_in
+from composable.compilation import unwrapped
+from composable.contract.values import map_tensors
+from composable.engine.unit import Unit
+from composable.errors import AnnotationError
+from composable.memory.offload import HostHome, free_cached_memory, wait_for_traffic
+from composable.memory.streams import has_streams
+from composable.memory.torch_private import dtensor_like, local_of
+from composable.state.whole import require_at_rest
+
+
+class HostOffload:
+    """What `offload_to_host` returns: a model that rests on the host. A context manager, too."""
+
+    def __init__(
+        self, model: nn.Module, units: list[Unit], optimizers: tuple[Optimizer, ...]
+    ) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._units = units
+        # by the ids of host tensors; it holds them, so that these ids stay theirs
+        self._hosted: dict[int, tuple[Tensor, torch.device]] = {}
+
+    def wake(self) -> None:
+        """Bring everything back to the device. May be called again; all ranks call it.
+
+        The next step is that of a model that never left.
+        """
+        units, self._units = self._units, []
+        for unit in units:
+            unit.wake()
+        if units:
+            self._move(self._back)
+            self._hosted = {}
+
+    def __enter__(self) -> HostOffload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wake()
+
+    def leave(self) -> None:
+        """Copy everything to the host and free it on the device."""
+        devices = dict.fromkeys(unit.mesh_info.device for unit in self._units)
+        homes = {
+            device: HostHome(device, pin_memory=True) for device in devices if has_streams(device)
+        }
+        for unit in self._units:
+            unit.sleep(homes.get(unit.mesh_info.device))
+        copies: dict[int, tuple[Tensor, Tensor]] = {}  # shared tensors stay shared
+
+        def to_host(tensor: Tensor) -> Tensor:
+            home = homes.get(tensor.device)
+            if home is None:
+                return tensor
+            if id(tensor) not in copies:
+                (host,) = home.take([tensor.detach()])
+                copies[id(tensor)] = tensor, host
+                self._hosted[id(host)] = host, tensor.device
+            return copies[id(tensor)][1]
+
+        self._move(to_host)
+        copies.clear()
+        wait_for_traffic()
+        gc.collect()  # the roots that are forgotten form cycles
+        for device in homes:
+            free_cached_memory(device)
+
+    def _back(self, tensor: Tensor) -> Tensor:
+        known = self._hosted.get(id(tensor))
+        return tensor if known is None else tensor.to(known[1])
+
+    def _move(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Move buffers, and the states of optimizers."""
+        moved: dict[int, Tensor] = {}
+
+        def once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in moved:
+                moved[id(tensor)] = move(tensor)
+            return moved[id(tensor)]
+
+        def any_kind(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return once(tensor)
+            local = local_of(tensor)
+            there = once(local)
+            return tensor if there is local else dtensor_like(there, tensor)
+
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = any_kind(buffer)
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    state[key] = map_tensors(value, any_kind)
+
+
+@torch.no_grad()
+def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
+    """Let a model leave the device between two phases of training, for inference on that device.
+
+    Shards, replicated parameters, reduced gradients, buffers and the optimizers' states go to
+    pinned host memory. Device memory is freed, also that which torch's allocator caches. All ranks
+    call it between two steps, and all of them wake the model. Meanwhile forwards, optimizer steps
+    and the functions of this package refuse the model by name; parameters can be read and saved as
+    tensors of the host. On ranks that compute on the host nothing is copied. Parameters that no
+    unit manages (`ignored_params`), communication hooks' states, and what else holds a tensor of
+    the device stay there.
+
+    Args:
+        model: an annotated module, or one that contains some.
+        optimizers: those of the model.
+
+    Returns:
+        A handle whose `wake()` brings everything back; also a context manager that does so at its
+        end. The next step has the same bits as one of a model that never left; buckets of
+        `replicate` alone are put in order anew.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        PhaseError: inside of a forward, a backward or `unsharded`; gradients are accumulated and
+            not reduced; or the model is on the host already.
+        AnnotationError: an optimizer is none, or replicated parameters are on a device whose
+            tensors torch cannot move in place.
+
+    Example:
+        >>> with offload_to_host(model, optimizer):
+        ...     rollouts = engine.generate(prompts)
+        >>> handle = offload_to_host(model, optimizer)
+        >>> handle.wake()
+
+    As the sleep and wake of verl, prime-rl and AReaL.
+    """
+    model = unwrapped(model)
+    units = units_in("offload_to_host", model)
+    for each in optimizers:
+        given: Any = each
+        if not isinstance(given, Optimizer):
+            raise AnnotationError(
+                f"offload_to_host takes the model's optimizers, got a {type(given).__name__}"
+            )
+    for unit in units:
+        unit.refuse_sleep()
+    require_at_rest("offload_to_host", units)
+    offload = HostOffload(model, units, optimizers)
+    offload.leave()
+    return offload

@@ -1,0 +1,226 @@
+"""`offload_to_host`: a model leaves the device between two phases, and trains on as before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import (
+    fully_shard,
+    keep_unsharded,
+    no_sync,
+    offload_to_host,
+    remove,
+    replicate,
+    stream_full,
+    unshard,
+    unsharded,
+)
+from composable.errors import AnnotationError, OptimizerError, PhaseError
+from composable.memory.offload import HostHome
+from composable.memory.torch_private import can_take_data, local_of
+from composable.state import host
+from tests.helpers.world import Pool, current_device, spmd
+
+WIDTH: Final = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH + 1), nn.Linear(3 * WIDTH + 1, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("shift", torch.full((WIDTH,), 0.1))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shift.mul_(0.9)
+        x = x + self.shift.to(x.dtype)
+        return x + self.norm(self.down(self.up(x).relu())) * self.scale
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
+    return model.to(current_device())
+
+
+def _hybrid(model: nn.Module) -> None:
+    mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, policy={Block}, mesh=mesh)
+
+
+def _both(model: Any) -> None:
+    fully_shard(model[0])
+    replicate(model)
+
+
+ANNOTATIONS: Final[dict[str, Callable[[Any], Any]]] = {
+    "fully_shard": lambda model: fully_shard(model, policy={Block}),
+    "mixed precision": lambda model: fully_shard(model, policy={Block}, mp_policy="bf16"),
+    "kept until backward": lambda model: fully_shard(
+        model, policy={Block}, reshard_after_forward=False
+    ),
+    "hybrid": _hybrid,
+    "fully_shard inside replicate": _both,
+    "replicate": replicate,
+    "replicate in bf16": lambda model: replicate(model, policy={Block}, mp_policy="bf16"),
+}
+
+
+def _backward(model: Any, number: int) -> Tensor:
+    torch.manual_seed(10 * number + dist.get_rank())
+    with torch.device("cpu"):
+        x = torch.randn(4, WIDTH)
+    loss: Tensor = model(x.to(current_device())).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def _trained(scheme: str, sleeps: Callable[[Any, Any], None]) -> list[Tensor]:
+    """Losses, and what this rank has at the end."""
+    model = _model()
+    ANNOTATIONS[scheme](model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses, landed = [], []
+    model[2].bias.register_post_accumulate_grad_hook(
+        lambda parameter: landed.append(_local(parameter.grad).cpu())
+    )
+    for number in range(4):
+        losses.append(_backward(model, number))
+        if number == 1:
+            sleeps(model, optimizer)  # with gradients
+        optimizer.step()
+        if number == 2:
+            sleeps(model, optimizer)  # once more, with the gradients of before the step
+        optimizer.zero_grad()
+    states = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    tensors = [*model.parameters(), *model.buffers(), *states]
+    assert len(landed) == 4
+    return [*losses, *landed, *(_local(tensor).cpu() for tensor in tensors)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (local_of(tensor) if hasattr(tensor, "placements") else tensor).detach()  # type: ignore[arg-type]
+
+
+def _bytes_on_device() -> int:
+    device = current_device()
+    if device.type == "sim":
+        from tests.accelerator import sim  # noqa: PLC0415, it is there only then
+
+        sim.synchronize(device)
+        return int(sim.native.memory(device.index)[0])
+    return int(torch.get_device_module(device).memory_allocated())
+
+
+def _sleeps_and_wakes(model: Any, optimizer: Any) -> None:
+    on_device = current_device().type != "cpu"
+    before = {id(p): p for p in model.parameters()}
+    ranks_share = current_device().type == "cuda"
+    held = _bytes_on_device() if on_device else 0
+    values = [_local(p).cpu() for p in model.parameters()]
+    with offload_to_host(model, optimizer):
+        if on_device:
+            largest = sum(_local(p).nbytes for p in model.parameters())
+            assert largest > 10_000 or dist.get_world_size() > 2
+            assert _bytes_on_device() <= held / 20 or ranks_share
+        tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        tensors += [*model.buffers(), *optimizer.state[model[0].scale].values()]
+        assert {_local(tensor).device.type for tensor in tensors} == {"cpu"}
+        for value, parameter in zip(values, model.parameters(), strict=True):
+            assert torch.equal(_local(parameter), value)
+    assert before == {id(p): p for p in model.parameters()}
+    if on_device:
+        assert _bytes_on_device() >= held / 2
+
+
+@contextmanager
+def _copied_on_the_host_too() -> Iterator[None]:
+    """On ranks of the host, copy as an accelerator's do, to ordinary memory."""
+    with ExitStack() as stack:
+        if current_device().type == "cpu":
+            stack.enter_context(mock.patch.object(host, "has_streams", return_value=True))
+            home = mock.patch.object(
+                host, "HostHome", lambda device, pin_memory: HostHome(device, pin_memory=False)
+            )
+            stack.enter_context(home)
+        yield
+
+
+def _is_as_if_it_had_not_slept(scheme: str) -> None:
+    if "replicate" in scheme and not can_take_data(
+        torch.empty(0, device=current_device()), torch.empty(0, device="cpu")
+    ):
+        pytest.skip("torch moves no tensors of this device in place")
+    with _copied_on_the_host_too():
+        slept = _trained(scheme, _sleeps_and_wakes)
+    awake = _trained(scheme, lambda model, optimizer: None)
+    for one, other in zip(slept, awake, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("scheme", list(ANNOTATIONS))
+def test_the_steps_after_waking_have_the_bits_of_a_model_that_never_slept(
+    pool: Pool, scheme: str
+) -> None:
+    pool.run(4 if scheme == "hybrid" else 2, _is_as_if_it_had_not_slept, scheme)
+
+
+@spmd(ranks=2)
+def test_a_sleeping_model_is_refused_by_name() -> None:
+    model = fully_shard(_model(), policy={Block})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    _backward(model, 0)
+    handle = offload_to_host(model, optimizer)
+    uses: dict[str, Callable[[], Any]] = {
+        "forward": lambda: _backward(model, 0),
+        "unshard": lambda: unshard(model),
+        "stream_full": lambda: stream_full(model),
+        "offload_to_host": lambda: offload_to_host(model),
+        "remove": lambda: remove(model, fully_shard),
+        "copy.deepcopy": lambda: copy.deepcopy(model),
+    }
+    for name, use in uses.items():
+        with pytest.raises(PhaseError, match=f"^{name}: unit '.*' rests on the host since"):
+            use()
+    with pytest.raises(OptimizerError, match=r"SGD.step: unit '.*' rests on the host since"):
+        optimizer.step()
+    assert set(model.state_dict()) == set(_model().state_dict())
+    handle.wake()
+    handle.wake()
+    optimizer.step()
+    _backward(model, 1)
+    with keep_unsharded(model), torch.no_grad():
+        model(torch.ones(2, WIDTH, device=current_device()))
+    remove(model, fully_shard)
+
+
+@spmd(ranks=2)
+def test_what_cannot_sleep_now_is_refused_and_goes_on() -> None:
+    model = fully_shard(_model(), policy={Block})
+    with no_sync(model):
+        _backward(model, 0)
+    with pytest.raises(PhaseError, match="with accumulated gradients; call reduce_gradients"):
+        offload_to_host(model)
+    _backward(model, 1)
+    with unsharded(model), pytest.raises(PhaseError, match=r"inside of unsharded\(\)"):
+        offload_to_host(model)
+    given: Any = model
+    with pytest.raises(AnnotationError, match="takes the model's optimizers, got a Sequential"):
+        offload_to_host(model, given)
+    handle = model[0].register_forward_hook(lambda *_: offload_to_host(model))
+    with pytest.raises(PhaseError, match="inside of the forward"):
+        _backward(model, 2)
+    handle.remove()
+    _backward(model, 3)
