@@ -8,7 +8,7 @@ from transformers import Trainer
 
 from tests.trainers.programs.cpu_ranks import Rows, tiny_llama
 from tests.trainers.programs.recording import Record, digest, exported
-from tests.trainers.programs.with_transformers import Noted, arguments
+from tests.trainers.programs.with_transformers import LLAMA, Noted, arguments
 
 
 def run(record: Record, folder: str) -> None:
@@ -19,7 +19,7 @@ def run(record: Record, folder: str) -> None:
         config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
         model = get_peft_model(base, config)
         return Trainer(
-            model=model, args=arguments(folder, "FULL_STATE_DICT"), train_dataset=Rows(64),
+            model=model, args=arguments(folder, "FULL_STATE_DICT", LLAMA), train_dataset=Rows(64),
             callbacks=[Noted(record)],
         )  # fmt: skip
 

@@ -10,7 +10,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.trainers.programs.cpu_ranks import tiny_llama
 from tests.trainers.programs.recording import Record, digest, exported
-from tests.trainers.programs.with_transformers import Noted, arguments
+from tests.trainers.programs.with_transformers import LLAMA, Noted, arguments
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -33,7 +33,9 @@ def sft(record: Record, folder: str) -> None:
     def trainer() -> SFTTrainer:
         return SFTTrainer(
             model=tiny_llama(),
-            args=arguments(folder, "FULL_STATE_DICT", of=SFTConfig, bf16=False, max_length=12),
+            args=arguments(
+                folder, "FULL_STATE_DICT", LLAMA, of=SFTConfig, bf16=False, max_length=12
+            ),
             train_dataset=Dataset.from_list([{"text": _text(n, 10)} for n in range(64)]),
             processing_class=_tokenizer(),
             callbacks=[Noted(record)],
@@ -60,7 +62,13 @@ def dpo(record: Record, folder: str) -> None:
         model=tiny_llama(),
         ref_model=tiny_llama(),
         args=arguments(
-            folder, "FULL_STATE_DICT", of=DPOConfig, bf16=False, max_length=12, save_strategy="no"
+            folder,
+            "FULL_STATE_DICT",
+            LLAMA,
+            of=DPOConfig,
+            bf16=False,
+            max_length=12,
+            save_strategy="no",
         ),
         train_dataset=Dataset.from_list(pairs),
         processing_class=_tokenizer(),
