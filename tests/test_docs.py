@@ -107,9 +107,8 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
 _RUN_ELSEWHERE = {
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
     "docs/guides/trainers.md": (
-        3,
-        "tests/whole/test_trainers.py",
-        "tests/fsdp2/test_installation.py",
+        9,
+        "tests/trainers/test_beside_fsdp2.py",
     ),
 }
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.helpers.launched import launched
 from tests.helpers.world import Pool
-from tests.trainers.programs.__main__ import NEEDS, OPTIONS, PROGRAMS
+from tests.trainers.programs.__main__ import GUIDE, NEEDS, OPTIONS, PROGRAMS
 
-_ALL: Final = {**PROGRAMS, **OPTIONS}
+_ALL: Final = {**PROGRAMS, **OPTIONS, **GUIDE}
 _MODULE: Final = "tests.trainers.programs"
 # of float32; bf16 rounds before the sum
 _ROUNDING: Final = 1e-5
@@ -43,8 +43,9 @@ def outcomes(
     @cache
     def over(backend: str) -> dict[str, Outcome]:
         command = (_MODULE,) if backend == "FSDP2" else ("composable.fsdp2", "-m", _MODULE)
+        run = [name for name in names if backend != "FSDP2" or name not in GUIDE]
         folder = tmp_path_factory.mktemp(backend)
-        printed = launched(pool, 2, *command, str(folder), *names)
+        printed = launched(pool, 2, *command, str(folder), *run)
         (line,) = [line for line in printed.splitlines() if line.startswith(f"{backend} {{")]
         found: dict[str, Outcome] = json.loads(line.removeprefix(backend))
         return found
@@ -76,9 +77,13 @@ def _assert_exact(backend: str, numbers: dict[str, list[Any]]) -> None:
             assert numbers[loaded] == numbers[saved], f"{loaded} over {backend}"
 
 
-def _compare(name: str, outcomes: Outcomes) -> None:
+def _skip_without(name: str) -> None:
     if missing := _missing(name):
         pytest.skip(f"{', '.join(missing)} is not installed; pip install -e '.[test]'")
+
+
+def _compare(name: str, outcomes: Outcomes) -> None:
+    _skip_without(name)
     theirs, reductions, failed = outcomes("FSDP2", name)
     assert not failed, f"over FSDP2:\n{failed}"
     numbers, own_reductions, failed = outcomes("composable", name)
@@ -104,3 +109,14 @@ def test_a_trainer_with_other_options_gives_the_numbers_of_fsdp2(
     name: str, outcomes: Outcomes
 ) -> None:
     _compare(name, outcomes)
+
+
+@pytest.mark.parametrize("name", GUIDE)
+def test_the_programs_of_the_guide_run(name: str, outcomes: Outcomes) -> None:
+    _skip_without(name)
+    numbers, _, failed = outcomes("composable", name)
+    assert not failed, failed
+    (files,) = numbers["files"]
+    assert {"state", "weights", "trained", "final", "adapter", "t5"} <= set(files)
+    skips = sum(numbers["skipped"])
+    assert skips == sum(find_spec(package) is None for package in ("trl", "lightning_fabric"))

@@ -4,7 +4,6 @@ what each noted. They share imports, which take longer than the programs.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from composable.memory.torch_private import classes_of_fsdp2
-from tests.trainers.programs.recording import Record
+from tests.trainers.programs.recording import Record, start_over
 
 FULL: Final = {"kind": "FULL_STATE_DICT"}
 SHARDED: Final = {"kind": "SHARDED_STATE_DICT"}
@@ -46,6 +45,8 @@ OPTIONS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "calls of torchtitan, bf16": ("as_torchtitan_calls", "run", {"chunked": False, "bf16": True}),
 }  # fmt: skip
 
+GUIDE: Final = {"the guide": ("of_the_guide", "run", {})}
+
 # What must be installed.
 NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "with_accelerate": ("accelerate", "transformers"),
@@ -54,22 +55,12 @@ NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "with_trl": ("trl", "datasets", "accelerate", "transformers"),
     "with_fabric": ("lightning_fabric",),
     "as_torchtitan_calls": (),
+    "of_the_guide": ("peft", "accelerate", "transformers"),
 }
 
 
-def _reset() -> None:
-    """Let the next program start as in a process of its own."""
-    if "accelerate" in sys.modules:
-        state = importlib.import_module("accelerate.state")
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
-    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
-        del os.environ[name]  # accelerate and the Trainer hand options on in them
-    gc.collect()
-
-
 def _program(name: str) -> tuple[str, str, dict[str, Any]]:
-    return {**PROGRAMS, **OPTIONS}[name]
+    return {**PROGRAMS, **OPTIONS, **GUIDE}[name]
 
 
 def main(folder: str, names: list[str]) -> None:
@@ -91,7 +82,7 @@ def main(folder: str, names: list[str]) -> None:
         except Exception:
             failed = traceback.format_exc()
         outcomes[name] = [record.numbers, record.reductions, failed]
-        _reset()
+        start_over()
     if dist.get_rank() == 0:
         sharded_by = "FSDP2" if classes_of_fsdp2() else "composable"
         print(f"{sharded_by} {json.dumps(outcomes)}", flush=True)

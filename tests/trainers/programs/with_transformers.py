@@ -115,17 +115,21 @@ def _marian() -> Any:
     )  # fmt: skip
 
 
-def _t5() -> Any:
-    """Its embedding is in three places, two of them in no unit of accelerate's plan: FSDP2 and
-    composable refuse that one. What the user has sharded, trainers take as it is.
-    """
+def tiny_t5() -> Any:
     torch.manual_seed(0)
-    model = T5ForConditionalGeneration(
+    return T5ForConditionalGeneration(
         T5Config(
             vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, pad_token_id=0,
             eos_token_id=1, decoder_start_token_id=0,
         )
     )  # fmt: skip
+
+
+def _sharded_t5() -> Any:
+    """Its embedding is in three places, two of them in no unit of accelerate's plan: FSDP2 and
+    composable refuse that one. What the user has sharded, trainers take as it is.
+    """
+    model = tiny_t5()
     for block in [*model.encoder.block, *model.decoder.block]:
         fsdp.fully_shard(block)
     return fsdp.fully_shard(model)
@@ -141,7 +145,7 @@ def encoder_decoder(record: Record, folder: str, *, tied: bool) -> None:
 
     def trainer() -> Seq2SeqTrainer:
         return Seq2SeqTrainer(
-            model=_t5() if tied else _marian(),
+            model=_sharded_t5() if tied else _marian(),
             args=options,
             train_dataset=Rows(64),
             eval_dataset=Rows(6),

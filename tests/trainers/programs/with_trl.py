@@ -13,7 +13,7 @@ from tests.trainers.programs.recording import Record, digest, exported
 from tests.trainers.programs.with_transformers import LLAMA, Noted, arguments
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> PreTrainedTokenizerFast:
     words = ["<pad>", "<eos>", "<unk>", *[f"w{number}" for number in range(61)]]
     ids = {word: number for number, word in enumerate(words)}
     raw = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
@@ -27,6 +27,10 @@ def _text(start: int, length: int) -> str:
     return " ".join(f"w{(start + number) % 61}" for number in range(length))
 
 
+def texts(number: int) -> Dataset:
+    return Dataset.from_list([{"text": _text(start, 10)} for start in range(number)])
+
+
 def sft(record: Record, folder: str) -> None:
     """Fine-tune, save, export, resume."""
 
@@ -36,8 +40,8 @@ def sft(record: Record, folder: str) -> None:
             args=arguments(
                 folder, "FULL_STATE_DICT", LLAMA, of=SFTConfig, bf16=False, max_length=12
             ),
-            train_dataset=Dataset.from_list([{"text": _text(n, 10)} for n in range(64)]),
-            processing_class=_tokenizer(),
+            train_dataset=texts(64),
+            processing_class=tokenizer(),
             callbacks=[Noted(record)],
         )
 
@@ -71,7 +75,7 @@ def dpo(record: Record, folder: str) -> None:
             save_strategy="no",
         ),
         train_dataset=Dataset.from_list(pairs),
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
         callbacks=[Noted(record)],
     )
     trainer.train()
