@@ -1,5 +1,5 @@
-"""The calls of torchtitan's `apply_fsdp_to_decoder` and of its chunked loss, in their order: its
-releases do not install next to this torch.
+"""The calls of torchtitan 0.3.0's `apply_fsdp_to_decoder` and of its chunked loss, in their order.
+It is not installed itself: it excludes the version of `datasets` that TRL is tested with.
 """
 
 from __future__ import annotations

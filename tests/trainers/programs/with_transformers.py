@@ -10,6 +10,7 @@ import torch.distributed as dist
 import transformers
 from torch.distributed import fsdp
 from transformers import (
+    AutoModelForCausalLM,
     MarianConfig,
     MarianMTModel,
     Seq2SeqTrainer,
@@ -20,6 +21,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.distributed import DistributedConfig
 
 from tests.trainers.programs.cpu_ranks import Rows, rows, tiny_llama
 from tests.trainers.programs.recording import Record, digest, exported
@@ -164,3 +166,34 @@ def encoder_decoder(record: Record, folder: str, *, tied: bool) -> None:
     again = trainer()
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     record.note("resumed", digest(again.model))
+
+
+def loaded_sharded(record: Record, folder: str) -> None:
+    """Load by transformers' own distribution, which shards while it loads; train and export."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        tiny_llama().save_pretrained(f"{folder}/saved")
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(
+        f"{folder}/saved", distributed_config=DistributedConfig(fsdp_size=2), dtype=torch.float32
+    )
+    options = TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model=model, args=options, train_dataset=Rows(64), callbacks=[Noted(record)]
+    )  # fmt: skip
+    trainer.train()
+    record.note("trained", digest(model))
+    model.save_pretrained(f"{folder}/final")
+    dist.barrier()
+    record.note("loaded", digest(AutoModelForCausalLM.from_pretrained(f"{folder}/final")))
