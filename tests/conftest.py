@@ -53,7 +53,8 @@ def sample(items: list[pytest.Item]) -> set[pytest.Item]:
     """
     cases = defaultdict(list)
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item)
+        if item.get_closest_marker("unsampled") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
     left_out: set[pytest.Item] = set()
     for each in cases.values():
         if len(each) > FEW:

@@ -108,9 +108,8 @@ _RUN_ELSEWHERE = {
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
     "docs/guides/pipelines.md": (1, "tests/whole/test_pipelines.py"),
     "docs/guides/trainers.md": (
-        3,
-        "tests/whole/test_trainers.py",
-        "tests/fsdp2/test_installation.py",
+        9,
+        "tests/trainers/test_beside_fsdp2.py",
     ),
 }
 

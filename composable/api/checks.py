@@ -54,7 +54,7 @@ def _owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
     return None
 
 
-def full_name(managed: Managed[Any]) -> str:
+def full_name(managed: Managed[Any] | ParamInfo) -> str:
     """The parameter's FQN in the whole model, as far as it is known."""
     place = managed.places[0]
     owner = find_fqn(place.module)
@@ -109,10 +109,8 @@ def tied_to_replicated(
         else:
             tied.append((unit, managed))
             continue
-        name = find_fqn(first)
-        other = f"{name}.{info.fqn}" if name else info.fqn
         raise TiedParametersError(
-            f"parameter '{full_name(managed)}' is tied to '{other}', which {why}"
+            f"parameter '{full_name(managed)}' is tied to '{full_name(info)}', which {why}"
         )
     return tied
 

@@ -180,6 +180,9 @@ def _mixed() -> list[str]:
     fully_shard(model.embedding)
     said.append(refused(model, lambda: replicate(model)))
     said.append(refused(model, lambda: replicate(model.head)))
+    model = _transformer()
+    fully_shard([model.blocks[0], model.embedding])
+    said.append(refused(model, lambda: fully_shard(model.head)))
     return said
 
 
@@ -190,6 +193,7 @@ def test_a_parameter_tied_between_a_sharded_and_a_replicated_unit_is_refused_by_
         "\n".join(pool.run(2, _mixed)[0]),
         """\
 TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which is replicated; it cannot be sharded, too. Annotate a module around both, which leaves the parameter replicated, or both modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])
+TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules alike, as one unit: fully_shard([a, b]) or replicate([a, b]); or name the units in policy=, which keeps tied parameters together
 TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules alike, as one unit: fully_shard([a, b]) or replicate([a, b]); or name the units in policy=, which keeps tied parameters together
 TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules alike, as one unit: fully_shard([a, b]) or replicate([a, b]); or name the units in policy=, which keeps tied parameters together""",
     )

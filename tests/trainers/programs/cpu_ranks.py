@@ -1,4 +1,6 @@
-"""What lets trainers that offer FSDP on accelerators only use CPU ranks: the same over both."""
+"""What lets trainers that offer FSDP on accelerators only use CPU ranks: the same over both. And a
+small model and data.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM
 
+_init = PartialState.__init__
+
 
 def take_cpu_ranks_for_accelerators() -> None:
-    init = PartialState.__init__
-
     def patched(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
+        _init(self, *args, **kwargs)
         shared = PartialState._shared_state
         if shared.get("distributed_type") == DistributedType.MULTI_CPU:
             shared["distributed_type"] = DistributedType.MULTI_GPU
@@ -23,13 +25,13 @@ def take_cpu_ranks_for_accelerators() -> None:
     PartialState.__init__ = patched
 
 
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama(*, tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
-            tie_word_embeddings=False, use_cache=False,
+            tie_word_embeddings=tied, use_cache=False,
         )
     )  # fmt: skip
 
@@ -37,3 +39,16 @@ def tiny_llama() -> LlamaForCausalLM:
 def rows(number: int) -> torch.Tensor:
     start = torch.randint(0, 64, (number, 1), generator=torch.Generator().manual_seed(1))
     return (start + torch.arange(12)) % 64
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The rows as language models are trained on them."""
+
+    def __init__(self, number: int) -> None:
+        self.rows = rows(number)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
