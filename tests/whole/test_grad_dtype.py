@@ -43,6 +43,11 @@ class Net(nn.Module):
         return self.down(self.up(x))
 
 
+def _on_device(kind: type[nn.Module]) -> Any:
+    with current_device():  # some devices make new parameters when a module is moved to them
+        return kind()
+
+
 def _hybrid(model: nn.Module) -> None:
     mesh = init_device_mesh(current_device().type, (2, dist.get_world_size() // 2))
     fully_shard(model, policy={nn.Linear}, mesh=mesh)
@@ -81,7 +86,7 @@ WANTED: Final = {"up.weight": F32, "up.bias": F32, "down.weight": F32, "down.bia
 
 
 def _sums_like_one_process(scheme: str, *, held: bool) -> None:
-    plain, model = Net().to(current_device()), Net().to(current_device())
+    plain, model = _on_device(Net), _on_device(Net)
     ANNOTATIONS[scheme](model)
     scales = (256, 1, -256)  # in bfloat16 256 + 1 is 256
     if held:
@@ -152,7 +157,7 @@ class Fused(nn.Module):
 def test_a_weight_gradient_that_is_computed_in_float32_is_never_rounded() -> None:
     x = torch.tensor([[256.0, 256.0], [1.0, 1.0]], dtype=BF16, device=current_device())
     for verb in (fully_shard, replicate):
-        model = verb(Fused().to(current_device()))
+        model = verb(_on_device(Fused))
         model(x).sum().backward()
         assert torch.equal(full(model.weight.grad), torch.full((4, 2), 257.0, device=x.device))
 
@@ -160,7 +165,7 @@ def test_a_weight_gradient_that_is_computed_in_float32_is_never_rounded() -> Non
 @spmd(ranks=2)
 def test_the_dtype_stays_where_parameters_are_loaded_copied_moved_and_given_back() -> None:
     for verb in (fully_shard, replicate):
-        model = Net().to(current_device())
+        model = _on_device(Net)
         verb(model)
         twin = copy.deepcopy(model)
         model.load_state_dict(model.state_dict(), assign=True)
@@ -191,7 +196,7 @@ def test_the_dtype_may_be_set_after_the_annotation_between_steps() -> None:
 def test_a_policy_casts_and_the_parameter_says_the_dtype_of_its_gradient() -> None:
     policy = MixedPrecisionPolicy(F32, reduce_dtype=F32)
     for verb in (fully_shard, replicate):
-        model = Net().to(current_device())
+        model = _on_device(Net)
         verb(model, mp_policy=policy)
         model.up.register_forward_hook(
             lambda module, args, output: setattr(module, "computed_in", output.dtype)
