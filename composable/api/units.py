@@ -52,6 +52,7 @@ from composable.api.mesh import (
 )
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
+from composable.api.tensor_parallel import told_across, with_models
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import Verb, drop_attribute, on_undo
@@ -130,13 +131,18 @@ def annotate(
     spread = spread_over(name, options["mesh"], modules)
     device = device_of(modules)
     comm = comm_of(None, device) if spread is None else spread.comm_of_all(device)
-    with failures_told(name, comm):
-        refuse_unknown_mode(sync_module_states)
-        plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
-        parameters = [managed for plan in plans for managed in plan.parameters]
-        buffers = managed_buffers(modules)
-        treatment = [text for plan in plans for text in _treatment(name, plan)]
-    synchronise(name, comm, sync_module_states, parameters, buffers, treatment)
+    with told_across(name, modules, comm.device):
+        with failures_told(name, comm):
+            refuse_unknown_mode(sync_module_states)
+            plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
+            parameters = [managed for plan in plans for managed in plan.parameters]
+            buffers = managed_buffers(modules)
+            treatment = [text for plan in plans for text in _treatment(name, plan)]
+        synchronise(name, comm, sync_module_states, parameters, buffers, treatment)
+    for plan in plans:
+        plan.settings["params"] = with_models(
+            name, plan.settings["params"], plan.parameters, plan.spread, plan.device
+        )
     if name == SHARD and spread is not None:
         warn_of_gradients(parameters)
     for plan in reversed(plans[1:]):  # the innermost first
@@ -176,7 +182,7 @@ def _planned_units(
     managed = [each for each in managed if id(each.tensor) not in left_out]
     refuse_wrapped(verb, modules, managed)
     refuse_lazy([*managed, *managed_buffers(modules)])
-    refuse_unfit(verb, managed)
+    refuse_unfit(verb, managed, None if spread is None else spread.mesh)
     inherited = inherited_policies(modules, picked, precision_policy(verb, options["mp_policy"]))
     units = [modules, *((unit,) for unit in picked)]
     all_options = [
