@@ -486,6 +486,12 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__};"
             " only an nn.Parameter can be sharded"
         )
+    if param.info.model is not None and not isinstance(other, DTensor):
+        raise ForeignParameterError(
+            f"parameter '{name}' of unit '{unit.name}' is tensor parallel, and was replaced by a"
+            " plain one; nothing would tell which part of it each rank has. Load it with"
+            " load_state_dict(), or call remove(), and annotate again"
+        )
     if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
         spread = (other.device_mesh, other.placements)
         if spread != (at_rest.device_mesh, at_rest.placements):
@@ -517,8 +523,10 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
                 # A few, which a shard that another rank has in another size begins with, too; the
                 # sum tells their order.
                 first = local.flatten()[: 8 if at_rest.is_floating_point() else 0].double()
-                varies = local.numel() < at_rest.numel() and bool((first[1:] != first[:1]).any())
-                varies = varies and not _repeats(local, at_rest.placements)
+                whole = at_rest if param.info.model is None else param.info.model.local
+                placements = at_rest.placements[-unit.mesh_info.mesh.ndim :]  # type: ignore[union-attr]
+                varies = local.numel() < whole.numel() and bool((first[1:] != first[:1]).any())
+                varies = varies and not _repeats(local, placements)
                 found.append(f"'{param.fqn}' of unit '{unit.name}'")
                 sums.append(
                     int((first * torch.arange(1, len(first) + 1)).sum().view(torch.int64))

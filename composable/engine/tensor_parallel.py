@@ -16,7 +16,7 @@ first: plain `Shard`, also where both cut one dimension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from composable.comm import Comm, comm_of
 from composable.memory.torch_private import local_of, waited_for
 
 
@@ -105,3 +106,12 @@ def whole_over_units(tensor: DTensor, ndim: int) -> Tensor:
     mesh = tensor.device_mesh
     placements = [*tensor.placements[:ndim], *[Replicate()] * (mesh.ndim - ndim)]
     return waited_for(local_of(tensor.redistribute(placements=placements)))
+
+
+def comms_across(specs: Iterable[ModelSpec | None], device: torch.device) -> list[Comm]:
+    """The comms along the users' dimensions of these parameters' meshes."""
+    meshes: list[DeviceMesh] = []
+    for spec in specs:
+        if spec is not None and spec.mesh not in meshes:
+            meshes.append(spec.mesh)
+    return [comm_of(mesh.get_group(dim), device) for mesh in meshes for dim in range(mesh.ndim)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.utils import clip_grad_norm_
 
 VOCABULARY: Final = 12
 WIDTH: Final = 6
@@ -85,11 +87,14 @@ def mesh_of(*shape: int, names: tuple[str, ...] = ("dp", "tp")) -> DeviceMesh:
 
 
 def parallelize_mlp(model: nn.Module, tp: DeviceMesh) -> None:
-    parallelize_module(model, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    # as a DTensor, which knows that rows are uneven
+    up = ColwiseParallel(use_local_output=False)
+    parallelize_module(model, tp, {"up": up, "down": RowwiseParallel()})
 
 
 def parallelize_gpt(model: GPT, tp: DeviceMesh) -> None:
     """Sequence parallel: norms are replicated over tp, and their gradients are `Partial`."""
+    tied = model.head.weight is model.embedding.weight
     parallelize_module(
         model,
         tp,
@@ -99,6 +104,8 @@ def parallelize_gpt(model: GPT, tp: DeviceMesh) -> None:
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         },
     )
+    if tied:  # which torch has untied
+        model.head.weight = model.embedding.weight
     to_whole = PrepareModuleInput(
         input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
     )
@@ -179,15 +186,18 @@ def assert_trains_as_one_process(
     *,
     optimizer: str = "SGD",
     clip: Any = None,
+    norm: float = 2.0,
 ) -> nn.Module:
     """Train `kind()` annotated over `dp`, and a copy in this process alone; compare all."""
     model = made(kind)
     alone = copy.deepcopy(model)
     annotate(model)
     ranks, rank = dp.size(), sorted(dp.mesh.flatten().tolist()).index(dist.get_rank())
-    losses = train(model, batches(model, rank, ranks), optimizer, clip)
+    losses = train(
+        model, batches(model, rank, ranks), optimizer, clip and partial(clip, norm_type=norm)
+    )
     expected = train(
-        alone, batches(alone, -1, ranks), optimizer, clip and torch.nn.utils.clip_grad_norm_
+        alone, batches(alone, -1, ranks), optimizer, clip and partial(clip_grad_norm_, norm_type=norm)
     )
     own = torch.stack(losses)
     if clip is None:
