@@ -153,9 +153,7 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
             )
 
 
-def _refuse_spread(
-    verb: str, name: str, parameter: DTensor, mesh: DeviceMesh | None
-) -> None:
+def _refuse_spread(verb: str, name: str, parameter: DTensor, mesh: DeviceMesh | None) -> None:
     """Raise for a DTensor that is no tensor-parallel parameter beside the dimensions of `mesh`."""
     spread = f"parameter '{name}' is a DTensor already ({parameter.placements})"
     if verb == REPLICATE:

@@ -267,8 +267,8 @@ def joint_mesh(verb: str, own: DeviceMesh, spread: Spread, device: torch.device)
             " init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), and take mesh['tp']"
             " and mesh['dp'] of it"
         )
-    names = (*(own.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
-    names = names if len(set(names)) == block.ndim else None
+    both = (*(own.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
+    names = both if len(set(both)) == block.ndim else None
     groups = [*map(own.get_group, range(own.ndim)), *map(mesh.get_group, range(mesh.ndim))]
     kind = mesh.device_type
     return _once(

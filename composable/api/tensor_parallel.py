@@ -21,8 +21,9 @@ from composable.errors import RanksDisagreeError, first_line
 
 @contextmanager
 def told_across(verb: str, modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Around what the ranks of a unit agree on: if it fails here, it fails on all ranks over which
-    parameters are tensor parallel, too.
+    """Around what the ranks of a unit agree on: a failure here is told across parameters' meshes.
+
+    It fails on all ranks over which parameters are tensor parallel, too.
     """
     meshes: list[DeviceMesh] = []
     for managed in managed_parameters(modules):
@@ -48,7 +49,8 @@ def told_across(verb: str, modules: Sequence[nn.Module], device: torch.device) -
         failed = failed or next(filter(None, said), "")
     if failed:
         raise RanksDisagreeError(
-            f"{verb}: another tensor-parallel rank failed, so no rank annotates the module: {failed}"
+            f"{verb}: another tensor-parallel rank failed, so no rank annotates the module:"
+            f" {failed}"
         )
 
 
@@ -59,8 +61,9 @@ def with_models(
     spread: Spread | None,
     device: torch.device,
 ) -> tuple[ParamInfo, ...]:
-    """Note how tensor-parallel parameters are spread; all parameters of one mesh share one joint
-    mesh.
+    """Note how tensor-parallel parameters are spread.
+
+    All parameters of one mesh share one joint mesh.
     """
     meshes: list[tuple[DeviceMesh, DeviceMesh]] = []
     found = []

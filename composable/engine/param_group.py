@@ -194,13 +194,14 @@ class ParamGroup:
         else:
             self.shard = torch.zeros(numel, dtype=dtype, device=self.device)
         for param, slot in zip(self.params, self.slots, strict=True):
-            tensor, view = param.registered, self.shard_view(slot).data
-            if (model := param.info.model) is not None and model.owns(tensor):
-                tensor = local_of(tensor)  # type: ignore[arg-type]
+            registered, view = param.registered, self.shard_view(slot).data
+            assert registered is not None
+            tensor: Tensor = registered
+            if (model := param.info.model) is not None and model.owns(registered):
+                (tensor,) = locals_of([registered])
             if isinstance(tensor, DTensor):
-                view.copy_(local_of(tensor).reshape(view.shape))  # type: ignore[unreachable]
+                view.copy_(local_of(tensor).reshape(view.shape))
             elif self.device.type != "meta":
-                assert tensor is not None
                 view.copy_(cut(tensor.data, slot, self.comm.rank))
         self._memory: tuple[Tensor, ...] = (self.shard,)  # of at-rest parameters
 
@@ -358,8 +359,10 @@ class ParamGroup:
         plain, model = self._plain_form(param, slot), param.info.model
         if model is None:
             return plain
+        # Only what is not gathered shares the counter of the shards; torch.compile refuses views.
+        local = plain.detach() if self._aliased(slot) else plain.data
         return dtensor_parameter(
-            plain.detach(), model.mesh, model.placements, model.like.shape, model.like.stride(),
+            local, model.mesh, model.placements, model.like.shape, model.like.stride(),
             requires_grad=self._differentiable,
         )  # fmt: skip
 
@@ -413,7 +416,9 @@ class ParamGroup:
         if self.state is ShardedState.UNSHARDED:
             increment_version(list(compress(self._coming_params, written)))
             if self._coming_locals:
-                increment_version(list(compress(self._coming_locals, compress(written, self._inside))))
+                increment_version(
+                    list(compress(self._coming_locals, compress(written, self._inside)))
+                )
         self._versions = tuple(map(add, self._versions, written))
         apart = [
             param.compute

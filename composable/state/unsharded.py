@@ -20,7 +20,12 @@ from composable.engine.loading import shard_like
 from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in, unsharded_of
 from composable.engine.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
-from composable.memory.torch_private import gradient_hooks, hooks_after_accumulation, local_of, locals_of
+from composable.memory.torch_private import (
+    gradient_hooks,
+    hooks_after_accumulation,
+    local_of,
+    locals_of,
+)
 from composable.state.whole import (
     Managed,
     all_or_none,

@@ -24,8 +24,7 @@ from composable.memory.torch_private import in_backward, local_of
 def write_whole(whole: Tensor, target: Tensor, model: ModelSpec | None = None) -> None:
     """Write this rank's part of a whole tensor, which every rank has, into `target`. No message.
 
-    Args:
-        model: `whole` is this rank's local tensor on the user's mesh.
+    With `model`, `whole` is this rank's local tensor on the user's mesh.
     """
     if isinstance(target, DTensor):
         local = local_of(target)
@@ -35,7 +34,7 @@ def write_whole(whole: Tensor, target: Tensor, model: ModelSpec | None = None) -
 
 
 def wrap_like(local: Tensor, model: ModelSpec) -> DTensor:
-    """A DTensor on the user's mesh, spread as the user did, around a local tensor."""
+    """Make a DTensor, spread as the user did, around a local tensor."""
     like = model.like
     return wrap(local, model.mesh, model.placements, like.shape, like.stride())
 
@@ -60,8 +59,9 @@ def follow_whole(at_rest: nn.Parameter, whole: nn.Parameter) -> None:
 
 
 def comms_of_model(units: Sequence[Unit]) -> list[Comm]:
-    """The comms over all ranks that have a part of the model: those of the first unit, and those
-    across tensor-parallel ranks.
+    """Return the comms over all ranks that have a part of the model.
+
+    These are that of the first unit, and those across tensor-parallel ranks.
     """
     info = units[0].mesh_info
     models = (param.info.model for unit in units for param in unit.params)

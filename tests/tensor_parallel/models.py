@@ -106,9 +106,7 @@ def parallelize_gpt(model: GPT, tp: DeviceMesh) -> None:
     )
     if tied:  # which torch has untied
         model.head.weight = model.embedding.weight
-    to_whole = PrepareModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-    )
+    to_whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     for block in model.blocks:
         parallelize_module(
             block,
@@ -197,7 +195,10 @@ def assert_trains_as_one_process(
         model, batches(model, rank, ranks), optimizer, clip and partial(clip, norm_type=norm)
     )
     expected = train(
-        alone, batches(alone, -1, ranks), optimizer, clip and partial(clip_grad_norm_, norm_type=norm)
+        alone,
+        batches(alone, -1, ranks),
+        optimizer,
+        clip and partial(clip_grad_norm_, norm_type=norm),
     )
     own = torch.stack(losses)
     if clip is None:
@@ -215,5 +216,5 @@ def assert_same_parameters(model: nn.Module, alone: nn.Module) -> None:
     expected = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
-            full(parameter).detach(), expected[name].detach(), msg=lambda text: f"{name}: {text}"
+            full(parameter).detach(), expected[name].detach(), msg=f"{name} differs"
         )

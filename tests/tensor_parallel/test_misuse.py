@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from composable import fully_shard, replicate
 from composable.errors import AnnotationError, ForeignParameterError, MeshError, RanksDisagreeError
 from tests.helpers.world import spmd
-from tests.tensor_parallel.models import MLP, made, mesh_of, parallelize_mlp, train, batches
+from tests.tensor_parallel.models import MLP, batches, made, mesh_of, parallelize_mlp, train
 
 
 def _refused(

@@ -161,9 +161,7 @@ def test_unsharded_shows_and_keeps_tensor_parallel_parameters() -> None:
     for each, row in ((model, rank), (alone, -1)):
         loss_of(each, batches(each, row, 2, 1)[0]).backward()
     with unsharded(model, with_grads=True):
-        for (name, shown), plain in zip(
-            model.named_parameters(), alone.parameters(), strict=True
-        ):
+        for (name, shown), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
             assert isinstance(shown, DTensor), name
             assert shown.device_mesh == tp
             torch.testing.assert_close(shown.full_tensor(), plain)
