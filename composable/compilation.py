@@ -114,7 +114,9 @@ def unwrapped(module: Any) -> Any:
 
 def is_compiled(module: Any) -> bool:
     """Whether calls of `module` run compiled code: after `module.compile()` or `torch.compile`."""
-    return getattr(module, "_compiled_call_impl", None) is not None or unwrapped(module) is not module
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None or unwrapped(module) is not module
+    )
 
 
 def drop_compiled() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
@@ -225,6 +226,19 @@ def refuse_unfit(
                 f" gradients of sharded parameters are dense. Call replicate() on the {kind}"
                 " before, or make it with sparse=False"
             )
+
+
+def refuse_spread_offload(
+    parameters: Sequence[Managed[nn.Parameter]], device: torch.device
+) -> None:
+    """Raise for tensor-parallel parameters that were to rest on the host, beside `device`."""
+    spread = [managed for managed in parameters if isinstance(managed.tensor, DTensor)]
+    if spread and device.type != "cpu":
+        raise AnnotationError(
+            f"parameter '{full_name(spread[0])}' is tensor parallel, and offload_policy was passed:"
+            f" they do not work together on {device.type}. Leave offload_policy out, or annotate"
+            " the modules with tensor-parallel parameters apart, without it"
+        )
 
 
 def warn_of_gradients(parameters: Sequence[Managed[nn.Parameter]]) -> None:

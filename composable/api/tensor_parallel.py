@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.api.mesh import Spread, joint_mesh
+from composable.api.selection import ids_of_ignored
 from composable.comm import comm_of
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.param import ParamInfo
@@ -20,13 +22,21 @@ from composable.errors import RanksDisagreeError, first_line
 
 
 @contextmanager
-def told_across(verb: str, modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+def told_across(
+    verb: str,
+    modules: Sequence[nn.Module],
+    ignored_params: Iterable[Any] | None,
+    device: torch.device,
+) -> Iterator[None]:
     """Around what the ranks of a unit agree on: a failure here is told across parameters' meshes.
 
     It fails on all ranks over which parameters are tensor parallel, too.
     """
     meshes: list[DeviceMesh] = []
-    for managed in managed_parameters(modules):
+    ignored: Mapping[int, None] = {}
+    with suppress(Exception):  # of which the validation tells
+        ignored = ids_of_ignored(modules, ignored_params)
+    for managed in managed_parameters(modules, ignored=ignored):
         tensor = managed.tensor
         if isinstance(tensor, DTensor) and tensor.device_mesh not in meshes:
             meshes.append(tensor.device_mesh)

@@ -9,7 +9,7 @@ has a record of its own; that call finds its plan in `_planned`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,7 @@ from composable.api.arguments import (
 from composable.api.checks import (
     refuse_ddp_around,
     refuse_lazy,
+    refuse_spread_offload,
     refuse_unfit,
     refuse_wrapped,
     tied_to_replicated,
@@ -128,10 +129,12 @@ def annotate(
     if plan is not None and plan.modules[0] is modules[0]:
         _attach(verb, plan)
         return
+    if isinstance(ignored_params, Iterator):  # it is read twice
+        ignored_params = list(ignored_params)
     spread = spread_over(name, options["mesh"], modules)
     device = device_of(modules)
     comm = comm_of(None, device) if spread is None else spread.comm_of_all(device)
-    with told_across(name, modules, comm.device):
+    with told_across(name, modules, ignored_params, comm.device):
         with failures_told(name, comm):
             refuse_unknown_mode(sync_module_states)
             plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
@@ -235,6 +238,8 @@ def _plan(
         settings["offload"] = offload_policy_of(
             verb, options["offload_policy"], device if spread is None else None
         )
+        if settings["offload"] is not None and spread is not None:
+            refuse_spread_offload(share, communication_device(spread.mesh, device))
         dims = [shard_dim_of(managed, options["shard_placement_fn"]) for managed in share]
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])

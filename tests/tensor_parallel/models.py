@@ -21,6 +21,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grad_norm_
 
+from tests.helpers.world import current_device
+
 VOCABULARY: Final = 12
 WIDTH: Final = 6
 
@@ -83,7 +85,7 @@ class GPT(nn.Module):
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] = ("dp", "tp")) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(current_device().type, shape, mesh_dim_names=names)
 
 
 def parallelize_mlp(model: nn.Module, tp: DeviceMesh) -> None:
@@ -126,7 +128,7 @@ def parallelize_gpt(model: GPT, tp: DeviceMesh) -> None:
         )
 
 
-def batches(model: nn.Module, rank: int, ranks: int, steps: int = 5) -> list[Tensor]:
+def batches(model: nn.Module, rank: int, ranks: int, steps: int = 3) -> list[Tensor]:
     """The inputs of one rank of `ranks` data-parallel ones, two rows each; rank -1 has all rows."""
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -185,6 +187,7 @@ def assert_trains_as_one_process(
     optimizer: str = "SGD",
     clip: Any = None,
     norm: float = 2.0,
+    steps: int = 3,
 ) -> nn.Module:
     """Train `kind()` annotated over `dp`, and a copy in this process alone; compare all."""
     model = made(kind)
@@ -192,11 +195,11 @@ def assert_trains_as_one_process(
     annotate(model)
     ranks, rank = dp.size(), sorted(dp.mesh.flatten().tolist()).index(dist.get_rank())
     losses = train(
-        model, batches(model, rank, ranks), optimizer, clip and partial(clip, norm_type=norm)
+        model, batches(model, rank, ranks, steps), optimizer, clip and partial(clip, norm_type=norm)
     )
     expected = train(
         alone,
-        batches(alone, -1, ranks),
+        batches(alone, -1, ranks, steps),
         optimizer,
         clip and partial(clip_grad_norm_, norm_type=norm),
     )

@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from composable import fully_shard, replicate
+from composable import CPUOffloadPolicy, fully_shard, replicate
+from composable.api.checks import refuse_spread_offload
+from composable.contract.tree import managed_parameters
 from composable.errors import AnnotationError, ForeignParameterError, MeshError, RanksDisagreeError
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import MLP, batches, made, mesh_of, parallelize_mlp, train
@@ -134,3 +136,24 @@ def test_a_plain_parameter_in_place_of_a_tensor_parallel_one_is_refused() -> Non
         model(inputs[0])
     model.up.weight = kept
     train(model, inputs)
+
+
+@spmd(ranks=2)
+def test_offload_on_an_accelerator_is_refused_and_has_no_effect_on_hosts() -> None:
+    mesh = mesh_of(1, 2)
+    model, plain = made(MLP), made(MLP)
+    parallelize_mlp(model, mesh["tp"])
+    with pytest.raises(AnnotationError, match="is tensor parallel, and offload_policy"):
+        refuse_spread_offload(managed_parameters([model]), torch.device("cuda"))
+    refuse_spread_offload(managed_parameters([plain]), torch.device("cuda"))
+    fully_shard(model, mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())
+    train(model, batches(model, 0, 1, 1))
+
+
+@spmd(ranks=2)
+def test_ignored_parameters_of_other_ranks_are_not_asked_for() -> None:
+    mesh = mesh_of(1, 2)
+    model = made(MLP)
+    parallelize_mlp(model, mesh["tp"])
+    if dist.get_rank() == 0:  # the other rank of the ignored parameters' mesh takes no part
+        fully_shard(model, mesh=mesh["dp"], ignored_params="*")

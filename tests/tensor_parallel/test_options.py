@@ -11,7 +11,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from composable import apply_optimizer_in_backward, fully_shard, keep_unsharded, replicate
+from composable import (
+    apply_optimizer_in_backward,
+    fully_shard,
+    keep_unsharded,
+    replicate,
+)
 from composable.errors import PhaseError
 from composable.optim.shard_steps import step_on_shards
 from tests.helpers.world import spmd

@@ -57,7 +57,7 @@ _KINDS: Final[dict[str, Callable[[], nn.Module]]] = {
 def test_it_trains_as_one_process(kind: str, optimizer: str) -> None:
     mesh = mesh_of(2, 2)
     annotate = partial(_annotate, tp=mesh["tp"], mesh=mesh["dp"])
-    assert_trains_as_one_process(_KINDS[kind], annotate, mesh["dp"], optimizer=optimizer)
+    assert_trains_as_one_process(_KINDS[kind], annotate, mesh["dp"], optimizer=optimizer, steps=5)
 
 
 @pytest.mark.parametrize("after", [True, False, 2])
