@@ -8,9 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import composable.fsdp2 as fsdp2
 from composable import (
     apply_optimizer_in_backward,
     fully_shard,
@@ -219,4 +225,34 @@ def test_a_llama_trains_as_one_process() -> None:
             each(input_ids=rows, labels=rows).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+    assert_same_parameters(model, alone)
+
+
+@spmd(ranks=4)
+def test_scripts_written_for_fsdp2_train_as_one_process() -> None:
+    mesh = mesh_of(2, 2)
+
+    def annotate(model: nn.Module) -> None:
+        parallelize_gpt(model, mesh["tp"])  # type: ignore[arg-type]
+        for block in model.blocks:  # type: ignore[union-attr]
+            fsdp2.fully_shard(block, mesh=mesh["dp"])
+        fsdp2.fully_shard(model, mesh=mesh["dp"])
+
+    assert_trains_as_one_process(GPT, annotate, mesh["dp"])
+
+
+@spmd(ranks=4)
+def test_torchs_functions_take_and_set_whole_state_dicts() -> None:
+    mesh = mesh_of(2, 2)
+    model, alone = _annotated(mesh), made(GPT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_of(model, batches(model, mesh["dp"].get_local_rank(), 2, 1)[0]).backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True)
+    found, steps = get_state_dict(model, optimizer, options=options)
+    alone.load_state_dict(found)
+    assert_same_parameters(model, alone)
+    set_state_dict(
+        model, optimizer, model_state_dict=found, optim_state_dict=steps, options=options
+    )
     assert_same_parameters(model, alone)
