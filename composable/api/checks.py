@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -22,11 +24,11 @@ from composable.comm import is_distributed
 from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.naming import find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
-from composable.engine.param import ParamInfo, label_of
+from composable.engine.param import ParamInfo, describe_mesh, label_of
 from composable.engine.sparse import is_sparse_lookup
 from composable.engine.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
-from composable.memory.torch_private import hooks_after_accumulation
+from composable.memory.torch_private import hooks_after_accumulation, local_of
 
 logger = logging.getLogger("composable")
 
@@ -150,8 +152,44 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
             )
 
 
-def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None:
-    """Raise for parameters that `verb` cannot manage."""
+def _refuse_spread(verb: str, name: str, parameter: DTensor, mesh: DeviceMesh | None) -> None:
+    """Raise for a DTensor that is no tensor-parallel parameter beside the dimensions of `mesh`."""
+    spread = f"parameter '{name}' is a DTensor already ({parameter.placements})"
+    if verb == REPLICATE:
+        raise AnnotationError(
+            f"{spread}; replicate() takes plain parameters only. Call fully_shard(), which takes"
+            " tensor-parallel ones, or leave it out with ignored_params"
+        )
+    if mesh is None or parameter.device_mesh.get_coordinate() is None:
+        raise AnnotationError(
+            f"{spread}, over {describe_mesh(parameter.device_mesh)}, of which this rank is none."
+            " Leave it out with ignored_params"
+        )
+    if any(type(placement) not in (Shard, Replicate) for placement in parameter.placements):
+        raise AnnotationError(
+            f"{spread}; a tensor-parallel parameter is Shard or Replicate over each dimension of"
+            " its mesh. Redistribute it before, or leave it out with ignored_params"
+        )
+    own, ranks = parameter.device_mesh.mesh.flatten().tolist(), mesh.mesh.flatten().tolist()
+    both = [rank for rank in own if rank in ranks]
+    if both != [dist.get_rank()]:
+        raise AnnotationError(
+            f"{spread} over {describe_mesh(parameter.device_mesh)}, and {verb} was to spread it"
+            f" over {describe_mesh(mesh)}, which share ranks {both}. Make it a DTensor over"
+            " another dimension of one mesh, as parallelize_module(model, mesh['tp'], plan) does,"
+            " and pass mesh=mesh['dp']; or leave it out with ignored_params"
+        )
+    if not local_of(parameter).is_contiguous():
+        raise AnnotationError(
+            f"{spread}, whose local tensor is not contiguous; it cannot be cut. Make it contiguous"
+            " before distributing it"
+        )
+
+
+def refuse_unfit(
+    verb: str, parameters: Sequence[Managed[nn.Parameter]], mesh: DeviceMesh | None
+) -> None:
+    """Raise for parameters that `verb` cannot manage over `mesh`."""
     for managed in parameters:
         parameter = managed.tensor
         if _is_stepped_in_backward(parameter):
@@ -161,10 +199,7 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 " averaged. Annotate first"
             )
         if isinstance(parameter, DTensor):
-            raise AnnotationError(
-                f"parameter '{full_name(managed)}' is a DTensor already ({parameter.placements});"
-                f" only plain parameters can be {_DONE[verb]}. Leave it out with ignored_params"
-            )
+            _refuse_spread(verb, full_name(managed), parameter, mesh)
         for place in managed.places:
             if not isinstance(place.module._parameters, dict):
                 raise AnnotationError(
@@ -175,7 +210,7 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 )
         if verb != SHARD or not is_distributed():
             continue
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
             raise AnnotationError(
                 f"parameter '{full_name(managed)}' is of class {type(parameter).__name__}; only a"
                 " plain nn.Parameter can be cut, and what its class adds would be lost. Leave it"
@@ -189,6 +224,19 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 f" gradients of sharded parameters are dense. Call replicate() on the {kind}"
                 " before, or make it with sparse=False"
             )
+
+
+def refuse_spread_offload(
+    parameters: Sequence[Managed[nn.Parameter]], device: torch.device
+) -> None:
+    """Raise for tensor-parallel parameters that were to rest on the host, beside `device`."""
+    spread = [managed for managed in parameters if isinstance(managed.tensor, DTensor)]
+    if spread and device.type != "cpu":
+        raise AnnotationError(
+            f"parameter '{full_name(spread[0])}' is tensor parallel, and offload_policy was passed:"
+            f" they do not work together on {device.type}. Leave offload_policy out, or annotate"
+            " the modules with tensor-parallel parameters apart, without it"
+        )
 
 
 def warn_of_gradients(parameters: Sequence[Managed[nn.Parameter]]) -> None:

@@ -237,6 +237,47 @@ def _mesh_of_pair(
     )
 
 
+def joint_mesh(verb: str, own: DeviceMesh, spread: Spread, device: torch.device) -> DeviceMesh:
+    """The mesh of a parameter that is spread over `own` already: its dimensions, and then those of
+    the unit. No process group is made. All ranks of both meshes call it together.
+    """
+    mesh, at = spread.mesh, communication_device(spread.mesh, device)
+    # A rank knows the ranks of its own meshes only; those along the unit's dimensions know others'.
+    told = spread.comm_of_all(device).all_gather_objects(
+        own.mesh.tolist(), label=f"ranks of the mesh of {verb}()"
+    )
+    known = dict(zip(sorted(mesh.mesh.flatten().tolist()), told, strict=True))
+    block = torch.tensor([known[rank] for rank in mesh.mesh.flatten().tolist()], device="cpu")
+    block = block.view(*mesh.shape, *own.shape)
+    block = block.movedim(tuple(range(mesh.ndim)), tuple(range(-mesh.ndim, 0)))
+    ranks = [block.tolist()]
+    for dim in range(own.ndim):
+        ranks += comm_of(own.get_group(dim), at).all_gather_objects(
+            ranks[0], label=f"ranks of the mesh of {verb}()"
+        )
+    place = tuple(own.get_coordinate() or ())
+    if (
+        any(each != ranks[0] for each in ranks)
+        or block[place].tolist() != mesh.mesh.tolist()
+        or len(block.unique()) != block.numel()
+    ):
+        raise MeshError(
+            f"{verb}: parameters are DTensors over ranks {own.mesh.tolist()}, and"
+            f" mesh={mesh.mesh.tolist()}, which are not two parts of one mesh. Make one mesh,"
+            " init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), and take mesh['tp']"
+            " and mesh['dp'] of it"
+        )
+    both = (*(own.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
+    names = both if len(set(both)) == block.ndim else None
+    groups = [*map(own.get_group, range(own.ndim)), *map(mesh.get_group, range(mesh.ndim))]
+    kind = mesh.device_type
+    return _once(
+        groups[-1],
+        f"{kind}, {own.ndim}, {names}, {ranks[0]}",
+        lambda: DeviceMesh.from_group(groups, kind, mesh=block, mesh_dim_names=names),
+    )
+
+
 def _not_a_mesh(verb: str, given: object) -> MeshError:
     outside = (
         ", which new_group() returns on ranks outside of the group: annotate the module on the"

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable.comm import Comm
@@ -28,6 +29,7 @@ from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
 from composable.engine.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
+from composable.memory.torch_private import local_of
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
 _NUMBERS: Final = 8  # that are compared; see `synchronise`
@@ -77,7 +79,12 @@ def _describe(entry: Managed[Tensor]) -> str:
         if len(entry.places) > 1
         else ""
     )
-    return f"'{entry.fqn}' {tuple(entry.tensor.shape)} {dtype}{frozen}{tied}"
+    spread = (
+        f", {entry.tensor.placements} over a {tuple(entry.tensor.device_mesh.shape)} mesh"
+        if isinstance(entry.tensor, DTensor)
+        else ""
+    )
+    return f"'{entry.fqn}' {tuple(entry.tensor.shape)} {dtype}{frozen}{tied}{spread}"
 
 
 # What ranks may differ in, in the order in which it is compared, and what to do about it.
@@ -227,6 +234,8 @@ def _plain_parts(tensor: Any) -> list[Tensor]:
     """The strided tensors that hold a tensor's values: several for a wrapper subclass, such as
     quantised weights.
     """
+    if isinstance(tensor, DTensor):  # tensor parallel: ranks of a unit have equal local tensors
+        return _plain_parts(local_of(tensor))
     if is_traceable_wrapper_subclass(tensor):
         inner, _ = tensor.__tensor_flatten__()
         return [part for name in inner for part in _plain_parts(getattr(tensor, name))]

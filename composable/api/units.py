@@ -9,7 +9,7 @@ has a record of its own; that call finds its plan in `_planned`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from composable.api.arguments import (
 from composable.api.checks import (
     refuse_ddp_around,
     refuse_lazy,
+    refuse_spread_offload,
     refuse_unfit,
     refuse_wrapped,
     tied_to_replicated,
@@ -53,6 +54,7 @@ from composable.api.mesh import (
 )
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
+from composable.api.tensor_parallel import told_across, with_models
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import Verb, drop_attribute, on_undo
@@ -129,16 +131,23 @@ def annotate(
     if plan is not None and plan.modules[0] is modules[0]:
         _attach(verb, plan)
         return
+    if isinstance(ignored_params, Iterator):  # it is read twice
+        ignored_params = list(ignored_params)
     spread = spread_over(name, options["mesh"], modules)
     device = device_of(modules)
     comm = comm_of(None, device) if spread is None else spread.comm_of_all(device)
-    with failures_told(name, comm):
-        refuse_unknown_mode(sync_module_states)
-        plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
-        parameters = [managed for plan in plans for managed in plan.parameters]
-        buffers = managed_buffers(modules)
-        treatment = [text for plan in plans for text in _treatment(name, plan)]
-    synchronise(name, comm, sync_module_states, parameters, buffers, treatment)
+    with told_across(name, modules, ignored_params, comm.device):
+        with failures_told(name, comm):
+            refuse_unknown_mode(sync_module_states)
+            plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
+            parameters = [managed for plan in plans for managed in plan.parameters]
+            buffers = managed_buffers(modules)
+            treatment = [text for plan in plans for text in _treatment(name, plan)]
+        synchronise(name, comm, sync_module_states, parameters, buffers, treatment)
+    for plan in plans:
+        plan.settings["params"] = with_models(
+            name, plan.settings["params"], plan.parameters, plan.spread, plan.device
+        )
     if name == SHARD and spread is not None:
         warn_of_gradients(parameters)
     for plan in reversed(plans[1:]):  # the innermost first
@@ -178,7 +187,7 @@ def _planned_units(
     managed = [each for each in managed if id(each.tensor) not in left_out]
     refuse_wrapped(verb, modules, managed)
     refuse_lazy([*managed, *managed_buffers(modules)])
-    refuse_unfit(verb, managed)
+    refuse_unfit(verb, managed, None if spread is None else spread.mesh)
     inherited = inherited_policies(modules, picked, precision_policy(verb, options["mp_policy"]))
     units = [modules, *((unit,) for unit in picked)]
     all_options = [
@@ -231,6 +240,8 @@ def _plan(
         settings["offload"] = offload_policy_of(
             verb, options["offload_policy"], device if spread is None else None
         )
+        if settings["offload"] is not None and spread is not None:
+            refuse_spread_offload(share, communication_device(spread.mesh, device))
         dims = [shard_dim_of(managed, options["shard_placement_fn"]) for managed in share]
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])

@@ -40,9 +40,16 @@ from composable.engine.param import (
 )
 from composable.engine.precision import Precision
 from composable.engine.reduction import Counts, Reducer, Reduction, counts_of
+from composable.engine.tensor_parallel import ModelSpec, local_gradients
 from composable.errors import PhaseError
 from composable.memory.offload import HostHome, wait_for_traffic
-from composable.memory.torch_private import as_tensors, dtensors_around, gradient_hooks, local_of
+from composable.memory.torch_private import (
+    as_tensors,
+    dtensors_around,
+    gradient_hooks,
+    local_of,
+    locals_of,
+)
 
 _is_sparse: Final = attrgetter("is_sparse")
 
@@ -114,6 +121,7 @@ class GradBucket:
         self.at_rest = tuple(param.at_rest for param in self.params)
         self.compute = tuple(param.compute for param in self.params)
         slots = [slot for _, slot in members]
+        self.models = tuple(param.info.model for param in self.params)
         self.in_place = all(map(is_, self.at_rest, self.compute))
         # What is added to a gradient that is there must not be in its memory already.
         keeps = keeps and self.in_place and precision.reduce == precision.gradient
@@ -183,6 +191,8 @@ class GradBucket:
             for parameter in self.compute:
                 parameter.grad = None
         self._earlier = []
+        if any(self.models):
+            gradients = local_gradients(gradients, self.models)
         there = [gradient for gradient in gradients if gradient is not None]
         if any(map(_is_sparse, there)):  # `torch.nn.functional.embedding(..., sparse=True)`
             gradients = [
@@ -228,12 +238,14 @@ class GradBucket:
             if reduced:
                 self._refuse_hooks_twice(index)
             if gradient is None:
-                gradient = torch.zeros_like(self.compute[index])
+                (compute,) = locals_of([self.compute[index]])
+                gradient = torch.zeros_like(compute)
+            model = self.models[index]
             if before is None:
                 at_rest.grad = unreduced_gradient(
-                    gradient.to(self.reducer.precision.gradient), at_rest
+                    gradient.to(self.reducer.precision.gradient), at_rest, model
                 )
-            elif _is_whole(before):
+            elif _is_whole(before, model):
                 local_of(before).add_(gradient)
             else:
                 # `before` is this rank's shard of what was reduced earlier. Each rank adds it
@@ -246,7 +258,7 @@ class GradBucket:
                 ranks = 1 if slot.route is Route.WHOLE else slot.num_shards
                 mean = local_of(before).to(whole.device)  # type: ignore[arg-type]
                 cut(whole, slot, self.reducer.mesh_info.shard.rank).add_(mean, alpha=ranks)
-                at_rest.grad = unreduced_gradient(whole, at_rest)
+                at_rest.grad = unreduced_gradient(whole, at_rest, model)
 
     def _hold_marked(self, first: bool) -> None:
         # in place autograd has added them
@@ -290,7 +302,7 @@ class GradBucket:
             held = at_rest.grad
             if held is None or not (self._wanted[index] if self._marks else is_unreduced(held)):
                 continue
-            if self._marks or _is_whole(held):
+            if self._marks or _is_whole(held, self.models[index]):
                 fresh, local = gradients[index], held if self._marks else local_of(held)  # type: ignore[arg-type]
                 gradients[index] = local if fresh is None else local.add_(fresh)
             else:
@@ -459,7 +471,9 @@ class GradBucket:
             if isinstance(before, DTensor):  # a mean, the same on every replica
                 self._refuse_hooks_twice(index)
                 local = local + local_of(before)
-            at_rest.grad = gradient_of_shards(local, at_rest, self.reducer.mesh_info.shard_dim)
+            model, shard_dim = self.models[index], self.reducer.mesh_info.shard_dim
+            first = 0 if model is None else model.ndim
+            at_rest.grad = gradient_of_shards(local, at_rest, first, first + shard_dim)
 
     def _land_alone(self) -> None:
         """One rank alone: nothing is summed. Gradients are cast as where there are other ranks."""
@@ -499,10 +513,11 @@ class GradBucket:
             self._hold_no_more()
 
 
-def _is_whole(gradient: Tensor | None) -> TypeGuard[DTensor]:
+def _is_whole(gradient: Tensor | None, model: ModelSpec | None) -> TypeGuard[DTensor]:
     """Whether `gradient` was accumulated before any stage of its reduction."""
     return isinstance(gradient, DTensor) and all(
-        placement.is_partial() for placement in gradient.placements
+        placement.is_partial()
+        for placement in gradient.placements[0 if model is None else model.ndim :]
     )
 
 

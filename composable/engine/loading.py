@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composable.engine.param import ManagedParam, describe_mesh, wrap
+from composable.engine.tensor_parallel import ModelSpec
 from composable.memory.torch_private import local_of
 
 
@@ -119,11 +120,16 @@ class StateDictHook:
         return parameter
 
 
-def shard_like(value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:
+def shard_like(
+    value: Tensor, parameter: DTensor, device: torch.device, model: ModelSpec | None = None
+) -> DTensor:
     """`value` with the placements of `parameter`: of a plain tensor, which every rank has, this
     rank's part on `device`.
 
     A DTensor with other placements is redistributed, so all ranks must call this.
+
+    Args:
+        model: `value` is this rank's local tensor on the user's mesh.
     """
     placements = parameter.placements
     if isinstance(value, DTensor):
@@ -134,7 +140,7 @@ def shard_like(value: Tensor, parameter: DTensor, device: torch.device) -> DTens
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard) and (model is None or axis >= model.ndim):
             size = local.shape[placement.dim]
             chunk = -(-size // mesh.size(axis))
             start = min(coordinate[axis] * chunk, size)

@@ -36,6 +36,7 @@ from composable.comm.mesh_info import MeshInfo
 from composable.compilation import untraced
 from composable.contract.tree import Place
 from composable.engine.layout import Route, Slot
+from composable.engine.tensor_parallel import ModelSpec, whole_over_units
 from composable.errors import few
 from composable.memory.torch_private import (
     dtensor_like,
@@ -60,6 +61,7 @@ class ParamInfo:
         shard_dim: the dimension to shard; None for a parameter that is not sharded.
         exact: it keeps its dtype, whatever the mixed precision policy says.
         keeps: it computes in its dtype (`param_dtype_override_fn`).
+        model: of a tensor-parallel parameter, how the user spread it.
     """
 
     fqn: str
@@ -67,6 +69,7 @@ class ParamInfo:
     shard_dim: int | None = None
     exact: bool = False
     keeps: bool = False
+    model: ModelSpec | None = None
 
 
 class Owner(Protocol):
@@ -453,14 +456,16 @@ def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def unreduced_gradient(local: Tensor, parameter: Tensor) -> Tensor:
+def unreduced_gradient(local: Tensor, parameter: Tensor, model: ModelSpec | None) -> Tensor:
     """This rank's whole gradient of `parameter`, not yet reduced: the mean over all ranks is the
     gradient.
     """
     if not isinstance(parameter, DTensor):
         return local
-    mesh = parameter.device_mesh
-    made = wrap(local, mesh, [Partial("avg")] * mesh.ndim, local.shape, local.stride())
+    mesh, like = parameter.device_mesh, local if model is None else model.like
+    kept = () if model is None else model.placements
+    placements = [*kept, *[Partial("avg")] * (mesh.ndim - len(kept))]
+    made = wrap(local, mesh, placements, like.shape, like.stride())
     # torch refuses a gradient on another device than its parameter; under CPU offload this one is
     # on its way there.
     return (
@@ -470,13 +475,13 @@ def unreduced_gradient(local: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def gradient_of_shards(local: Tensor, parameter: Tensor, shard_dim: int) -> Tensor:
+def gradient_of_shards(local: Tensor, parameter: Tensor, first: int, shard_dim: int) -> Tensor:
     """A gradient that is reduced over the shard dimension of the mesh, and not yet over the
-    replicate dimension.
+    replicate dimension. The unit's dimensions of the mesh begin with `first`.
     """
     assert isinstance(parameter, DTensor)
     placements = [
-        each if dim == shard_dim else Partial("avg")
+        each if dim < first or dim == shard_dim else Partial("avg")
         for dim, each in enumerate(parameter.placements)
     ]
     return wrap(local, parameter.device_mesh, placements, parameter.shape, parameter.stride())
@@ -487,6 +492,22 @@ def is_unreduced(gradient: Tensor | None) -> bool:
     return isinstance(gradient, DTensor) and any(
         placement.is_partial() for placement in gradient.placements
     )
+
+
+@torch.no_grad()
+def unsharded_of(tensor: Tensor, model: ModelSpec | None) -> Tensor:
+    """Gather what modules compute with: all of a plain parameter, and of a tensor-parallel one the
+    local tensor on the user's mesh. All ranks of the unit's mesh call this.
+    """
+    if model is None or not isinstance(tensor, DTensor):
+        return whole_of(tensor)
+    mesh, local = tensor.device_mesh, local_of(tensor)
+    if local.device.type not in ("meta", mesh.device_type):  # at rest on the host
+        moved = gradient_like(local.to(mesh.device_type), tensor)
+        assert isinstance(moved, DTensor)
+        tensor, local = moved, local_of(moved)
+    whole = whole_over_units(tensor, model.ndim)
+    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
 
 
 @torch.no_grad()

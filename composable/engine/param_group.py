@@ -162,7 +162,7 @@ class ParamGroup:
         traits, precision = self.comm.traits, self.precision
         specs = []
         for param in self.params:
-            tensor = param.registered
+            tensor = param.registered if param.info.model is None else param.info.model.local
             assert tensor is not None
             # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out
             # as the parameter is.
@@ -194,11 +194,14 @@ class ParamGroup:
         else:
             self.shard = torch.zeros(numel, dtype=dtype, device=self.device)
         for param, slot in zip(self.params, self.slots, strict=True):
-            tensor, view = param.registered, self.shard_view(slot).data
+            registered, view = param.registered, self.shard_view(slot).data
+            assert registered is not None
+            tensor: Tensor = registered
+            if (model := param.info.model) is not None and model.owns(registered):
+                (tensor,) = locals_of([registered])
             if isinstance(tensor, DTensor):
-                view.copy_(local_of(tensor).reshape(view.shape))  # type: ignore[unreachable]
+                view.copy_(local_of(tensor).reshape(view.shape))
             elif self.device.type != "meta":
-                assert tensor is not None
                 view.copy_(cut(tensor.data, slot, self.comm.rank))
         self._memory: tuple[Tensor, ...] = (self.shard,)  # of at-rest parameters
 
@@ -296,13 +299,16 @@ class ParamGroup:
             assert registered is not None
             if self.is_sharded:
                 assert mesh is not None
-                if isinstance(registered, DTensor):
+                model = param.info.model
+                if isinstance(registered, DTensor) and not (model and model.owns(registered)):
                     param.at_rest = at_home(registered, self._local(slot))
                 else:
-                    whole = whole_shape(slot)
+                    whole = whole_shape(slot) if model is None else model.like
+                    placements = shard_placements(slot, mesh, self.mesh_info.shard_dim)
+                    if model is not None:
+                        placements = [*model.placements, *placements]
                     param.at_rest = dtensor_parameter(
-                        self._local(slot), mesh,
-                        shard_placements(slot, mesh, self.mesh_info.shard_dim),
+                        self._local(slot), mesh if model is None else model.joint, placements,
                         whole.shape, whole.stride(), requires_grad=registered.requires_grad,
                     )  # fmt: skip
                     take_hooks(registered, param.at_rest)
@@ -317,6 +323,9 @@ class ParamGroup:
                     keep_gradients_in(self.precision.accumulate, param.compute)
         self._comes = tuple(self.gathers and not self._aliased(slot) for slot in self.slots)
         self._coming_params = tuple(param.compute for param in compress(self.params, self._comes))
+        # Autograd may have saved a tensor-parallel parameter, or its local tensor.
+        self._inside = tuple(isinstance(param, DTensor) for param in self._coming_params)
+        self._coming_locals = tuple(locals_of(list(compress(self._coming_params, self._inside))))
         self._versions = tuple(map(version_of, self._coming_params))
         self._absent = (ABSENT,) * len(self._coming_params)
         apart = any(param.compute is not param.at_rest for param in self.params)
@@ -326,7 +335,12 @@ class ParamGroup:
         locals_ = locals_of([param.at_rest for param in self.params])
         self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
-            set_versions(self._coming_params, self._absent)
+            self._set_versions(self._absent)
+
+    def _set_versions(self, versions: tuple[int, ...]) -> None:
+        set_versions(self._coming_params, versions)
+        if self._coming_locals:
+            set_versions(self._coming_locals, tuple(compress(versions, self._inside)))
 
     def _aliased(self, slot: Slot) -> bool:
         """Whether a parameter's compute form is the memory of its at-rest form, though the group
@@ -335,6 +349,17 @@ class ParamGroup:
         return slot.route is Route.WHOLE and not self.precision.casts and self.home is None
 
     def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        plain, model = self._plain_form(param, slot), param.info.model
+        if model is None:
+            return plain
+        # Only what is not gathered shares the counter of the shards; torch.compile refuses views.
+        local = plain.detach() if self._aliased(slot) else plain.data
+        return dtensor_parameter(
+            local, model.mesh, model.placements, model.like.shape, model.like.stride(),
+            requires_grad=self._differentiable,
+        )  # fmt: skip
+
+    def _plain_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         if not self.is_sharded and not self.precision.casts:
             assert param.own is not None
             if self.precision.changes and param.at_rest is param.own:
@@ -383,13 +408,19 @@ class ParamGroup:
         written = list(compress(map(or_, at_rest, memory), self._comes))
         if self.state is ShardedState.UNSHARDED:
             increment_version(list(compress(self._coming_params, written)))
+            if self._coming_locals:
+                increment_version(
+                    list(compress(self._coming_locals, compress(written, self._inside)))
+                )
         self._versions = tuple(map(add, self._versions, written))
         apart = [
             param.compute
             for param, told, comes, changed in zip(
                 self.params, memory, self._comes, at_rest, strict=True
             )
-            if changed and not told and not comes and param.compute is not param.at_rest
+            if ((changed and not told) or (told and param.info.model))
+            and not comes
+            and param.compute is not param.at_rest
         ]
         if apart:  # they share the memory's counter, which an operator on a `DTensor` did not move
             increment_version(apart)
@@ -430,7 +461,7 @@ class ParamGroup:
             self._post_forward_shard.free()
         else:
             self.gather.land()
-        set_versions(self._coming_params, self._versions)
+        self._set_versions(self._versions)
         self.state = ShardedState.UNSHARDED
 
     def _wait(self) -> None:
@@ -457,7 +488,7 @@ class ParamGroup:
 
     def _free(self) -> None:
         assert self.gather is not None
-        set_versions(self._coming_params, self._absent)
+        self._set_versions(self._absent)
         self.gather.free()
         if self._post_forward_shard is not None:
             self._post_forward_shard.free()
@@ -512,7 +543,7 @@ class ParamGroup:
         near.allocate()
         numel = near.tensor.numel()
         near.tensor.data.copy_(full.tensor.data[comm.rank * numel : (comm.rank + 1) * numel])
-        set_versions(self._coming_params, self._absent)
+        self._set_versions(self._absent)
         full.free()
         self.state = ShardedState.SHARDED_POST_FORWARD
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, is_distributed
+from composable.compilation import is_compiled
 from composable.contract.hooks import hooks_attached
 from composable.contract.tree import (
     Place,
@@ -208,6 +209,7 @@ class Preparation:
             # computed with
             return
         _refuse_cast_in_forward(unit)
+        _refuse_compiled_spread(unit)
         if _adopt(unit, self._owners):
             if not root.in_step:
                 unit.reshard()
@@ -372,6 +374,19 @@ def _asks_for_other_gradients(at_rest: nn.Parameter, group: ParamGroup) -> bool:
     )
 
 
+def _refuse_compiled_spread(unit: Unit) -> None:
+    """torch.compile cannot trace DTensors whose memory comes and goes; it fails inside of torch."""
+    spread = [param.fqn for param in unit.params if param.info.model is not None]
+    below = (each for module in unit.modules for each in module.modules()) if spread else ()
+    compiled = next((each for each in below if is_compiled(each)), None)
+    if compiled is not None:
+        raise PhaseError(
+            f"parameter '{spread[0]}' of unit '{unit.name}' is tensor parallel, and"
+            f" {type(compiled).__name__} is compiled; torch.compile cannot trace the two together."
+            " Leave compile() out for units with tensor-parallel parameters"
+        )
+
+
 def _refuse_cleared_hooks(unit: Unit) -> None:
     for module in unit.modules:
         if not hooks_attached(module):
@@ -521,6 +536,12 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__};"
             " only an nn.Parameter can be sharded"
         )
+    if param.info.model is not None and not isinstance(other, DTensor):
+        raise ForeignParameterError(
+            f"parameter '{name}' of unit '{unit.name}' is tensor parallel, and was replaced by a"
+            " plain one; nothing would tell which part of it each rank has. Load it with"
+            " load_state_dict(), or call remove(), and annotate again"
+        )
     if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
         spread = (other.device_mesh, other.placements)
         if spread != (at_rest.device_mesh, at_rest.placements):
@@ -552,8 +573,10 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
                 # A few, which a shard that another rank has in another size begins with, too; the
                 # sum tells their order.
                 first = local.flatten()[: 8 if at_rest.is_floating_point() else 0].double()
-                varies = local.numel() < at_rest.numel() and bool((first[1:] != first[:1]).any())
-                varies = varies and not _repeats(local, at_rest.placements)
+                whole = at_rest if param.info.model is None else param.info.model.local
+                placements = at_rest.placements[-unit.mesh_info.mesh.ndim :]  # type: ignore[union-attr]
+                varies = local.numel() < whole.numel() and bool((first[1:] != first[:1]).any())
+                varies = varies and not _repeats(local, placements)
                 found.append(f"'{param.fqn}' of unit '{unit.name}'")
                 sums.append(
                     int((first * torch.arange(1, len(first) + 1)).sum().view(torch.int64))

@@ -47,6 +47,7 @@ from composable.engine.param import (
     copy_attributes,
     defer_hooks,
     drop_label,
+    dtensor_parameter,
     hear_arrivals,
     holds_unreduced,
     is_unreduced,
@@ -55,7 +56,7 @@ from composable.engine.param import (
     owner_of,
     run_post_accumulate_hooks,
     set_label,
-    whole_of,
+    unsharded_of,
 )
 from composable.engine.param_group import Kind, ParamGroup, ShardedState
 from composable.engine.precision import (
@@ -69,6 +70,7 @@ from composable.engine.precision import (
 )
 from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
+from composable.engine.tensor_parallel import ModelSpec
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
@@ -1099,10 +1101,13 @@ class Unit:
                 unit.root.reset()
             unit.swap_out()
             unit.reshard()
-            parameters = [param.at_rest for param in unit.params] if unit.is_sharded else []
             unit._whole = [
-                (whole_of(each), None if each.grad is None else whole_of(each.grad))
-                for each in parameters
+                (
+                    unsharded_of(at_rest, param.info.model),
+                    None if at_rest.grad is None else unsharded_of(at_rest.grad, param.info.model),
+                )
+                for param in (unit.params if unit.is_sharded else ())
+                for at_rest in (param.at_rest,)
             ]
 
     def restore(self) -> None:
@@ -1380,7 +1385,10 @@ def _laid_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) -> None:
-    original, at_rest = param.original(), param.at_rest
+    original, at_rest, model = param.original(), param.at_rest, param.info.model
+    if model is not None:
+        _restore_spread(param, model, value, gradient)
+        return
     fits = original is not None and original.shape == value.shape and original.dtype == value.dtype
     # torch gives no memory to what was made on meta, and none of some devices to what was made on a
     # host.
@@ -1404,6 +1412,26 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
         if gradient is None
         else _laid_out(gradient, at_rest).to(param.grad_dtype or plain.dtype),
     )
+
+
+def _restore_spread(
+    param: ManagedParam, model: ModelSpec, value: Tensor, gradient: Tensor | None
+) -> None:
+    """Register the tensor-parallel parameter again, around this rank's local tensors."""
+    original, like = param.original(), model.like
+
+    def parameter(local: Tensor) -> nn.Parameter:
+        return dtensor_parameter(
+            local, model.mesh, model.placements, like.shape, like.stride(),
+            requires_grad=param.at_rest.requires_grad,
+        )  # fmt: skip
+
+    spread = original
+    if spread is None or spread.dtype != value.dtype or spread.device != value.device:
+        spread = parameter(value)
+    else:
+        local_of(spread).copy_(value)  # type: ignore[arg-type]
+    _restore(param, spread, None if gradient is None else parameter(gradient.to(value.dtype)).data)
 
 
 def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) -> None:

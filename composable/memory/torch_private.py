@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
@@ -208,6 +209,11 @@ local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
     """The local tensors of DTensors, and other tensors as they are. A loop in C."""
     return list(map(getattr, tensors, repeat("_local_tensor"), tensors))
+
+
+def waited_for(tensor: Tensor) -> Tensor:
+    """`tensor`, or what is in it if a collective that a DTensor has launched still writes to it."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def placed_alike(tensors: Collection[Tensor], others: Collection[Tensor]) -> bool:

@@ -18,7 +18,7 @@ from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.engine.param import whole_of
 from composable.memory.torch_private import local_of
-from composable.state.whole import all_or_none, require_at_rest
+from composable.state.whole import all_or_none, comms_of_model, require_at_rest
 
 _WORDS: Final = 1 << 18  # that a checksum takes at once
 _WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the size of an element
@@ -149,7 +149,7 @@ def full_state_dict(
     units = units_in("full_state_dict", model)
     require_at_rest("full_state_dict", units)
     everything = model.state_dict()
-    keep = not rank0_only or units[0].mesh_info.all.rank == 0
+    keep = not rank0_only or not any(comm.rank for comm in comms_of_model(units))
     full: dict[str, Any] = dict.fromkeys(everything) if keep else {}
     # by the memory of the shard and how it is read: tied tensors stay tied
     shared: dict[tuple[object, ...], Tensor] = {}
@@ -219,8 +219,9 @@ def export(
     model = unwrapped(model)
     units = units_in("export", model)
     require_at_rest("export", units)
-    comm = units[0].mesh_info.all
+    comm, *across = comms = comms_of_model(units)
     rank, ranks = comm.rank, comm.size
+    writes = not any(each.rank for each in across)  # tensor-parallel ranks gather, and one writes
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
     tensors = _tensors_in(model)
@@ -230,13 +231,13 @@ def export(
     def prepare() -> None:
         if target.exists() and any(target.iterdir()):
             raise FileExistsError(f"export: {target} is not empty; export to a new folder")
-        if rank == 0:
+        if writes and rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
     all_or_none(
         "export",
-        comm,
+        comms,
         prepare,
         checksum(str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])),
     )
@@ -260,17 +261,17 @@ def export(
             for name, whole in _stream(
                 {name: tensors[name] for name in tensors if name in owner}, dtype
             )
-            if owner[name] == rank
+            if writes and owner[name] == rank
         }
 
         def write(mine: dict[str, Tensor] = mine, index: int = start + rank) -> None:
-            if index < len(files):
+            if writes and index < len(files):
                 save_file(mine, partial / _file_name(index, len(files)), metadata={"format": "pt"})
 
-        all_or_none("export", comm, write)
+        all_or_none("export", comms, write)
 
     def finish() -> None:
-        if rank == 0:
+        if writes and rank == 0:
             if len(files) > 1:
                 where = {
                     name: _file_name(index, len(files))
@@ -289,7 +290,7 @@ def export(
                 save_config(partial)
             partial.rename(target)
 
-    all_or_none("export", comm, finish)
+    all_or_none("export", comms, finish)
 
 
 def _file_name(index: int, count: int) -> str:

@@ -35,6 +35,7 @@ from composable.memory.elastic import ElasticBuffer, release_idle_memory
 from composable.memory.torch_private import local_of
 from composable.state.whole import (
     Managed,
+    comms_of_model,
     follow_whole,
     managed_in,
     require_at_rest,
@@ -451,7 +452,10 @@ def _own_initialiser(module: nn.Module, around: nn.Module | None) -> Callable[[]
 
 def _compare_random_states(units: Sequence[Unit]) -> None:
     state = checksum(str(torch.get_rng_state().tolist()))
-    for comm in dict.fromkeys(unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1):
+    across = comms_of_model(units)[1:]
+    for comm in dict.fromkeys(
+        comm for comm in (*(unit.mesh_info.all for unit in units), *across) if comm.size > 1
+    ):
         lowest, highest = comm.min_max([state], "comparison of random states")
         if lowest != highest:
             raise RanksDisagreeError(

@@ -17,10 +17,15 @@ from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.contract.tree import Place
 from composable.engine.loading import shard_like
-from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in, whole_of
+from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in, unsharded_of
 from composable.engine.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
-from composable.memory.torch_private import gradient_hooks, hooks_after_accumulation, local_of
+from composable.memory.torch_private import (
+    gradient_hooks,
+    hooks_after_accumulation,
+    local_of,
+    locals_of,
+)
 from composable.state.whole import (
     Managed,
     all_or_none,
@@ -28,6 +33,7 @@ from composable.state.whole import (
     managed_in,
     require_at_rest,
     whole_parameter,
+    wrap_like,
     write_whole,
 )
 
@@ -110,7 +116,7 @@ def unsharded(
     if writeback:
         check = partial(_check_edits, shown, tied)
         for comm in dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only):
-            all_or_none("unsharded", comm, check)
+            all_or_none("unsharded", [comm], check)
         check()
         for each in shown:
             follow_whole(each.managed.param.at_rest, each.whole)
@@ -144,8 +150,9 @@ def _show(
     if not isinstance(at_rest, DTensor) and writeback and not offload_to_cpu and not rank0_only:
         return  # the user's own parameter, which edits reach
     gradient = at_rest.grad if with_grads else None
-    value = whole_of(at_rest)
-    whole_gradient = None if gradient is None else whole_of(gradient)
+    model = managed.param.info.model
+    value = unsharded_of(at_rest, model)
+    whole_gradient = None if gradient is None else unsharded_of(gradient, model)
     version = _version(at_rest)
     managed.unit.shown_by = RANK0_ONLY if rank0_only else _SCOPE
     if rank0_only and comm.rank:
@@ -154,6 +161,9 @@ def _show(
     if offload_to_cpu:
         value = value.cpu()
         whole_gradient = None if whole_gradient is None else whole_gradient.cpu()
+    if model is not None:  # modules of a tensor-parallel model compute with DTensors
+        value = wrap_like(value, model)
+        whole_gradient = None if whole_gradient is None else wrap_like(whole_gradient, model)
     whole = whole_parameter(value, at_rest)
     if whole_gradient is not None:
         keep_gradients_in(whole_gradient.dtype, whole)
@@ -234,8 +244,9 @@ def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
         at_rest = each.managed.param.at_rest
         if not isinstance(at_rest, DTensor):
             return not torch.equal(at_rest, each.whole.to(at_rest.device))
-        local = local_of(at_rest)
-        return not torch.equal(local, local_of(shard_like(each.whole, at_rest, local.device)))
+        local, (whole,) = local_of(at_rest), locals_of([each.whole])
+        model = each.managed.param.info.model
+        return not torch.equal(local, local_of(shard_like(whole, at_rest, local.device, model)))
 
     mine = int(any(map(differs, shown)))
     return (
@@ -247,13 +258,18 @@ def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
 def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
     managed, whole = each.managed, each.whole
     at_rest, comm = managed.param.at_rest, managed.unit.mesh_info.all
+    model = managed.param.info.model
     value: Tensor = whole.detach()
     gradient = whole.grad
+    if model is not None:
+        (value,) = locals_of([value])
+        gradient = None if gradient is None else locals_of([gradient])[0]
     if rank0_only and comm.size > 1:
         device = managed.unit.mesh_info.device
         flags = torch.tensor([int(gradient is not None), int(whole.requires_grad)], device=device)
         if comm.rank:
-            value = torch.empty(at_rest.shape, dtype=at_rest.dtype, device=device)
+            shape = at_rest.shape if model is None else model.local.shape
+            value = torch.empty(shape, dtype=at_rest.dtype, device=device)
         value = value.to(device).contiguous()
         comm.broadcast([value, flags], f"edits of '{managed.fqn}'")
         at_rest.requires_grad_(bool(flags[1]))
@@ -267,16 +283,16 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
             comm.broadcast([gradient], f"edited gradient of '{managed.fqn}'")
         else:
             gradient = None
-    write_whole(value, at_rest)
+    write_whole(value, at_rest, model)
     if not with_grads:
         return
     if gradient is None:
         at_rest.grad = None
     elif at_rest.grad is not None:
-        write_whole(gradient, at_rest.grad)
+        write_whole(gradient, at_rest.grad, model)
     else:
         at_rest.grad = (
-            shard_like(gradient, at_rest, local_of(at_rest).device)
+            shard_like(gradient, at_rest, local_of(at_rest).device, model)
             if isinstance(at_rest, DTensor)
             else gradient
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,20 +13,30 @@ from composable.api.scopes import units_in
 from composable.comm import Comm
 from composable.compilation import unwrapped
 from composable.engine.loading import shard_like
-from composable.engine.param import ManagedParam, copy_attributes
+from composable.engine.param import ManagedParam, copy_attributes, wrap
+from composable.engine.tensor_parallel import ModelSpec, comms_across
 from composable.engine.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, first_line
 from composable.memory.torch_private import in_backward, local_of
 
 
 @torch.no_grad()
-def write_whole(whole: Tensor, target: Tensor) -> None:
-    """Write this rank's part of a whole tensor, which every rank has, into `target`. No message."""
+def write_whole(whole: Tensor, target: Tensor, model: ModelSpec | None = None) -> None:
+    """Write this rank's part of a whole tensor, which every rank has, into `target`. No message.
+
+    With `model`, `whole` is this rank's local tensor on the user's mesh.
+    """
     if isinstance(target, DTensor):
         local = local_of(target)
-        local.copy_(local_of(shard_like(whole, target, local.device)))
+        local.copy_(local_of(shard_like(whole, target, local.device, model)))
     else:
         target.copy_(whole)
+
+
+def wrap_like(local: Tensor, model: ModelSpec) -> DTensor:
+    """Make a DTensor, spread as the user did, around a local tensor."""
+    like = model.like
+    return wrap(local, model.mesh, model.placements, like.shape, like.stride())
 
 
 def whole_parameter(value: Tensor, at_rest: nn.Parameter) -> nn.Parameter:
@@ -48,8 +58,20 @@ def follow_whole(at_rest: nn.Parameter, whole: nn.Parameter) -> None:
     copy_attributes(whole, at_rest)
 
 
-def all_or_none(caller: str, comm: Comm, act: Callable[[], None], must_agree: int = 0) -> None:
-    """Run `act` on all ranks, and raise on every rank if it raised on one.
+def comms_of_model(units: Sequence[Unit]) -> list[Comm]:
+    """Return the comms over all ranks that have a part of the model.
+
+    These are that of the first unit, and those across tensor-parallel ranks.
+    """
+    info = units[0].mesh_info
+    models = (param.info.model for unit in units for param in unit.params)
+    return [info.all, *comms_across(models, info.device)]
+
+
+def all_or_none(
+    caller: str, comms: Sequence[Comm], act: Callable[[], None], must_agree: int = 0
+) -> None:
+    """Run `act` on all ranks of `comms`, and raise on every rank if it raised on one.
 
     Also raise on every rank if the ranks have different numbers `must_agree`.
     """
@@ -59,13 +81,17 @@ def all_or_none(caller: str, comm: Comm, act: Callable[[], None], must_agree: in
     except Exception as caught:
         error = caught
     told = None if error is None else f"{type(error).__name__}: {first_line(error)}"
-    said = comm.all_gather_objects((told, must_agree), f"agreement of {caller}")
+    agree = True
+    for comm in comms:
+        said = comm.all_gather_objects((told, must_agree), f"agreement of {caller}")
+        failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
+        told = told or next(iter(failed), None)
+        agree = agree and all(number == must_agree for _, number in said)
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
-    if failed:
-        raise RanksDisagreeError(f"{caller}: {failed[0]}")
-    if any(number != must_agree for _, number in said):
+    if told:
+        raise RanksDisagreeError(f"{caller}: {told}")
+    if not agree:
         raise RanksDisagreeError(
             f"{caller}: the ranks have tensors of different names or shapes in their state dicts,"
             " as experts on meshes of their own. Export such modules one by one, on the ranks that"

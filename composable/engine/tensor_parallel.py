@@ -1,0 +1,117 @@
+"""Parameters that are tensor parallel: `DTensor`s of the user's, on other dimensions of the mesh.
+
+The engine shards, gathers and reduces the local tensor of such a parameter, as it does a plain
+parameter: it is of one shape along the data-parallel dimensions. This file says what is around it:
+
+| | mesh | placements |
+|---|---|---|
+| at rest | (tp, dp) | the user's, then those of the unit |
+| compute | tp | the user's |
+| gradient as autograd leaves it | tp | any; redistributed to the user's |
+| gradient accumulated under `no_sync` | (tp, dp) | the user's, then `Partial` |
+
+A DTensor applies its placements from left to right, so shards of local tensors are exact with tp
+first: plain `Shard`, also where both cut one dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from composable.comm import Comm, comm_of
+from composable.memory.torch_private import local_of, waited_for
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ModelSpec:
+    """How the user spread one parameter.
+
+    Attributes:
+        like: a DTensor on the meta device with its mesh, placements, shape and stride.
+        joint: the mesh that it rests on: the dimensions of its own one, and then those of the
+            unit's.
+    """
+
+    like: DTensor
+    joint: DeviceMesh
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.like.device_mesh
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return tuple(self.like.placements)
+
+    @property
+    def local(self) -> Tensor:
+        """A meta tensor like the local tensor, which the engine takes for a whole parameter."""
+        return local_of(self.like)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the joint mesh that are the user's."""
+        return self.mesh.ndim
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is spread as the user did, and not at rest."""
+        return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
+        return self  # it holds process groups, and nothing of it changes
+
+
+def model_like(parameter: DTensor) -> DTensor:
+    """A DTensor on the meta device that is spread as `parameter` is."""
+    local = local_of(parameter)
+    bare = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+    return DTensor.from_local(
+        bare, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
+
+
+def local_gradients(
+    gradients: Sequence[Tensor | None], specs: Sequence[ModelSpec | None]
+) -> list[Tensor | None]:
+    """What autograd left, as local tensors with the placements of their parameters.
+
+    Under sequence parallel, the gradient of what is replicated over tp is `Partial` there: an
+    all-reduce over tp, which all of its ranks launch, since they compute alike.
+    """
+    found = list(gradients)
+    for index, (gradient, spec) in enumerate(zip(gradients, specs, strict=True)):
+        if spec is None or not isinstance(gradient, DTensor):
+            continue
+        if tuple(gradient.placements) != spec.placements:
+            gradient = gradient.redistribute(placements=spec.placements)
+        found[index] = waited_for(local_of(gradient))
+    return found
+
+
+def whole_over_units(tensor: DTensor, ndim: int) -> Tensor:
+    """Gather what lies over the unit's dimensions: this rank's local tensor of the user's mesh.
+
+    Args:
+        ndim: how many dimensions, the first ones, are the user's.
+    """
+    mesh = tensor.device_mesh
+    placements = [*tensor.placements[:ndim], *[Replicate()] * (mesh.ndim - ndim)]
+    return waited_for(local_of(tensor.redistribute(placements=placements)))
+
+
+def comms_across(specs: Iterable[ModelSpec | None], device: torch.device) -> list[Comm]:
+    """The comms along the users' dimensions of these parameters' meshes."""
+    meshes: list[DeviceMesh] = []
+    for spec in specs:
+        if spec is not None and spec.mesh not in meshes:
+            meshes.append(spec.mesh)
+    return [comm_of(mesh.get_group(dim), device) for mesh in meshes for dim in range(mesh.ndim)]

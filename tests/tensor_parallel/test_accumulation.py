@@ -1,0 +1,78 @@
+"""Gradients of tensor-parallel parameters that are accumulated before they are reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+from composable import fully_shard, no_sync, reduce_gradients
+from tests.helpers.world import spmd
+from tests.tensor_parallel.models import (
+    GPT,
+    Block,
+    batches,
+    full,
+    loss_of,
+    made,
+    mesh_of,
+    parallelize_gpt,
+)
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: full(parameter.grad)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("first", ["no_sync", "reduced"])
+@spmd(ranks=4)
+def test_accumulated_gradients_are_those_of_one_process(shape: tuple[int, ...], first: str) -> None:
+    if len(shape) == 3:
+        mesh = mesh_of(*shape, names=("replicate", "shard", "tp"))
+        dp = mesh["replicate", "shard"]
+    else:
+        mesh = mesh_of(*shape)
+        dp = mesh["dp"]
+    model, alone = made(GPT), made(GPT)
+    parallelize_gpt(model, mesh["tp"])  # type: ignore[arg-type]
+    fully_shard(model, mesh=dp, policy={Block})
+    ranks = dp.size()
+    rank = dp.mesh.flatten().tolist().index(torch.distributed.get_rank())
+    inputs, whole = batches(model, rank, ranks, 3), batches(alone, -1, ranks, 3)
+    for batch in whole:
+        loss_of(alone, batch).backward()
+    if first == "reduced":
+        loss_of(model, inputs[0]).backward()
+    with no_sync(model):
+        for batch in inputs[first == "reduced" : 2]:
+            loss_of(model, batch).backward()
+    grad = model.head.weight.grad  # type: ignore[union-attr]
+    assert isinstance(grad, DTensor)
+    assert dp.size() == 1 or any(isinstance(each, Partial) for each in grad.placements[1:])
+    loss_of(model, inputs[2]).backward()
+    torch.testing.assert_close(_gradients(model), _gradients(alone))
+
+
+@spmd(ranks=4)
+def test_gradients_accumulated_over_shards_and_reduced_later_are_those_of_one_process() -> None:
+    for shape in ((2, 1, 2), (1, 2, 2)):
+        mesh = mesh_of(*shape, names=("replicate", "shard", "tp"))
+        dp = mesh["replicate", "shard"]
+        model, alone = made(GPT), made(GPT)
+        parallelize_gpt(model, mesh["tp"])  # type: ignore[arg-type]
+        fully_shard(model, mesh=dp, policy={Block})
+        rank = dp.mesh.flatten().tolist().index(torch.distributed.get_rank())
+        for batch in batches(alone, -1, 2, 3):
+            loss_of(alone, batch).backward()
+        with no_sync(model, level="replicate"):
+            for batch in batches(model, rank, 2, 3):
+                loss_of(model, batch).backward()
+        reduce_gradients(model)
+        torch.testing.assert_close(_gradients(model), _gradients(alone))

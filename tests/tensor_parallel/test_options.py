@@ -1,0 +1,258 @@
+"""What goes on working over tensor-parallel parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import composable.fsdp2 as fsdp2
+from composable import (
+    apply_optimizer_in_backward,
+    fully_shard,
+    keep_unsharded,
+    replicate,
+)
+from composable.errors import PhaseError
+from composable.optim.shard_steps import step_on_shards
+from tests.helpers.world import spmd
+from tests.tensor_parallel.models import (
+    GPT,
+    MLP,
+    Block,
+    assert_same_parameters,
+    assert_trains_as_one_process,
+    batches,
+    full,
+    loss_of,
+    made,
+    mesh_of,
+    parallelize_gpt,
+    parallelize_mlp,
+    train,
+)
+
+
+def _annotated(mesh: Any, **options: Any) -> GPT:
+    torch.manual_seed(0)
+    model = GPT().double()
+    parallelize_gpt(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"], policy={Block}, **options)
+    return model
+
+
+@spmd(ranks=4)
+def test_compiled_blocks_are_refused_and_train_when_they_are_not_compiled() -> None:
+    mesh = mesh_of(2, 2)
+    rank = mesh["dp"].get_local_rank()
+    model, alone = _annotated(mesh), made(GPT)
+    block = model.blocks[0]
+    block.compile(backend="eager")
+    with pytest.raises(PhaseError, match="is tensor parallel, and Block is compiled"):
+        model(batches(model, rank, 2, 1)[0])
+    block._compiled_call_impl = None
+    train(model, batches(model, rank, 2, 1))
+    train(alone, batches(alone, -1, 2, 1))
+    assert_same_parameters(model, alone)
+
+
+@spmd(ranks=4)
+def test_hooks_of_parameters_see_reduced_gradients() -> None:
+    mesh = mesh_of(2, 2)
+    rank = mesh["dp"].get_local_rank()
+    model, alone = _annotated(mesh), made(GPT)
+    seen: dict[str, list[Tensor]] = {}
+
+    def hook(name: str) -> Any:
+        def double(gradient: Tensor) -> Tensor:
+            return gradient * 2.0
+
+        def note(parameter: Tensor) -> None:
+            seen.setdefault(name, []).append(full(parameter.grad))  # type: ignore[arg-type]
+
+        return double, note
+
+    for kind, each in (("ours", model), ("alone", alone)):
+        double, note = hook(kind)
+        for weight in (each.blocks[0].mlp.up.weight, each.norm.weight):  # type: ignore[union-attr]
+            weight.register_hook(double)
+            weight.register_post_accumulate_grad_hook(note)
+    loss_of(model, batches(model, rank, 2, 1)[0]).backward()
+    loss_of(alone, batches(alone, -1, 2, 1)[0]).backward()
+    # in the order of units
+    ours, expected = (sorted(seen[kind], key=Tensor.numel) for kind in ("ours", "alone"))
+    torch.testing.assert_close(ours, expected)
+
+
+@spmd(ranks=4)
+def test_optimizers_step_on_shards_and_in_backward() -> None:
+    mesh = mesh_of(2, 2)
+    rank = mesh["dp"].get_local_rank()
+    alone = made(GPT)
+    train(alone, batches(alone, -1, 2, 3), "AdamW")
+    model = _annotated(mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    step_on_shards(optimizer)
+    for batch in batches(model, rank, 2, 3):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_parameters(model, alone)
+    model = _annotated(mesh)
+    apply_optimizer_in_backward(
+        torch.optim.AdamW, model.parameters(), {"lr": 0.01, "weight_decay": 0.1}
+    )
+    for batch in batches(model, rank, 2, 3):
+        loss_of(model, batch).backward()
+    assert_same_parameters(model, alone)
+
+
+@spmd(ranks=4)
+def test_a_scaler_skips_on_all_ranks_if_one_overflows() -> None:
+    mesh = mesh_of(2, 2)
+    model = made(MLP)
+    parallelize_mlp(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    scaler = GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: full(p).detach().clone() for name, p in model.named_parameters()}
+    batch = batches(model, mesh["dp"].get_local_rank(), 2, 1)[0]
+    for overflows in (True, False):
+        scaler.scale(loss_of(model, batch)).backward()
+        grad = model.up.weight.grad  # type: ignore[union-attr]
+        assert isinstance(grad, DTensor)
+        if overflows and torch.distributed.get_rank() == 3:
+            grad.to_local()[0, 0] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        same = all(torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+        assert same is overflows
+        assert scaler.get_scale() == 2.0
+
+
+@spmd(ranks=4)
+def test_parameters_may_stay_unsharded_for_some_forwards() -> None:
+    mesh = mesh_of(2, 2)
+    model, alone = _annotated(mesh), made(GPT)
+    batch = batches(model, mesh["dp"].get_local_rank(), 2, 1)[0]
+    with keep_unsharded(model), torch.no_grad():
+        torch.testing.assert_close(loss_of(model, batch), loss_of(alone, batch))
+        torch.testing.assert_close(loss_of(model, batch), loss_of(alone, batch))
+    train(model, batches(model, mesh["dp"].get_local_rank(), 2, 1))
+    train(alone, batches(alone, -1, 2, 1))
+    assert_same_parameters(model, alone)
+
+
+@spmd(ranks=[2, 4])
+def test_a_graph_from_before_a_step_is_refused() -> None:
+    mesh = mesh_of(torch.distributed.get_world_size() // 2, 2)
+    model = made(MLP)
+    parallelize_mlp(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = batches(model, mesh["dp"].get_local_rank(), mesh["dp"].size(), 1)[0]
+    loss = loss_of(model, batch)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@spmd(ranks=4)
+def test_a_plain_part_may_be_replicated() -> None:
+    mesh = mesh_of(2, 2)
+
+    def annotate(model: nn.Module) -> None:
+        layers = list(model.children())
+        parallelize_mlp(layers[1], mesh["tp"])
+        replicate(layers[0], mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"], policy={MLP})
+
+    def kind() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 6), MLP(), nn.Linear(6, 6))
+
+    assert_trains_as_one_process(kind, annotate, mesh["dp"])
+
+
+@spmd(ranks=4)
+def test_a_llama_trains_as_one_process() -> None:
+    transformers = pytest.importorskip("transformers")
+    mesh = mesh_of(2, 2)
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=12, num_attention_heads=2, num_key_value_heads=2,
+        num_hidden_layers=2, vocab_size=12, tie_word_embeddings=False,
+        attn_implementation="eager",
+    )  # fmt: skip
+
+    def built() -> Any:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).double()
+
+    model, alone = built(), built()
+    for layer in model.model.layers:
+        parallelize_module(
+            layer,
+            mesh["tp"],
+            {
+                "self_attn.q_proj": ColwiseParallel(),
+                "self_attn.k_proj": ColwiseParallel(),
+                "self_attn.v_proj": ColwiseParallel(),
+                "self_attn.o_proj": RowwiseParallel(),
+                "mlp.gate_proj": ColwiseParallel(),
+                "mlp.up_proj": ColwiseParallel(),
+                "mlp.down_proj": RowwiseParallel(),
+            },
+        )
+    fully_shard(model, mesh=mesh["dp"], policy=model)
+    generator = torch.Generator().manual_seed(0)
+    rank = mesh["dp"].get_local_rank()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, alone)]
+    for _ in range(3):
+        tokens = torch.randint(12, (4, 6), generator=generator)
+        for each, optimizer in zip((model, alone), optimizers, strict=True):
+            rows = tokens[2 * rank : 2 * rank + 2] if each is model else tokens
+            each(input_ids=rows, labels=rows).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_parameters(model, alone)
+
+
+@spmd(ranks=4)
+def test_scripts_written_for_fsdp2_train_as_one_process() -> None:
+    mesh = mesh_of(2, 2)
+
+    def annotate(model: nn.Module) -> None:
+        parallelize_gpt(model, mesh["tp"])  # type: ignore[arg-type]
+        for block in model.blocks:  # type: ignore[union-attr]
+            fsdp2.fully_shard(block, mesh=mesh["dp"])
+        fsdp2.fully_shard(model, mesh=mesh["dp"])
+
+    assert_trains_as_one_process(GPT, annotate, mesh["dp"])
+
+
+@spmd(ranks=4)
+def test_torchs_functions_take_and_set_whole_state_dicts() -> None:
+    mesh = mesh_of(2, 2)
+    model, alone = _annotated(mesh), made(GPT)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loss_of(model, batches(model, mesh["dp"].get_local_rank(), 2, 1)[0]).backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True)
+    found, steps = get_state_dict(model, optimizer, options=options)
+    alone.load_state_dict(found)
+    assert_same_parameters(model, alone)
+    set_state_dict(
+        model, optimizer, model_state_dict=found, optim_state_dict=steps, options=options
+    )
+    assert_same_parameters(model, alone)
