@@ -62,13 +62,13 @@ def stream_full(
     if since is None:
         return _stream(tensors, dtype)
     sums = _checksums(tensors)
-    comm = units[0].mesh_info.all
-    mine = [int(since.get(fqn) != sums[fqn]) for fqn in tensors]
-    every = comm.all_gather_ints(mine, "exchange of which tensors changed")
-    changed = [
-        fqn for fqn, flags in zip(tensors, zip(*every, strict=True), strict=True) if any(flags)
-    ]
-    return _noting({fqn: tensors[fqn] for fqn in changed}, dtype, sums, since)
+    moved = [int(since.get(fqn) != sums[fqn]) for fqn in tensors]
+    for comm in comms_of_model(units):
+        _, moved = comm.min_max(moved, "exchange of which tensors changed")
+    changed = {
+        fqn: tensor for (fqn, tensor), each in zip(tensors.items(), moved, strict=True) if each
+    }
+    return _noting(changed, dtype, sums, since)
 
 
 def _noting(

@@ -142,6 +142,19 @@ def test_whole_tensors_are_streamed_and_exported() -> None:
 
 
 @spmd(ranks=4)
+def test_a_tensor_is_streamed_again_where_one_rank_changed_its_part() -> None:
+    mesh, seen = mesh_of(2, 2), {}
+    model = _annotated(mesh)
+    everything = [fqn for fqn, _ in stream_full(model, since=seen)]
+    assert len(everything) == len(model.state_dict())
+    assert not list(stream_full(model, since=seen))
+    if dist.get_rank() == 1:
+        weight = model.blocks[0].mlp.down.weight  # type: ignore[union-attr]
+        weight.to_local().data.add_(1)  # type: ignore[operator, union-attr]
+    assert [fqn for fqn, _ in stream_full(model, since=seen)] == ["blocks.0.mlp.down.weight"]
+
+
+@spmd(ranks=4)
 def test_an_export_that_fails_on_one_rank_fails_on_all() -> None:
     pytest.importorskip("safetensors")
     mesh, folder = mesh_of(2, 2), _folder()
