@@ -84,6 +84,17 @@ def call_compiled(compiler: Any, function: Callable[..., Any], args: Any, kwargs
         _frames.set_eval_frame(prior)
 
 
+def is_traced() -> bool:
+    """Whether torch.compile traces now, for code that it asks while it does, not what it traces.
+
+    `torch.compiler.is_compiling` says so from torch 2.13 on.
+    """
+    guards = sys.modules.get("torch._guards")
+    return torch.compiler.is_compiling() or (
+        guards is not None and guards.CompileContext.try_get() is not None
+    )
+
+
 def backward_is_compiled() -> bool:
     """Whether compiled autograd runs the backward that this is called in. There is no public way to
     ask.

@@ -56,6 +56,7 @@ from composable.api.selection import by_unit, ids_of_ignored, picked_units, refu
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.api.tensor_parallel import told_across, with_models
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
+from composable.compilation import is_traced
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import Verb, drop_attribute, on_undo
 from composable.contract.hooks import attach, detach
@@ -354,7 +355,7 @@ class _Gathers:
 
     def __bool__(self) -> bool:
         unit = self._unit()
-        if unit is None or not unit.modules or unit.kept_by or torch.compiler.is_compiling():
+        if unit is None or not unit.modules or unit.kept_by or is_traced():
             return False
         return unit.kind in (Kind.SHARDED, Kind.BESIDE)
 

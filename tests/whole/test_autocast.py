@@ -63,8 +63,10 @@ def _pair(made: Callable[[], Any]) -> tuple[Any, Any]:
 
 
 def _assert_equal(plain: nn.Module, model: nn.Module) -> None:
-    """Bit by bit on two ranks; more terms are summed in an order of the algorithm's."""
-    near = 0.0 if dist.get_world_size() == 2 else 1e-6
+    """Bit by bit on two ranks of a host. More terms are summed in an order of the algorithm's, and
+    a GPU's kernels round as the addresses of their tensors let them.
+    """
+    near = 0.0 if dist.get_world_size() == 2 and current_device().type == "cpu" else 1e-6
     assert_mean_gradients(plain, model, rtol=near, atol=near)
 
 
