@@ -20,11 +20,11 @@ help: ## show this list
 demo: $(READY) ## train a small language model over two processes (ARGS="--help" for its options)
 	@$(PY) -m composable demo $(ARGS)
 
-# Tables of cases (ranks x verbs x options) take most of the time: a quarter of each runs, the same
+# Tables of cases (ranks x verbs x options) take most of the time: a fifth of each runs, the same
 # one in every run, unless ARGS names tests.
 SAMPLE := $(if $(ARGS),,--sample)
 
-test: $(READY) ## run all tests, on a quarter of large tables of cases (ARGS="-k name": some)
+test: $(READY) ## run all tests, on a fifth of large tables of cases (ARGS="-k name": some)
 	@$(PY) -m pytest $(SAMPLE) $(ARGS)
 
 test-all: $(READY) ## run every case of every test: before a change of the engine lands

@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " -k cuda"
     )
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=devices)
-    sample = "of tests with many cases, run a quarter of the cases: the same ones in every run"
+    sample = "of tests with many cases, run a fifth of the cases: the same ones in every run"
     parser.addoption("--sample", action="store_true", help=sample)
 
 
@@ -49,7 +49,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def sample(items: list[pytest.Item]) -> set[pytest.Item]:
     """What `--sample` leaves out. Most tests with many cases multiply numbers of ranks, verbs and
-    options; any quarter of a large table meets each value of each of them.
+    options; any fifth of a large table meets each value of each of them.
     """
     cases = defaultdict(list)
     for item in items:
@@ -60,7 +60,7 @@ def sample(items: list[pytest.Item]) -> set[pytest.Item]:
         if len(each) > FEW:
             # by a number that does not depend on the process, and mixes the table's rows
             each.sort(key=lambda item: crc32(item.nodeid.encode()))
-            left_out.update(each[max(FEW, len(each) // 4) :])
+            left_out.update(each[max(FEW, len(each) // 5) :])
     return left_out
 
 
