@@ -322,12 +322,12 @@ class ParamGroup:
                 if self.precision.accumulate is not None:
                     keep_gradients_in(self.precision.accumulate, param.compute)
         self._comes = tuple(self.gathers and not self._aliased(slot) for slot in self.slots)
-        self._coming_params = tuple(param.compute for param in compress(self.params, self._comes))
+        coming = [param.compute for param in compress(self.params, self._comes)]
         # Autograd may have saved a tensor-parallel parameter, or its local tensor.
-        self._inside = tuple(isinstance(param, DTensor) for param in self._coming_params)
-        self._coming_locals = tuple(locals_of(list(compress(self._coming_params, self._inside))))
-        self._versions = tuple(map(version_of, self._coming_params))
-        self._absent = (ABSENT,) * len(self._coming_params)
+        self._inside = tuple(isinstance(param, DTensor) for param in coming)
+        self._counters = (*coming, *locals_of(list(compress(coming, self._inside))))
+        self._versions = tuple(map(version_of, self._counters))
+        self._absent = (ABSENT,) * len(self._counters)
         apart = any(param.compute is not param.at_rest for param in self.params)
         self._counted = (*[param.at_rest for param in self.params], *self._memory) if apart else ()
         self._seen = self._versions_now()
@@ -335,12 +335,7 @@ class ParamGroup:
         locals_ = locals_of([param.at_rest for param in self.params])
         self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
-            self._set_versions(self._absent)
-
-    def _set_versions(self, versions: tuple[int, ...]) -> None:
-        set_versions(self._coming_params, versions)
-        if self._coming_locals:
-            set_versions(self._coming_locals, tuple(compress(versions, self._inside)))
+            set_versions(self._counters, self._absent)
 
     def _aliased(self, slot: Slot) -> bool:
         """Whether a parameter's compute form is the memory of its at-rest form, though the group
@@ -406,12 +401,9 @@ class ParamGroup:
         at_rest = list(map(ne, before[:number], now[:number]))
         memory = list(map(ne, before[number:], now[number:])) * (number if self.is_sharded else 1)
         written = list(compress(map(or_, at_rest, memory), self._comes))
+        written += list(compress(written, self._inside))
         if self.state is ShardedState.UNSHARDED:
-            increment_version(list(compress(self._coming_params, written)))
-            if self._coming_locals:
-                increment_version(
-                    list(compress(self._coming_locals, compress(written, self._inside)))
-                )
+            increment_version(list(compress(self._counters, written)))
         self._versions = tuple(map(add, self._versions, written))
         apart = [
             param.compute
@@ -461,7 +453,7 @@ class ParamGroup:
             self._post_forward_shard.free()
         else:
             self.gather.land()
-        self._set_versions(self._versions)
+        set_versions(self._counters, self._versions)
         self.state = ShardedState.UNSHARDED
 
     def _wait(self) -> None:
@@ -488,7 +480,7 @@ class ParamGroup:
 
     def _free(self) -> None:
         assert self.gather is not None
-        self._set_versions(self._absent)
+        set_versions(self._counters, self._absent)
         self.gather.free()
         if self._post_forward_shard is not None:
             self._post_forward_shard.free()
@@ -499,7 +491,7 @@ class ParamGroup:
         Only warn: some writes change nothing (PEFT's parametrizations `set_` a parameter to
         itself).
         """
-        now = tuple(map(version_of, self._coming_params))
+        now = tuple(map(version_of, self._counters))
         if now == self._versions:
             return
         before, self._versions = self._versions, now
@@ -507,8 +499,8 @@ class ParamGroup:
             return
         written = [
             param.fqn
-            for param, was, now_is in zip(
-                compress(self.params, self._comes), before, now, strict=True
+            for param, was, now_is in zip(  # behind them are counters of local tensors
+                compress(self.params, self._comes), before, now, strict=False
             )
             # An embedding with a largest norm writes to its weight whenever it is used.
             if was != now_is
@@ -543,7 +535,7 @@ class ParamGroup:
         near.allocate()
         numel = near.tensor.numel()
         near.tensor.data.copy_(full.tensor.data[comm.rank * numel : (comm.rank + 1) * numel])
-        self._set_versions(self._absent)
+        set_versions(self._counters, self._absent)
         full.free()
         self.state = ShardedState.SHARDED_POST_FORWARD
 
