@@ -233,7 +233,7 @@ class ManagedParam:
         self.own: nn.Parameter | None = None
         self.at_rest: nn.Parameter = registered
         self.compute: nn.Parameter = registered
-        self.grad_dtype = set_grad_dtype(registered)
+        self.grad_dtype = chosen_grad_dtype(registered)
         self.set_info(info)
 
     def set_info(self, info: ParamInfo) -> None:
@@ -539,7 +539,7 @@ def describe_mesh(mesh: DeviceMesh) -> str:
     )
 
 
-def set_grad_dtype(parameter: nn.Parameter) -> torch.dtype | None:
+def chosen_grad_dtype(parameter: nn.Parameter) -> torch.dtype | None:
     """What `parameter.grad_dtype` was set to. None if it is the parameter's dtype, and where any
     dtype is allowed: ranks send messages of one dtype.
     """

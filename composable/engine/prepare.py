@@ -33,9 +33,9 @@ from composable.contract.tree import (
 from composable.engine.arrival import Buckets
 from composable.engine.param import (
     ManagedParam,
+    chosen_grad_dtype,
     describe_mesh,
     label_of,
-    set_grad_dtype,
     set_label,
     trainability,
 )
@@ -447,7 +447,7 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
             at_rest, own = param.at_rest, param.own
             local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
             if _asks_for_other_gradients(at_rest, group):
-                param.grad_dtype, changed = set_grad_dtype(at_rest), True
+                param.grad_dtype, changed = chosen_grad_dtype(at_rest), True
             if own is not None:
                 changed = changed or not local.data_ptr() == own.data_ptr() == address
                 changed = (
@@ -466,7 +466,7 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
                     group.shard.dtype,
                 )
     for param, newcomer in replaced:
-        param.grad_dtype = set_grad_dtype(newcomer) or param.grad_dtype
+        param.grad_dtype = chosen_grad_dtype(newcomer) or param.grad_dtype
         set_label(param.at_rest, param.info, unit.name, "replaced")
         if not isinstance(newcomer, DTensor):
             param.original = ref(newcomer)  # an optimizer that was made before now may hold it

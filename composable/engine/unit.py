@@ -57,6 +57,7 @@ from composable.engine.param import (
     run_post_accumulate_hooks,
     set_label,
     unsharded_of,
+    wrap,
 )
 from composable.engine.param_group import Kind, ParamGroup, ShardedState
 from composable.engine.precision import (
@@ -1431,7 +1432,10 @@ def _restore_spread(
         spread = parameter(value)
     else:
         local_of(spread).copy_(value)  # type: ignore[arg-type]
-    _restore(param, spread, None if gradient is None else parameter(gradient.to(value.dtype)).data)
+    if gradient is not None:
+        local = gradient.to(param.grad_dtype or value.dtype)
+        gradient = wrap(local, model.mesh, model.placements, like.shape, like.stride())
+    _restore(param, spread, gradient)
 
 
 def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) -> None:

@@ -231,6 +231,24 @@ def test_remove_gives_the_tensor_parallel_parameters_back() -> None:
 
 
 @spmd(ranks=4)
+def test_remove_keeps_gradients_in_their_dtype() -> None:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    model = MLP().double()
+    parallelize_mlp(model, mesh["tp"])
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    fully_shard(model, mesh=mesh["dp"])
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    expected = {name: full(p.grad) for name, p in model.named_parameters()}  # type: ignore[arg-type]
+    remove(model, fully_shard)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        torch.testing.assert_close(full(parameter.grad), expected[name], rtol=0, atol=0)
+
+
+@spmd(ranks=4)
 def test_describe_says_how_parameters_are_spread() -> None:
     mesh = mesh_of(2, 2)
     torch.manual_seed(0)
