@@ -3,7 +3,7 @@
 `Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one
 number, and a rank without data adds 0. The model has many, so between two such sums the rank with
 data that comes first, the source, says what it does: which units it enters and leaves
-(`composable.engine.shadow`), and which functions and optimizers it calls. The others do the same
+(`narration.py`), and which functions and optimizers it calls. The others do the same
 without computing. They are told each time, and not by a record of an earlier step: so a rank may
 have no data at all, and steps may differ. While all ranks have data, nothing but the sums is sent.
 
@@ -41,14 +41,20 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composable.algorithms.narration import (
+    _OPEN,
+    Event,
+    NarratedRoot,
+    open_scope,
+    shadow,
+)
 from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
 from composable.engine import root as roots
 from composable.engine.grad_bucket import SyncMode
 from composable.engine.param import is_unreduced
 from composable.engine.prepare import broadcast_buffers
-from composable.engine.root import Root
-from composable.engine.shadow import LISTENERS, Event, listener
+from composable.engine.root import BEFORE_CALLS, Root, use_roots_of
 from composable.engine.unit import Unit, unit_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.memory.torch_private import join_hooks, locals_of
@@ -96,9 +102,8 @@ class ModelJoinable(Joinable):
 
         The other one is of the same `Join`.
         """
-        for each in LISTENERS:
-            scope = each()
-            assert isinstance(scope, _Scope)
+        scope: _Scope | None = open_scope()
+        if scope is not None:
             return scope.also(self)
         return _Scope(self, initial=kwargs.get("divide_by_initial_world_size", True))
 
@@ -152,8 +157,14 @@ class _Scope(JoinHook):
         self._undo: list[Callable[[], object]] = []
         self.also(first)
         scope = ref(self)
-        LISTENERS.append(ref(self, _forget))
         self._undo.append(register_optimizer_step_pre_hook(partial(_on_step, scope)).remove)
+        call = partial(_on_call, scope)
+        BEFORE_CALLS.append(call)
+        self._undo.append(partial(BEFORE_CALLS.remove, call))
+        _OPEN.append(scope)
+        self._undo.append(_OPEN.clear)
+        use_roots_of(NarratedRoot)
+        self._undo.append(partial(use_roots_of, Root))
 
     def __del__(self) -> None:
         self.close()
@@ -162,7 +173,6 @@ class _Scope(JoinHook):
         undo, self._undo = self._undo, []
         for each in reversed(undo):
             each()
-        LISTENERS[:] = [each for each in LISTENERS if each() not in (None, self)]
 
     def also(self, member: ModelJoinable) -> JoinHook:
         """Another of the joinables of the same `Join`."""
@@ -343,7 +353,7 @@ class _Scope(JoinHook):
             modes = [_MODES.index(unit.accumulation.now) for unit in self._units]
             self._call("backward", self._trains(), modes, *self._cleared())
             self._phase = "backward"
-        self.tell(Event.OPEN, root.units[0], 0, now=False)
+        self.tell(Event.OPEN, root.units[0])
 
     def _never_stepped(self, root: Root) -> Exception | None:
         """Every rank steps its own shards: a rank without data needs to know the optimizer."""
@@ -376,7 +386,7 @@ class _Scope(JoinHook):
     def _parameters(self) -> list[nn.Parameter]:
         return [param.at_rest for unit in self._units for param in unit.params]
 
-    def tell(self, event: Event, unit: Unit, detail: int, *, now: bool) -> None:
+    def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
         # The first count of a backward comes before the backward is announced, and is sent behind
         # that.
         if self._listens and self.narrates and (self._phase or event is Event.COUNT):
@@ -503,7 +513,7 @@ class _Scope(JoinHook):
                     raise _LostStepError
                 if event is Event.END:
                     return
-                self._units[unit].shadow(event, detail)
+                shadow(self._units[unit], event, detail)
                 self._depth += (event is Event.ENTER) - (event is Event.LEAVE)
             if not self._depth and not in_backward:
                 return
@@ -638,17 +648,14 @@ def _hear_of_joins() -> None:
     def made(join: Join, joinables: list[Joinable], *args: Any, **kwargs: Any) -> None:
         make(join, joinables, *args, **kwargs)
         # By now `joinable`s have opened the scope.
-        for each in (
-            LISTENERS if any(isinstance(joinable, ModelJoinable) for joinable in joinables) else ()
-        ):
-            scope = each()
-            assert isinstance(scope, _Scope)
+        scope: _Scope | None = open_scope()
+        if scope is not None and any(isinstance(each, ModelJoinable) for each in joinables):
             scope.take(joinables, join_hooks(join))
 
     @wraps(notify)
     def notified(joinable: Joinable) -> Any:
-        scope = listener()
-        if isinstance(scope, _Scope) and scope.turn(joinable):
+        scope: _Scope | None = open_scope()
+        if scope is not None and scope.turn(joinable):
             return None
         return notify(joinable)
 
@@ -668,9 +675,10 @@ class _Shadow(torch.autograd.Function):
         return None, None
 
 
-def _forget(scope: ref[Any]) -> None:
-    if scope in LISTENERS:
-        LISTENERS.remove(scope)
+def _on_call(scope: ref[_Scope], *args: Any) -> None:
+    found = scope()
+    if found is not None:
+        found.call(*args)
 
 
 def _on_step(
@@ -826,6 +834,6 @@ def join(
         with scope:
             yield
     finally:
-        for each in [*LISTENERS]:
-            if (open_scope := each()) is not None:
-                open_scope.close()  # also after an exception
+        left: _Scope | None = open_scope()
+        if left is not None:
+            left.close()  # also after an exception

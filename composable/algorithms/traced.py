@@ -20,13 +20,13 @@ from weakref import ref
 import torch
 from torch.distributed._functional_collectives import all_reduce
 
+from composable.algorithms.narration import open_scope
 from composable.compilation import backward_is_compiled, traceable
 from composable.engine.grad_bucket import SyncMode
 from composable.engine.param import DeferredHooks
 from composable.engine.param_group import Kind
 from composable.engine.reduction import division_factors
 from composable.engine.root import Root, root_of
-from composable.engine.shadow import LISTENERS
 from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
 from composable.optim.in_backward import counted_in_backward
@@ -105,7 +105,7 @@ def trace_reductions(root: Root) -> str:
 
 
 def _obstacle(root: Root) -> str:
-    if LISTENERS:
+    if open_scope() is not None:
         return "a join scope is open, in which ranks without data follow the engine's reductions"
     for unit in root.units:
         if unit.kind in (Kind.SHARDED, Kind.BESIDE):

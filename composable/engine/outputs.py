@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from composable.compilation import untraced
 from composable.contract.hooks import before_gradient, before_node
 from composable.contract.values import map_tensors, tensors_in
-from composable.engine.shadow import LISTENERS, Event, tell
 from composable.memory.torch_private import innermost, made_since
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -151,44 +149,3 @@ def _with_an_anchor(tensor: Tensor) -> Tensor:
     ):
         return tensor
     return tensor + torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
-
-
-class Entry:
-    """Called before backward goes through the outputs of one call; several outputs count once.
-
-    Args:
-        trained: the iteration, of a call of the outermost module in training mode.
-        forward: the number of the root's forward; None for a recomputation, which does not count.
-    """
-
-    __slots__ = ("_counted", "_forward", "_step", "_trained", "_unit")
-
-    def __init__(self, unit: Any, trained: Any, forward: int | None) -> None:
-        self._unit = unit
-        self._step = unit.step  # a backward that comes after the step was lost counts nowhere
-        self._trained = trained
-        self._forward = forward
-        self._counted = forward is not None
-
-    @property
-    def waits(self) -> bool:
-        """Whether backward has not come to it."""
-        return self._counted
-
-    @untraced
-    def __call__(self, *_: Any) -> None:
-        if self._counted:
-            self._counted = False
-            unit, trained = self._unit, self._trained
-            if LISTENERS:
-                tell(
-                    Event.COUNT,
-                    unit,
-                    trained is not None
-                    and unit.root is not None
-                    and trained is unit.root.step.iteration,
-                )
-            self._step.pending -= 1
-            if trained is not None:
-                trained.forwards_left -= 1
-        self._unit.pre_backward(self._forward)

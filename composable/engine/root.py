@@ -43,11 +43,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from traceback import walk_stack
-from typing import ClassVar, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable.comm.ledger import checksum, debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
@@ -59,15 +59,6 @@ from composable.engine.iteration import CLOCK, REMEMBERED, Forward, Iteration, S
 from composable.engine.param import ManagedParam, hear_arrivals, ignore_arrivals
 from composable.engine.param_group import Kind
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
-from composable.engine.shadow import (
-    LISTENERS,
-    Event,
-    listener,
-    narrates,
-    source,
-    tell,
-    tell_of_call,
-)
 from composable.engine.unit import BY_HAND, EXPLICIT, Unit, UnitCall, unit_of, units_below
 from composable.errors import (
     CommunicationError,
@@ -120,8 +111,6 @@ class BackwardEnd:
     @outside_transforms
     def __call__(self) -> None:
         try:
-            if LISTENERS:
-                tell(Event.END, self.roots[0].units[0], now=True)
             with torch.no_grad():
                 for root in self.roots:
                     root.launch_rest()
@@ -150,6 +139,16 @@ WHEN_LANDED: Final[list[Callable[[], None]]] = []
 def all_landed() -> None:
     for callback in WHEN_LANDED:
         callback()
+
+
+# Called with its name, parameters and arguments when a function is about to communicate over the
+# gradients of parameters, outside of forward and backward.
+BEFORE_CALLS: Final[list[Callable[..., None]]] = []
+
+
+def announce(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+    for callback in BEFORE_CALLS:
+        callback(what, parameters, *args)
 
 
 _ROOTS: Final[WeakSet[Root]] = WeakSet()
@@ -197,6 +196,8 @@ class Root:
     # Called when a forward begins under compiled autograd. Lets the compiler reduce the gradients,
     # or returns why it cannot. `composable.algorithms.traced` sets it.
     trace_reductions: ClassVar[Callable[[Root], str]]
+    # Of which class roots are, see `use_roots_of`.
+    in_use: ClassVar[type[Root]]
 
     def __init__(
         self, modules: Sequence[nn.Module], units: Sequence[Unit], shared: Sequence[Unit] = ()
@@ -275,7 +276,7 @@ class Root:
         for former in _roots_of(units):
             if former.phase in (Phase.BACKWARD, Phase.LOST) and not in_backward():
                 former.reset()
-        root = Root(tops, units, shared)
+        root = Root.in_use(tops, units, shared)
         for each in units:
             each.root = root
         for each in shared:
@@ -309,6 +310,11 @@ class Root:
     @property
     def name(self) -> str:
         return self.units[0].name
+
+    @property
+    def source(self) -> int:
+        """The rank that buffers follow."""
+        return 0
 
     def make_buckets(self) -> None:
         """For replicated units; anew when their parameters were replaced."""
@@ -363,19 +369,16 @@ class Root:
 
     # --- forward ---------------------------------------------------------------------------------
 
-    def enter_forward(self, unit: Unit, module: nn.Module, inputs: object) -> None:
-        """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the
-        next one's gather.
+    def enter_forward(self, call: UnitCall, inputs: object) -> None:
+        """A module is about to compute: free what ran last, gather its unit, and launch the next
+        one's gather.
 
         Args:
             inputs: of the module; None if this rank does not compute it.
         """
-        if LISTENERS:
-            if not self.step.running and (scope := listener()) is not None:
-                scope.begin(self)
-            tell(Event.ENTER, unit, unit.modules.index(module), now=True)
+        unit = call.unit
         if not self.step.running:
-            self._begin(module)
+            self._begin(call.module)
         for outer in self.step.running:
             if outer is not unit:
                 unit.relations.ran_inside[outer] = None
@@ -393,6 +396,10 @@ class Root:
         except BaseException:
             self.on_error(unit)
             raise
+        if torch.is_grad_enabled():
+            self.step.calls.append(call)
+            if len(self.step.calls) > REMEMBERED:
+                del self.step.calls[: REMEMBERED // 2]
 
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
@@ -431,7 +438,7 @@ class Root:
         try:
             self._show()
             if grad:
-                broadcast_buffers(self.units, source(), saved=saved)
+                broadcast_buffers(self.units, self.source, saved=saved)
         except BaseException:
             if not saved:
                 self.step.iteration = None
@@ -496,15 +503,17 @@ class Root:
                 other.unshard()
         unit.wait_for_unshard()
 
-    def leave_forward(self, unit: Unit, *, keep: bool, complete: bool) -> None:
-        """`unit`'s module has computed.
+    def leave_forward(self, call: UnitCall, *, keep: bool, complete: bool) -> None:
+        """A module has computed.
 
         Args:
             keep: its parameters must outlive forward: an output aliases them, or backward cannot be
                 followed to the unit.
             complete: all modules of the unit have computed.
         """
-        iteration, grad = self._iteration, torch.is_grad_enabled()
+        if call.root is None:
+            return  # a recomputation: backward needs the unit next
+        unit, iteration, grad = call.unit, self._iteration, torch.is_grad_enabled()
         self.step.running.pop()
         if grad:
             if unit.gathers:
@@ -622,15 +631,7 @@ class Root:
             )
         if UNLANDED:
             land_held([self])
-        if LISTENERS and (scope := listener()) is not None:
-            scope.open(self)
-        # No forward since the last backward: other roots may take part as they did in their
-        # forwards before it.
-        alone = (
-            iteration is not None
-            and self._last_backward is not None
-            and not self._others_since(self._last_backward)
-        )
+        alone = self._takes_part_alone()
         if iteration is None:
             # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.step.iteration = Iteration(self._streams.here())
@@ -641,7 +642,7 @@ class Root:
             unit.kept_by.pop(EXPLICIT, None)
         self._preparation.follow_freezing()
         self._show()
-        self.buckets.open(alone=alone and not narrates())
+        self.buckets.open(alone=alone)
         for unit in self.shared:
             # Buckets are launched in every backward, used or not. And what runs again in a backward
             # is no forward.
@@ -665,35 +666,47 @@ class Root:
         """The iteration, if its backward is under way."""
         return self.step.iteration if self.phase is Phase.BACKWARD else None
 
-    def _others_since(self, when: int) -> bool:
-        """Whether other roots had forwards since then, so that they may take part in this backward.
+    def _takes_part_alone(self) -> bool:
+        """Whether no other root takes part in the backward that begins: none had a forward since
+        the last one. Without a forward of its own since then, others may take part as they did in
+        that one.
 
         Roots with older forwards do not count: their models may have been dropped, and each rank
         collects those at another time.
         """
-        return any(
-            root.step.iteration is not None and root.step.iteration.began > when
-            for root in _ROOTS
-            if root is not self and not root._gone
+        last = self._last_backward
+        return (
+            self.step.iteration is not None
+            and last is not None
+            and not any(
+                root.step.iteration is not None and root.step.iteration.began > last
+                for root in _ROOTS
+                if root is not self and not root._gone
+            )
         )
 
-    def enter_backward(self, unit: Unit, forward: int | None = None) -> None:
-        """Backward is about to go through an output of `unit`, which the forward with this number
-        made.
-        """
+    def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None:
+        """Backward is about to go through an output of `unit`, which `call` made."""
+        if call is not None and call.waits:
+            call.waits = False
+            call.step.pending -= 1
+            if call.trained is not None:
+                call.trained.forwards_left -= 1
         iteration = self._in_backward() or self._open_backward()
-        if forward is not None:
-            if iteration.read_at_rest is not None and iteration.read_at_rest[0] == forward:
+        if call is not None and call.forward is not None:
+            if iteration.read_at_rest is not None and iteration.read_at_rest[0] == call.forward:
                 self._refuse_read_at_rest(*iteration.read_at_rest[1:])
-            iteration.forward = forward
+            iteration.forward = call.forward
+        self._go_into(unit, iteration)
+
+    def _go_into(self, unit: Unit, iteration: Iteration) -> None:
+        """Gather the unit that backward is about to go through, and leave those that it has gone
+        through.
+        """
         if unit in iteration.active:
-            if LISTENERS and not unit.is_unsharded:
-                tell(Event.BACK, unit, now=True)
             self._note_graph(unit)  # also where a recomputation has entered it
             self._gather(unit, ())  # another output of it; a recomputation may have freed it
             return
-        if LISTENERS:
-            tell(Event.BACK, unit, now=True)
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
         # at the end of backward. Ranks that enter an expert leave the units before it earlier than
         # ranks that do not, and both must launch in the same order.
@@ -720,15 +733,8 @@ class Root:
             self._iteration.builds_graph = True
             unit.pin()
 
-    def note_call(self, call: UnitCall) -> None:
-        """A forward with gradients has begun."""
-        self.step.calls.append(call)
-        if len(self.step.calls) > REMEMBERED:
-            del self.step.calls[: REMEMBERED // 2]
-
-    def before_recomputation(self, unit: Unit) -> UnitCall | None:
-        """Checkpointing is about to run a forward of `unit` again, for the node that backward is
-        at.
+    def before_recomputation(self, again: UnitCall) -> UnitCall | None:
+        """Checkpointing is about to run a forward again, for the node that backward is at.
 
         Whether this is a node of the last unit in the checkpointed part, or one behind it, differs
         between ranks if some skip that unit. So backward enters the unit now: on all ranks before
@@ -737,16 +743,17 @@ class Root:
         Returns:
             The call that is run again; None if it ran without gradients (reentrant checkpointing).
         """
-        calls, entry = self.step.calls, None
+        calls, entered = self.step.calls, None
         for index in range(
             bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1
         ):
             call = calls[index]
-            entry = entry or call.entry
-            if call.unit is unit:
-                if entry is not None:
+            if entered is None and call.watched:
+                entered = call
+            if call.unit is again.unit:
+                if entered is not None:
                     with torch.no_grad():  # of the backward; recomputations have gradients
-                        entry()
+                        entered.unit.pre_backward(entered)
                 return call
         return None
 
@@ -759,8 +766,6 @@ class Root:
         if unit.kind is Kind.ARRIVAL:
             self.buckets.arrived(param)
         else:
-            if LISTENERS:
-                tell(Event.GRADIENT, unit)
             # a parameter that was read outside of its module, or after the unit was left
             iteration.to_reduce[unit] = None
 
@@ -930,11 +935,7 @@ class Root:
             following.finished, following.untracked = iteration.finished, iteration.untracked
             following.last = iteration.last
         self.step.iteration = following
-        waiting = (
-            index
-            for index, call in enumerate(self.step.calls)
-            if call.entry is not None and call.entry.waits
-        )
+        waiting = (index for index, call in enumerate(self.step.calls) if call.waits)
         del self.step.calls[: next(waiting, len(self.step.calls))]
         for unit in self.units:
             if following is None:
@@ -1114,6 +1115,18 @@ class Root:
                 )
 
 
+Root.in_use = Root
+
+
+def use_roots_of(kind: type[Root]) -> None:
+    """From now on let all roots be of this class: of one that does more in each step, or `Root`
+    again.
+    """
+    Root.in_use = kind
+    for root in _ROOTS:
+        root.__class__ = kind
+
+
 def _drop(unit: Unit, drop: Callable[[], None]) -> None:
     """Give up a part of a step; what failed in flight must not keep the rest."""
     try:
@@ -1216,8 +1229,7 @@ def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
     """Launch the reduction of what these units accumulated under `no_sync`. All ranks call it,
     outside of forward and backward, and what it returns: that lands the gradients.
     """
-    if LISTENERS:
-        tell_of_call("reduce", [param.at_rest for unit in units for param in unit.params])
+    announce("reduce", [param.at_rest for unit in units for param in unit.params])
     roots = planned_roots(units)
     for root in roots:
         if root.phase in (Phase.BACKWARD, Phase.LOST):

@@ -38,7 +38,7 @@ from composable.engine.copies import attach_copying, detach_copying, twin_of
 from composable.engine.grad_bucket import Accumulation, GradBucket
 from composable.engine.hook_stages import CommHook, attach_hooks
 from composable.engine.loading import StateDictHook
-from composable.engine.outputs import Entry, refuse_compiled, watch
+from composable.engine.outputs import refuse_compiled, watch
 from composable.engine.param import (
     Arrival,
     ManagedParam,
@@ -69,7 +69,6 @@ from composable.engine.precision import (
     moved,
     resolve,
 )
-from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.engine.tensor_parallel import ModelSpec
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
@@ -168,20 +167,18 @@ class Schedule(Protocol):
         Without a module it does.
         """
 
-    def enter_forward(self, unit: Unit, module: nn.Module, inputs: object) -> None: ...
+    def enter_forward(self, call: UnitCall, inputs: object) -> None: ...
 
-    def note_call(self, call: UnitCall) -> None: ...
-
-    def leave_forward(self, unit: Unit, *, keep: bool, complete: bool) -> None: ...
+    def leave_forward(self, call: UnitCall, *, keep: bool, complete: bool) -> None: ...
 
     def on_error(self, unit: Unit) -> None: ...
 
-    def before_recomputation(self, unit: Unit) -> UnitCall | None:
+    def before_recomputation(self, again: UnitCall) -> UnitCall | None:
         """Returns the call that is about to run again, if it is known."""
 
     def open_backward(self) -> None: ...
 
-    def enter_backward(self, unit: Unit, forward: int | None = None) -> None: ...
+    def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None: ...
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None: ...
 
@@ -217,25 +214,34 @@ class Schedules(Protocol):
         """A new one for `module` and what is below it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class UnitCall:
     """One call of a unit's module.
 
     Attributes:
-        since: the number of autograd's next node when it began.
+        step: of the unit; a backward that comes after it was lost counts nowhere.
+        since: the number of autograd's next node when the call began.
         root: None if the call recomputes what checkpointing dropped.
         entered: `enter` did not raise.
-        entry: called where backward comes to it; None if backward does not.
         anchors: outputs get a node also where this rank used no parameter, because other ranks may
             have. A recomputation repeats what its forward did.
+        watched: backward comes to its outputs, and calls `Unit.pre_backward` with it.
+        waits: backward has not come to them yet. Several outputs count once.
+        forward: the number of the root's forward; None for a recomputation, which does not count.
+        trained: the iteration, of a call of the outermost module in training mode.
     """
 
     unit: Unit
+    step: UnitStep
+    module: nn.Module
     since: int
     root: Schedule | None
     entered: bool = False
-    entry: Entry | None = None
     anchors: bool = False
+    watched: bool = False
+    waits: bool = False
+    forward: int | None = None
+    trained: Any = None
 
 
 class UnitStep:
@@ -756,23 +762,19 @@ class Unit:
             recomputes = in_backward() or backward_is_compiled()
         # may reset, which forgets all calls
         root = None if recomputes else self.schedules.for_call(self, module, computes=computes)
-        call = UnitCall(self, next_node(), root)
+        call = UnitCall(self, self.step, module, next_node(), root)
         # before anything else that may raise: `on_error` takes it back
         self.step.calls.append(call)
         if root is None:
             if self.root is not None and self.root.in_step:
-                again = self.root.before_recomputation(self)
-                call.anchors = self._anchors if again is None else again.anchors
+                before = self.root.before_recomputation(call)
+                call.anchors = self._anchors if before is None else before.anchors
             # Checkpointing runs this forward again: no order is recorded and nothing resharded,
             # backward needs it next.
-            if LISTENERS:
-                tell(Event.ENTER, self, self.modules.index(module), now=True)
             self.unshard()
             self.wait_for_unshard()
         else:
-            root.enter_forward(self, module, (args, kwargs) if computes else None)
-            if torch.is_grad_enabled():
-                root.note_call(call)
+            root.enter_forward(call, (args, kwargs) if computes else None)
         call.entered = True
         if not self.step.to_run and len(self.modules) > 1:
             self.step.to_run = list(self.modules)
@@ -801,23 +803,22 @@ class Unit:
                 output = cast(output, self.spec.mp_policy.output_dtype)
             keep = False
             if grad:
-                output, keep = self._watch(module, output, call)
-            self._end_call(module, root, keep=keep)
+                output, keep = self._watch(output, call)
+            self.end_call(call, keep=keep)
         except BaseException:
             if root is not None and self in root.running:
                 root.on_error(self)
             raise
         return output
 
-    def _end_call(self, module: nn.Module, root: Schedule | None, *, keep: bool) -> None:
-        if LISTENERS:
-            outermost = root is not None and len(root.running) == 1
-            tell(Event.LEAVE, self, 2 * self.modules.index(module) + keep, now=outermost)
-        if module in self.step.to_run:
-            self.step.to_run.remove(module)
+    def end_call(self, call: UnitCall, *, keep: bool) -> None:
+        """A call has computed. `keep`: parameters must outlive forward."""
+        if call.module in self.step.to_run:
+            self.step.to_run.remove(call.module)
         self.hold_at_rest()
+        root = call.root or self.root
         if root is not None:
-            root.leave_forward(self, keep=keep, complete=not self.step.to_run)
+            root.leave_forward(call, keep=keep, complete=not self.step.to_run)
 
     def end_forward(self) -> None:
         """The root's forward, or a backward, ends: modules that have not run do not run any
@@ -827,32 +828,33 @@ class Unit:
             self.step.to_run = []
             self.hold_at_rest()
 
-    def _watch(self, module: nn.Module, output: Any, call: UnitCall) -> tuple[Any, bool]:
+    def _watch(self, output: Any, call: UnitCall) -> tuple[Any, bool]:
         """Let `pre_backward` be called before backward goes through `output`. Returns it, and
         whether parameters must outlive forward.
         """
         root = call.root
         if root is not None and not root.eager_because:
             return output, False
-        trained = None if root is None else root.trained(module)
-        entry = Entry(self, trained, None if root is None else root.forward)
         if root is not None:
+            call.forward, call.trained = root.forward, root.trained(call.module)
             needs = self.trains or self.given == 2
             self._anchors = call.anchors = (
                 self.mesh_info.all.size > 1 and root.is_inside(self) and needs
             )
-        counted = root is not None and bool(self.params)
         seen = watch(
-            output, call.since, entry, self._aliases, counted=counted, anchors=call.anchors
+            output,
+            call.since,
+            partial(self.pre_backward, call),
+            self._aliases,
+            counted=root is not None and bool(self.params),
+            anchors=call.anchors,
         )
         if seen.found and root is not None:
-            if LISTENERS:
-                tell(Event.OUTPUT, self, trained is not None)
+            call.watched = call.waits = True
             self.step.pending += 1
-            call.entry = entry
-            if trained is not None:
-                trained.forwards += 1
-                trained.forwards_left += 1
+            if call.trained is not None:
+                call.trained.forwards += 1
+                call.trained.forwards_left += 1
         if seen.opaque and not seen.found and self.trains and self.is_sharded:
             raise OutputError(
                 f"unit '{self.name}': forward returned {', '.join(seen.opaque)}, in which no tensor"
@@ -885,19 +887,15 @@ class Unit:
         self.step.depth -= 1
         # checkpointing stops a recomputation by an exception when it has what it needs
         if call.root is None:
-            self._end_call(module, None, keep=False)
+            self.end_call(call, keep=False)
             return
         self.step.to_run = []
         self.hold_at_rest()
         call.root.on_error(self)
 
-    def pre_backward(self, forward: int | None = None) -> None:
-        """Backward is about to go through an output of the unit.
-
-        Args:
-            forward: the number of the root's forward that made the output; None for a
-                recomputation.
-        """
+    @untraced
+    def pre_backward(self, call: UnitCall | None = None, *_: object) -> None:
+        """Backward is about to go through an output that `call` made."""
         if not self.modules:
             if self.is_sharded and self.spec.params:
                 raise PhaseError(
@@ -908,37 +906,7 @@ class Unit:
             return
         # anew, if a unit came or went since the forward
         root = self.root or self.schedules.plan(self, self.modules[0])
-        root.enter_backward(self, forward)
-
-    def shadow(self, event: Event, detail: int) -> None:
-        """On a rank without data: do what another rank says that it does, and compute nothing. See
-        `shadow.py`.
-        """
-        if event is Event.ENTER:
-            self.enter(self.modules[detail], (), {}, computes=False)
-        elif event is Event.LEAVE:
-            self.step.depth -= 1
-            call = self.step.calls.pop()
-            self._end_call(self.modules[detail // 2], call.root, keep=bool(detail % 2))
-        elif event is Event.BACK:
-            self.pre_backward()
-        else:
-            root = self.root
-            assert root is not None
-            trained = root.trained(None) if detail else None
-            if event is Event.OUTPUT:
-                self.step.pending += 1
-                if trained is not None:
-                    trained.forwards += 1
-                    trained.forwards_left += 1
-            elif event is Event.COUNT:
-                self.step.pending -= 1
-                if trained is not None:
-                    trained.forwards_left -= 1
-            elif event is Event.OPEN:
-                root.open_backward()
-            elif event is Event.GRADIENT:
-                root.on_gradient(self, self.params[0])
+        root.enter_backward(self, call)
 
     def drop_step(self) -> None:
         """The step is lost."""

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import is_distributed
 from composable.compilation import untraced
 from composable.engine.param import holds_unreduced, label_of, model_group_of, unit_mesh_of
-from composable.engine.shadow import LISTENERS, tell_of_call
+from composable.engine.root import announce
 from composable.errors import ClippingError, NonFiniteError
 from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import stepped_in_backward
@@ -122,8 +122,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), before"
             " the gradients of the other parameters are there. Clip, or step in backward"
         )
-    if LISTENERS:
-        tell_of_call("clip", parameters, limit, order, error_if_nonfinite)
+    announce("clip", parameters, limit, order, error_if_nonfinite)
     gradients = _Gradients(parameters)
     total = gradients.total_norm(order)
     if pp_group is not None:

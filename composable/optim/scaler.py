@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable.engine.param import label_of, model_group_of
-from composable.engine.shadow import LISTENERS, tell_of_call
+from composable.engine.root import announce
 from composable.errors import OptimizerError
 from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import OptimizerInBackward
@@ -43,8 +43,7 @@ def _unscale(scaler: Any, optimizer: Optimizer, inverse_scale: Tensor, allow_fp1
             " Train in float32 or bfloat16 without a scaler, or with an optimizer that steps after"
             " backward; load the last checkpoint first"
         )
-    if LISTENERS:
-        tell_of_call("unscale", parameters, scaler, inverse_scale, allow_fp16)
+    announce("unscale", parameters, scaler, inverse_scale, allow_fp16)
     return unscale_gradients(parameters, inverse_scale, allow_fp16)
 
 

@@ -25,8 +25,8 @@ from composable import (
     reduce_gradients,
     replicate,
 )
+from composable.algorithms.narration import open_scope
 from composable.comm import ledger_of
-from composable.engine.shadow import LISTENERS
 from composable.errors import CommunicationError
 from composable.memory.torch_private import locals_of
 from tests.helpers.compare import full
@@ -315,7 +315,7 @@ def test_33_early_termination_throws_on_all_ranks(annotate: Annotate) -> None:
 
     with pytest.raises(RuntimeError, match=r"exhausted all inputs|exhausted inputs"):
         train()
-    assert not LISTENERS
+    assert open_scope() is None
 
 
 @spmd(ranks=2)
@@ -325,9 +325,9 @@ def test_33_nothing_listens_after_a_scope_with_even_inputs(enable: bool) -> None
     _shard(model)
     optimizer = _sgd(model)
     with join(model, optimizer, enable=enable):
-        assert LISTENERS
+        assert open_scope() is not None
         _step(model, optimizer, 0)
-    assert not LISTENERS
+    assert open_scope() is None
     _step(model, optimizer, 1)
 
 
@@ -605,7 +605,7 @@ def _one_rank_raises() -> str:
                     raise ValueError("a bad batch")
                 _step(model, optimizer, step)
     except (ValueError, CommunicationError) as error:
-        assert not LISTENERS
+        assert open_scope() is None
         return str(error)
     return ""
 
@@ -677,7 +677,7 @@ def test_33_scopes_do_not_nest() -> None:
     assert _refusal_inside(join(model), act).startswith(
         "PhaseError: joinable: a join scope is open already. Scopes do not nest"
     )
-    assert not LISTENERS
+    assert open_scope() is None
 
 
 @spmd(ranks=2)

@@ -1,0 +1,176 @@
+"""How a rank without data follows one that has data: what roots tell of their steps (`join`).
+
+All ranks of a model launch the same collectives in the same order. Which ones a step launches is
+decided where a forward or a backward enters or leaves a unit, so while a scope is open roots are of
+a class that tells of these places. A rank that has data says them to the others, and a rank without
+data does them: it gathers, reduces and reshards, and does not compute. Its gradients are those of a
+rank on which every parameter is unused.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Final, Protocol
+from weakref import ref
+
+from typing_extensions import override
+
+from composable.engine.iteration import Iteration
+from composable.engine.param import ManagedParam
+from composable.engine.param_group import Kind
+from composable.engine.root import UNLANDED, Phase, Root, land_held
+from composable.engine.unit import Unit, UnitCall
+
+
+class Event(enum.IntEnum):
+    """What one unit does. `shadow` does it without computing; its `detail` is a number."""
+
+    # A forward of the module with this index, or its recomputation, begins.
+    ENTER = 0
+    # That forward has outputs through which backward will come; 1: it counts as trained on.
+    OUTPUT = 1
+    LEAVE = 2  # it ends; 1: parameters must outlive it
+    OPEN = 3  # a backward begins in the unit's root
+    # It has come to the outputs of one forward; 1: of one that counts as trained on, in this
+    # iteration.
+    COUNT = 4
+    BACK = 5  # it enters the unit
+    GRADIENT = 6  # a parameter has a gradient, and its unit was not entered
+    END = 7  # it ends
+    LOST = 8  # the step failed
+
+
+class Scope(Protocol):
+    """What a `join` scope hears.
+
+    Attributes:
+        source: the rank that buffers follow.
+        narrates: some ranks have no data, so that nothing may be launched where they are not told
+            of it.
+    """
+
+    source: int
+    narrates: bool
+
+    def begin(self, root: Root) -> None:
+        """The outermost forward of `root` is about to begin."""
+
+    def open(self, root: Root) -> None:
+        """A backward is about to begin in `root`."""
+
+    def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
+        """Of an event; `now`: before the next collective."""
+
+
+# The scope that is open; weak, since one that raised is dropped without a word.
+_OPEN: Final[list[ref[Any]]] = []
+
+
+def open_scope() -> Any:
+    """The scope that is open, or None."""
+    return _OPEN[0]() if _OPEN else None
+
+
+class NarratedRoot(Root):
+    """A root while a scope is open."""
+
+    def _tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
+        scope: Scope | None = open_scope()
+        if scope is not None:
+            scope.tell(event, unit, detail, now=now)
+
+    @property
+    @override
+    def source(self) -> int:
+        scope: Scope | None = open_scope()
+        return 0 if scope is None else scope.source
+
+    @override
+    def enter_forward(self, call: UnitCall, inputs: object) -> None:
+        scope: Scope | None = open_scope()
+        if scope is not None and not self.step.running:
+            scope.begin(self)
+        self._tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
+        super().enter_forward(call, inputs)
+
+    @override
+    def leave_forward(self, call: UnitCall, *, keep: bool, complete: bool) -> None:
+        if call.waits:
+            self._tell(Event.OUTPUT, call.unit, call.trained is not None)
+        outermost = call.root is not None and len(self.step.running) == 1
+        self._tell(Event.LEAVE, call.unit, keep, now=outermost)
+        super().leave_forward(call, keep=keep, complete=complete)
+
+    @override
+    def before_recomputation(self, again: UnitCall) -> UnitCall | None:
+        before = super().before_recomputation(again)
+        self._tell(Event.ENTER, again.unit, again.unit.modules.index(again.module), now=True)
+        return before
+
+    @override
+    def _open_backward(self) -> Iteration:
+        scope: Scope | None = open_scope()
+        if scope is not None and self.phase is not Phase.LOST:  # which is refused
+            if UNLANDED:
+                land_held([self])
+            scope.open(self)
+        return super()._open_backward()
+
+    @override
+    def _takes_part_alone(self) -> bool:
+        scope: Scope | None = open_scope()
+        return super()._takes_part_alone() and not (scope is not None and scope.narrates)
+
+    @override
+    def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None:
+        if call is not None and call.waits:
+            counts = call.trained is not None and call.trained is self.step.iteration
+            self._tell(Event.COUNT, unit, counts)
+        super().enter_backward(unit, call)
+
+    @override
+    def _go_into(self, unit: Unit, iteration: Iteration) -> None:
+        if unit not in iteration.active or not unit.is_unsharded:
+            self._tell(Event.BACK, unit, now=True)
+        super()._go_into(unit, iteration)
+
+    @override
+    def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
+        iteration = self.step.iteration
+        known = iteration is not None and unit in iteration.to_reduce
+        super().on_gradient(unit, param)
+        if not known and unit.kind is not Kind.ARRIVAL:
+            self._tell(Event.GRADIENT, unit)
+
+    @override
+    def launch_rest(self) -> None:
+        self._tell(Event.END, self.units[0], now=True)  # the first root's is heard
+        super().launch_rest()
+
+
+def shadow(unit: Unit, event: Event, detail: int) -> None:
+    """On a rank without data: do what another rank says that it does, and compute nothing."""
+    if event is Event.ENTER:
+        unit.enter(unit.modules[detail], (), {}, computes=False)
+    elif event is Event.LEAVE:
+        unit.step.depth -= 1
+        unit.end_call(unit.step.calls.pop(), keep=bool(detail))
+    elif event is Event.BACK:
+        unit.pre_backward()
+    else:
+        root = unit.root
+        assert root is not None
+        trained = root.trained(None) if detail else None
+        if event is Event.OUTPUT:
+            unit.step.pending += 1
+            if trained is not None:
+                trained.forwards += 1
+                trained.forwards_left += 1
+        elif event is Event.COUNT:
+            unit.step.pending -= 1
+            if trained is not None:
+                trained.forwards_left -= 1
+        elif event is Event.OPEN:
+            root.open_backward()
+        elif event is Event.GRADIENT:
+            root.on_gradient(unit, unit.params[0])
