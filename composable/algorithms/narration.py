@@ -15,10 +15,9 @@ from weakref import ref
 
 from typing_extensions import override
 
-from composable.engine.iteration import Iteration
 from composable.engine.param import ManagedParam
 from composable.engine.param_group import Kind
-from composable.engine.root import UNLANDED, Phase, Root, land_held
+from composable.engine.root import UNLANDED, Iteration, Phase, Root, land_held
 from composable.engine.unit import Unit, UnitCall
 
 
@@ -74,64 +73,60 @@ def open_scope() -> Any:
 class NarratedRoot(Root):
     """A root while a scope is open."""
 
-    def _tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
-        scope: Scope | None = open_scope()
-        if scope is not None:
-            scope.tell(event, unit, detail, now=now)
+    @property
+    def _scope(self) -> Scope:
+        scope: Scope = open_scope()
+        return scope
 
     @property
     @override
     def source(self) -> int:
-        scope: Scope | None = open_scope()
-        return 0 if scope is None else scope.source
+        return self._scope.source
 
     @override
     def enter_forward(self, call: UnitCall, inputs: object) -> None:
-        scope: Scope | None = open_scope()
-        if scope is not None and not self.step.running:
-            scope.begin(self)
-        self._tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
+        if not self.step.running:
+            self._scope.begin(self)
+        self._scope.tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
         super().enter_forward(call, inputs)
 
     @override
     def leave_forward(self, call: UnitCall, *, keep: bool, complete: bool) -> None:
         if call.waits:
-            self._tell(Event.OUTPUT, call.unit, call.trained is not None)
+            self._scope.tell(Event.OUTPUT, call.unit, call.trained is not None)
         outermost = call.root is not None and len(self.step.running) == 1
-        self._tell(Event.LEAVE, call.unit, keep, now=outermost)
+        self._scope.tell(Event.LEAVE, call.unit, keep, now=outermost)
         super().leave_forward(call, keep=keep, complete=complete)
 
     @override
     def before_recomputation(self, again: UnitCall) -> UnitCall | None:
         before = super().before_recomputation(again)
-        self._tell(Event.ENTER, again.unit, again.unit.modules.index(again.module), now=True)
+        self._scope.tell(Event.ENTER, again.unit, again.unit.modules.index(again.module), now=True)
         return before
 
     @override
     def _open_backward(self) -> Iteration:
-        scope: Scope | None = open_scope()
-        if scope is not None and self.phase is not Phase.LOST:  # which is refused
+        if self.phase is not Phase.LOST:  # which is refused
             if UNLANDED:
                 land_held([self])
-            scope.open(self)
+            self._scope.open(self)
         return super()._open_backward()
 
     @override
     def _takes_part_alone(self) -> bool:
-        scope: Scope | None = open_scope()
-        return super()._takes_part_alone() and not (scope is not None and scope.narrates)
+        return not self._scope.narrates and super()._takes_part_alone()
 
     @override
     def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None:
         if call is not None and call.waits:
             counts = call.trained is not None and call.trained is self.step.iteration
-            self._tell(Event.COUNT, unit, counts)
+            self._scope.tell(Event.COUNT, unit, counts)
         super().enter_backward(unit, call)
 
     @override
     def _go_into(self, unit: Unit, iteration: Iteration) -> None:
         if unit not in iteration.active or not unit.is_unsharded:
-            self._tell(Event.BACK, unit, now=True)
+            self._scope.tell(Event.BACK, unit, now=True)
         super()._go_into(unit, iteration)
 
     @override
@@ -140,11 +135,11 @@ class NarratedRoot(Root):
         known = iteration is not None and unit in iteration.to_reduce
         super().on_gradient(unit, param)
         if not known and unit.kind is not Kind.ARRIVAL:
-            self._tell(Event.GRADIENT, unit)
+            self._scope.tell(Event.GRADIENT, unit)
 
     @override
     def launch_rest(self) -> None:
-        self._tell(Event.END, self.units[0], now=True)  # the first root's is heard
+        self._scope.tell(Event.END, self.units[0], now=True)  # the first root's is heard
         super().launch_rest()
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 import torch
 
 from composable.engine.grad_bucket import GradBucket, SyncMode
 from composable.engine.hook_stages import attach_hooks
-from composable.engine.iteration import Iteration
 from composable.engine.layout import Slot
 from composable.engine.param import (
     Arrival,
@@ -31,6 +30,14 @@ from composable.engine.unit import Unit
 from composable.errors import CommunicationError, PhaseError
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
+
+
+class Iteration(Protocol):
+    """The root's, as far as this file looks."""
+
+    builds_graph: bool
+    forwards: int
+    forwards_left: int
 
 
 class _Pending:

@@ -40,7 +40,9 @@ import logging
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from operator import attrgetter
 from traceback import walk_stack
 from typing import Any, ClassVar, Final, NoReturn
@@ -55,7 +57,6 @@ from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch, names_below
 from composable.engine.arrival import Buckets
 from composable.engine.grad_bucket import SyncMode
-from composable.engine.iteration import CLOCK, REMEMBERED, Forward, Iteration, Step
 from composable.engine.param import ManagedParam, hear_arrivals, ignore_arrivals
 from composable.engine.param_group import Kind
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
@@ -81,6 +82,11 @@ from composable.memory.torch_private import (
 
 logger = logging.getLogger("composable")
 
+# Entries of `Iteration.finished` and `Step.calls` at most: forwards without a backward must not
+# fill the memory.
+REMEMBERED: Final = 4096
+
+CLOCK: Final = count()  # of forwards and ends of backwards
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 NOT_ON: Final = "it was not on when the forward began"
 
@@ -93,6 +99,89 @@ class Phase(enum.Enum):
     WAITING = "a forward has ended, and its backward may come"
     BACKWARD = "a backward runs, maybe inside of a forward"
     LOST = "a backward raised"
+
+
+@dataclass(slots=True)
+class Forward:
+    """One forward of the outermost module.
+
+    Attributes:
+        module: the outermost one.
+        with_gradients: autograd records it.
+        order: the units that gather, as it has entered them.
+        cursor: in the order of the last forward; what follows there is gathered ahead.
+        has_unknown: some frozen unit was computed by no rank, so that its `given` is not known.
+    """
+
+    module: nn.Module
+    with_gradients: bool
+    order: list[Unit] = field(default_factory=list)
+    cursor: int = 0
+    has_unknown: bool = False
+
+
+class Iteration:
+    """One or more forwards and their backward.
+
+    Attributes:
+        stream: that the forward computes on; autograd ends a backward on whatever stream the caller
+            has.
+        began: when its last forward did, on the clock of `CLOCK`.
+        forward: `Root.forward` of the one that backward is in.
+        read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a
+            forward, and that forward.
+        finished: units that gather and whose forward has ended, newest last. Backward will probably
+            enter them in reverse.
+        last: units that `reshard_after_forward=None` keeps until a forward enters another unit over
+            the same ranks.
+        untracked: units that backward may need without entering them: an output aliases a
+            parameter, or none was found to watch.
+        end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that
+            backward raised.
+        active: units that backward has entered and not left.
+        to_reduce: units that backward has entered, or brought a gradient to, since they were last
+            reduced.
+        in_flight, over_replicas: units whose reduction is in its first, or second, stage.
+        builds_graph: the backward runs with `create_graph=True`.
+        forwards, forwards_left: calls of the outermost module in training mode; how many of them
+            backward has not entered.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.began = next(CLOCK)
+        self.forward: int | None = None
+        self.read_at_rest: tuple[int, Unit, ManagedParam] | None = None
+        self.finished: list[Unit] = []
+        self.last: list[Unit] = []
+        self.untracked: dict[Unit, None] = {}
+        self.end: ref[Any] | None = None
+        self.active: list[Unit] = []
+        self.to_reduce: dict[Unit, None] = {}
+        self.in_flight: list[Unit] = []
+        self.over_replicas: list[Unit] = []
+        self.builds_graph = False
+        self.forwards = self.forwards_left = 0
+
+
+class Step:
+    """All that a lost step takes with it. What its units know of it is in `UnitStep`.
+
+    Attributes:
+        iteration: None if no backward is to come, and none runs.
+        forward: the forward of the outermost module that is under way.
+        running: units whose forward is under way, outermost first.
+        calls: of units with gradients, as they began, from the first on whose backward has not
+            come. Recomputation looks for them.
+    """
+
+    __slots__ = ("calls", "forward", "iteration", "running")
+
+    def __init__(self) -> None:
+        self.iteration: Iteration | None = None
+        self.forward: Forward | None = None
+        self.running: list[Unit] = []
+        self.calls: list[UnitCall] = []
 
 
 class BackwardEnd:
