@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from traceback import walk_tb
 from typing import Any, Final, NoReturn, Protocol
 from weakref import ref
 
@@ -35,6 +34,7 @@ from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.copies import attach_copying, detach_copying, twin_of
+from composable.engine.explain import explain
 from composable.engine.grad_bucket import Accumulation, GradBucket
 from composable.engine.hook_stages import CommHook, attach_hooks
 from composable.engine.loading import StateDictHook
@@ -44,20 +44,13 @@ from composable.engine.param import (
     ManagedParam,
     ParameterSwap,
     ParamInfo,
-    copy_attributes,
     defer_hooks,
-    drop_label,
-    dtensor_parameter,
     hear_arrivals,
     holds_unreduced,
     is_unreduced,
-    keep_gradients_in,
-    move_hooks,
     owner_of,
     run_post_accumulate_hooks,
     set_label,
-    unsharded_of,
-    wrap,
 )
 from composable.engine.param_group import Kind, ParamGroup, ShardedState
 from composable.engine.precision import (
@@ -69,9 +62,9 @@ from composable.engine.precision import (
     moved,
     resolve,
 )
+from composable.engine.removal import Whole, gather_whole, restore
 from composable.engine.sparse import SparseGradients, only_looked_up
-from composable.engine.tensor_parallel import ModelSpec
-from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
+from composable.errors import AnnotationError, OutputError, PhaseError, unit_name
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     can_take_data,
@@ -352,7 +345,7 @@ class Unit:
         self._undo: list[Callable[[], object]] = []
         self._rebuild_undo: list[Callable[[], object]] = []
         # values and gradients, between `before_removal` and `restore`
-        self._whole: list[tuple[Tensor, Tensor | None]] = []
+        self._whole: list[Whole] = []
 
     # --- construction ----------------------------------------------------------------------------
 
@@ -883,7 +876,8 @@ class Unit:
         call = self.step.calls.pop()
         if not call.entered:
             return  # `enter` raised, and `Root.enter_forward` has cleaned up
-        _explain(self, module, sys.exception())
+        if self.root is not None:
+            explain(self, self.root.units, module, sys.exception())
         self.step.depth -= 1
         # checkpointing stops a recomputation by an exception when it has what it needs
         if call.root is None:
@@ -1070,14 +1064,7 @@ class Unit:
                 unit.root.reset()
             unit.swap_out()
             unit.reshard()
-            unit._whole = [
-                (
-                    unsharded_of(at_rest, param.info.model),
-                    None if at_rest.grad is None else unsharded_of(at_rest.grad, param.info.model),
-                )
-                for param in (unit.params if unit.is_sharded else ())
-                for at_rest in (param.at_rest,)
-            ]
+            unit._whole = gather_whole(unit.params) if unit.is_sharded else []
 
     def restore(self) -> None:
         """Undo the annotation: whole plain parameters are registered again, the original objects
@@ -1093,21 +1080,7 @@ class Unit:
             if unit.root is not None:
                 unit.root.forget()
         whole, self._whole = self._whole, []
-        for index, param in enumerate(self.params):
-            if param.own is not None:
-                gradient = param.at_rest.grad
-                _restore(
-                    param,
-                    param.own,
-                    local_of(gradient) if isinstance(gradient, DTensor) else gradient,
-                )
-            elif whole:
-                _restore_whole(param, *whole[index])
-            set_label(param.at_rest, param.info, self.name, "removed")
-            registered = param.registered
-            if registered is not None:
-                drop_label(registered)
-                keep_gradients_in(param.grad_dtype or registered.dtype, registered)
+        restore(self.name, self.params, whole)
         self.groups, self.buckets, self.params, self.root = [], [], [], None
         self.modules = ()
         self._leave_tree()
@@ -1278,146 +1251,6 @@ def _at_rest_gradient(
             run_post_accumulate_hooks(param.at_rest)
 
     return arrived
-
-
-def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None:
-    """Add a note to torch's error if plain and sharded tensors, or tensors of two dtypes, met in
-    the forward of `module`.
-    """
-    if (
-        not isinstance(error, RuntimeError)
-        or unit.root is None
-        or any("unit '" in note for note in getattr(error, "__notes__", ()))
-    ):
-        return
-    names = {below: name for name, below in module.named_modules()}
-    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    readers = [
-        owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names
-    ] or [module]
-    text, low, units = str(error), unit.param_dtype, unit.root.units
-    if "mixed torch.Tensor and DTensor" in text:
-        at_rest = [
-            (f"'{other.name}'", param.info.places)
-            for other in units
-            for param in other.params
-            if not other.step.depth and isinstance(param.registered, DTensor)  # type: ignore[redundant-expr]
-        ]
-        for reader in readers:
-            below, kind = set(reader.modules()), type(reader).__name__
-            read = list(
-                dict.fromkeys(
-                    name
-                    for name, places in at_rest
-                    if any(place.module in below for place in places)
-                )
-            )
-            if read:
-                error.add_note(
-                    f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another"
-                    f" unit ({few(read)}) outside of that unit's forward, where it is sharded."
-                    f" Annotate the {kind} as the unit in its place; with a policy, leave that"
-                    " one out"
-                )
-                break
-    elif "dtype" in text or "scalar type" in text:
-        reader, kind = readers[0], type(readers[0]).__name__
-        held = [*reader.named_parameters(recurse=False), *reader.named_buffers(recurse=False)]
-        odd = [
-            (name, t.dtype)
-            for name, t in held
-            if low is not None and t.is_floating_point() and t.dtype != low
-        ]
-        others = [other for other in units if other.param_dtype not in (None, low)]
-        if odd:
-            error.add_note(
-                f"'{f'{names[reader]}.{odd[0][0]}'.lstrip('.')}' of a {kind} is {odd[0][1]}, where"
-                f" unit '{unit.name}' computes in {low}. Buffers are cast by"
-                f" MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({kind},) keeps"
-                " the module's dtype; ignored parameters are not cast"
-            )
-        elif others:
-            error.add_note(
-                f"unit '{others[0].name}' computes in {others[0].param_dtype}, and unit"
-                f" '{unit.name}' does not. What one returns to the other is cast by"
-                " MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
-            )
-
-
-def _laid_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A copy with the strides of the whole parameter; `full_tensor` gives contiguous ones."""
-    strides = parameter.stride()
-    return torch.empty_strided(
-        whole.shape, strides, dtype=whole.dtype, device=whole.device
-    ).copy_(whole)  # fmt: skip
-
-
-@torch.no_grad()
-def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) -> None:
-    original, at_rest, model = param.original(), param.at_rest, param.info.model
-    if model is not None:
-        _restore_spread(param, model, value, gradient)
-        return
-    fits = original is not None and original.shape == value.shape and original.dtype == value.dtype
-    # torch gives no memory to what was made on meta, and none of some devices to what was made on a
-    # host.
-    if (
-        original is not None
-        and fits
-        and original.is_meta is value.is_meta
-        and can_take_data(original, value)
-    ):
-        plain = original
-        if plain.device == value.device:
-            plain.data.copy_(value)
-        else:
-            plain.data = _laid_out(value, at_rest)
-    else:
-        plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
-    _restore(
-        param,
-        plain,
-        None
-        if gradient is None
-        else _laid_out(gradient, at_rest).to(param.grad_dtype or plain.dtype),
-    )
-
-
-def _restore_spread(
-    param: ManagedParam, model: ModelSpec, value: Tensor, gradient: Tensor | None
-) -> None:
-    """Register the tensor-parallel parameter again, around this rank's local tensors."""
-    original, like = param.original(), model.like
-
-    def parameter(local: Tensor) -> nn.Parameter:
-        return dtensor_parameter(
-            local, model.mesh, model.placements, like.shape, like.stride(),
-            requires_grad=param.at_rest.requires_grad,
-        )  # fmt: skip
-
-    spread = original
-    if spread is None or spread.dtype != value.dtype or spread.device != value.device:
-        spread = parameter(value)
-    else:
-        local_of(spread).copy_(value)  # type: ignore[arg-type]
-    if gradient is not None:
-        local = gradient.to(param.grad_dtype or value.dtype)
-        gradient = wrap(local, model.mesh, model.placements, like.shape, like.stride())
-    _restore(param, spread, gradient)
-
-
-def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) -> None:
-    """Register `plain`, which takes over what users gave to the at-rest parameter."""
-    at_rest = param.at_rest
-    if plain is at_rest:
-        return
-    plain.requires_grad_(at_rest.requires_grad)
-    keep_gradients_in(param.grad_dtype or plain.dtype, plain)
-    plain.grad = gradient
-    copy_attributes(at_rest, plain)
-    move_hooks(at_rest, plain)
-    if param.registered is at_rest:
-        param.register(plain)
 
 
 def _set_model_group(unit: Unit, group: ref[dist.ProcessGroup] | None) -> None:

@@ -1,0 +1,90 @@
+"""Notes on torch's errors in a forward where a unit is what the error does not name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from traceback import walk_tb
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable.engine.param import ManagedParam
+from composable.errors import few
+
+
+class Computing(Protocol):
+    """A unit, as far as this file looks."""
+
+    name: str
+    params: list[ManagedParam]
+    param_dtype: torch.dtype | None
+    step: Any
+
+
+def explain(
+    unit: Computing, units: Sequence[Computing], module: nn.Module, error: BaseException | None
+) -> None:
+    """Add a note to torch's error if plain and sharded tensors, or tensors of two dtypes, met in
+    the forward of `module`, a module of `unit`.
+
+    Args:
+        units: that take part in the forward.
+    """
+    if not isinstance(error, RuntimeError) or any(
+        "unit '" in note for note in getattr(error, "__notes__", ())
+    ):
+        return
+    names = {below: name for name, below in module.named_modules()}
+    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    readers = [
+        owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names
+    ] or [module]
+    text, low = str(error), unit.param_dtype
+    if "mixed torch.Tensor and DTensor" in text:
+        at_rest = [
+            (f"'{other.name}'", param.info.places)
+            for other in units
+            for param in other.params
+            if not other.step.depth and isinstance(param.registered, DTensor)  # type: ignore[redundant-expr]
+        ]
+        for reader in readers:
+            below, kind = set(reader.modules()), type(reader).__name__
+            read = list(
+                dict.fromkeys(
+                    name
+                    for name, places in at_rest
+                    if any(place.module in below for place in places)
+                )
+            )
+            if read:
+                error.add_note(
+                    f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another"
+                    f" unit ({few(read)}) outside of that unit's forward, where it is sharded."
+                    f" Annotate the {kind} as the unit in its place; with a policy, leave that"
+                    " one out"
+                )
+                break
+    elif "dtype" in text or "scalar type" in text:
+        reader, kind = readers[0], type(readers[0]).__name__
+        held = [*reader.named_parameters(recurse=False), *reader.named_buffers(recurse=False)]
+        odd = [
+            (name, t.dtype)
+            for name, t in held
+            if low is not None and t.is_floating_point() and t.dtype != low
+        ]
+        others = [other for other in units if other.param_dtype not in (None, low)]
+        if odd:
+            error.add_note(
+                f"'{f'{names[reader]}.{odd[0][0]}'.lstrip('.')}' of a {kind} is {odd[0][1]}, where"
+                f" unit '{unit.name}' computes in {low}. Buffers are cast by"
+                f" MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({kind},) keeps"
+                " the module's dtype; ignored parameters are not cast"
+            )
+        elif others:
+            error.add_note(
+                f"unit '{others[0].name}' computes in {others[0].param_dtype}, and unit"
+                f" '{unit.name}' does not. What one returns to the other is cast by"
+                " MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
+            )

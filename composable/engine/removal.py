@@ -1,0 +1,141 @@
+"""Whole plain parameters again: what `remove` registers.
+
+The original objects are registered where they still exist, with what users gave to the at-rest
+parameters: gradients, attributes and hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.engine.param import (
+    ManagedParam,
+    copy_attributes,
+    drop_label,
+    dtensor_parameter,
+    keep_gradients_in,
+    move_hooks,
+    set_label,
+    unsharded_of,
+    wrap,
+)
+from composable.engine.tensor_parallel import ModelSpec
+from composable.memory.torch_private import can_take_data, local_of
+
+# A value and its gradient.
+Whole = tuple[Tensor, Tensor | None]
+
+
+def gather_whole(params: Sequence[ManagedParam]) -> list[Whole]:
+    """Values and gradients of sharded parameters; all ranks call this."""
+    return [
+        (
+            unsharded_of(at_rest, param.info.model),
+            None if at_rest.grad is None else unsharded_of(at_rest.grad, param.info.model),
+        )
+        for param in params
+        for at_rest in (param.at_rest,)
+    ]
+
+
+def restore(unit: str, params: Sequence[ManagedParam], whole: Sequence[Whole]) -> None:
+    """Register plain parameters, in the modules of the unit with this name.
+
+    Args:
+        whole: of sharded ones, what `gather_whole` returned; empty if nothing was gathered.
+    """
+    for index, param in enumerate(params):
+        if param.own is not None:
+            gradient = param.at_rest.grad
+            _restore(
+                param,
+                param.own,
+                local_of(gradient) if isinstance(gradient, DTensor) else gradient,
+            )
+        elif whole:
+            _restore_whole(param, *whole[index])
+        set_label(param.at_rest, param.info, unit, "removed")
+        registered = param.registered
+        if registered is not None:
+            drop_label(registered)
+            keep_gradients_in(param.grad_dtype or registered.dtype, registered)
+
+
+@torch.no_grad()
+def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) -> None:
+    original, at_rest, model = param.original(), param.at_rest, param.info.model
+    if model is not None:
+        _restore_spread(param, model, value, gradient)
+        return
+    fits = original is not None and original.shape == value.shape and original.dtype == value.dtype
+    # torch gives no memory to what was made on meta, and none of some devices to what was made on a
+    # host.
+    if (
+        original is not None
+        and fits
+        and original.is_meta is value.is_meta
+        and can_take_data(original, value)
+    ):
+        plain = original
+        if plain.device == value.device:
+            plain.data.copy_(value)
+        else:
+            plain.data = _laid_out(value, at_rest)
+    else:
+        plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
+    _restore(
+        param,
+        plain,
+        None
+        if gradient is None
+        else _laid_out(gradient, at_rest).to(param.grad_dtype or plain.dtype),
+    )
+
+
+def _restore_spread(
+    param: ManagedParam, model: ModelSpec, value: Tensor, gradient: Tensor | None
+) -> None:
+    """Register the tensor-parallel parameter again, around this rank's local tensors."""
+    original, like = param.original(), model.like
+
+    def parameter(local: Tensor) -> nn.Parameter:
+        return dtensor_parameter(
+            local, model.mesh, model.placements, like.shape, like.stride(),
+            requires_grad=param.at_rest.requires_grad,
+        )  # fmt: skip
+
+    spread = original
+    if spread is None or spread.dtype != value.dtype or spread.device != value.device:
+        spread = parameter(value)
+    else:
+        local_of(spread).copy_(value)  # type: ignore[arg-type]
+    if gradient is not None:
+        local = gradient.to(param.grad_dtype or value.dtype)
+        gradient = wrap(local, model.mesh, model.placements, like.shape, like.stride())
+    _restore(param, spread, gradient)
+
+
+def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) -> None:
+    """Register `plain`, which takes over what users gave to the at-rest parameter."""
+    at_rest = param.at_rest
+    if plain is at_rest:
+        return
+    plain.requires_grad_(at_rest.requires_grad)
+    keep_gradients_in(param.grad_dtype or plain.dtype, plain)
+    plain.grad = gradient
+    copy_attributes(at_rest, plain)
+    move_hooks(at_rest, plain)
+    if param.registered is at_rest:
+        param.register(plain)
+
+
+def _laid_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A copy with the strides of the whole parameter; `full_tensor` gives contiguous ones."""
+    strides = parameter.stride()
+    return torch.empty_strided(
+        whole.shape, strides, dtype=whole.dtype, device=whole.device
+    ).copy_(whole)  # fmt: skip
