@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from traceback import walk_tb
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +18,7 @@ class Computing(Protocol):
 
     name: str
     params: list[ManagedParam]
-    param_dtype: torch.dtype | None
+    spec: Any
     step: Any
 
 
@@ -41,7 +40,7 @@ def explain(
     readers = [
         owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names
     ] or [module]
-    text, low = str(error), unit.param_dtype
+    text, low = str(error), unit.spec.mp_policy.param_dtype
     if "mixed torch.Tensor and DTensor" in text:
         at_rest = [
             (f"'{other.name}'", param.info.places)
@@ -74,7 +73,8 @@ def explain(
             for name, t in held
             if low is not None and t.is_floating_point() and t.dtype != low
         ]
-        others = [other for other in units if other.param_dtype not in (None, low)]
+        dtypes = [(other.name, other.spec.mp_policy.param_dtype) for other in units]
+        others = [each for each in dtypes if each[1] not in (None, low)]
         if odd:
             error.add_note(
                 f"'{f'{names[reader]}.{odd[0][0]}'.lstrip('.')}' of a {kind} is {odd[0][1]}, where"
@@ -84,7 +84,7 @@ def explain(
             )
         elif others:
             error.add_note(
-                f"unit '{others[0].name}' computes in {others[0].param_dtype}, and unit"
+                f"unit '{others[0][0]}' computes in {others[0][1]}, and unit"
                 f" '{unit.name}' does not. What one returns to the other is cast by"
                 " MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
             )

@@ -107,6 +107,7 @@ class Forward:
 
     Attributes:
         module: the outermost one.
+        number: when it began, on the clock of `CLOCK`.
         with_gradients: autograd records it.
         order: the units that gather, as it has entered them.
         cursor: in the order of the last forward; what follows there is gathered ahead.
@@ -115,6 +116,7 @@ class Forward:
 
     module: nn.Module
     with_gradients: bool
+    number: int = 0
     order: list[Unit] = field(default_factory=list)
     cursor: int = 0
     has_unknown: bool = False
@@ -127,7 +129,7 @@ class Iteration:
         stream: that the forward computes on; autograd ends a backward on whatever stream the caller
             has.
         began: when its last forward did, on the clock of `CLOCK`.
-        forward: `Root.forward` of the one that backward is in.
+        forward: `Forward.number` of the one that backward is in.
         read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a
             forward, and that forward.
         finished: units that gather and whose forward has ended, newest last. Backward will probably
@@ -139,6 +141,8 @@ class Iteration:
         end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that
             backward raised.
         active: units that backward has entered and not left.
+        left: until `Root._alike` is known, indices of units in the order in which backward left
+            them.
         to_reduce: units that backward has entered, or brought a gradient to, since they were last
             reduced.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
@@ -157,6 +161,7 @@ class Iteration:
         self.untracked: dict[Unit, None] = {}
         self.end: ref[Any] | None = None
         self.active: list[Unit] = []
+        self.left: list[int] = []
         self.to_reduce: dict[Unit, None] = {}
         self.in_flight: list[Unit] = []
         self.over_replicas: list[Unit] = []
@@ -272,7 +277,6 @@ class Root:
             a critic). They are the units of a root of their own, whichever model calls them: one
             object reduces the gradients of a parameter.
         step: that is under way.
-        forward: the number of the forward that began last.
         split_by: the pipeline schedule that called the last forward, if it takes gradients of
             weights by `torch.autograd.grad` and assigns `.grad` itself, and `hold_by_hand` was not
             called for them. The optimizer's step refuses that: all ranks come to it, and to a
@@ -296,7 +300,6 @@ class Root:
         self.shared = list(shared)
         self.order: list[Unit] = []
         self.step = Step()
-        self.forward = 0
         self._trained: list[Unit] = []  # units, in the last forward
         self._trees = [TreeWatch(module) for module in modules]
         self._gone = False
@@ -314,8 +317,6 @@ class Root:
         # compared them, once and for good. Units in `_shown` are reduced where they are left only
         # if this is True, and otherwise at the end of backward.
         self._alike: bool | None = None if self._shown and self._shown != self.units[:1] else True
-        # indices of units, in the order in which this backward left them, until `_alike` is known
-        self._left: list[int] = []
         self.make_buckets()
         self._preparation = Preparation(self)
         _ROOTS.add(self)
@@ -476,6 +477,7 @@ class Root:
             if self._iteration.last and not unit.is_unsharded:
                 self._free_last(unit)
             forward = self._record(unit)
+            call.forward = forward.number
             given = None if unit.trains or inputs is None else unit.describe_inputs(inputs)
             if not self._verified:
                 given = self._check_order(unit, given)
@@ -495,7 +497,7 @@ class Root:
         if UNLANDED:
             land_held([self])
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
-        self.step.forward = Forward(module, grad)
+        forward = self.step.forward = Forward(module, grad)
         if iteration is None:
             # No backward can go through a graph any more that was made before an optimizer step.
             for unit in self.units:
@@ -522,8 +524,8 @@ class Root:
             iteration = self.step.iteration = Iteration(None)
         for unit in explicit if not grad else ():
             unit.show()
-        iteration.stream, iteration.began = self._streams.here(), next(CLOCK)
-        self.forward = iteration.began
+        iteration.stream = self._streams.here()
+        iteration.began = forward.number = next(CLOCK)
         try:
             self._show()
             if grad:
@@ -724,7 +726,6 @@ class Root:
         if iteration is None:
             # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.step.iteration = Iteration(self._streams.here())
-        self._left = []
         end = _end_of_backward(self)
         iteration.end = ref(end)
         for unit in self.units:
@@ -892,7 +893,7 @@ class Root:
         # been left.
         if at_end or (unit.step.pending <= 0 and unit not in iteration.untracked):
             if not at_end and not self._alike:
-                self._left.append(self._indices[unit])
+                iteration.left.append(self._indices[unit])
                 if unit in self._shown:
                     return  # at the end of backward, in an order that does not depend on the rank
             iteration.to_reduce.pop(unit, None)
@@ -1013,7 +1014,8 @@ class Root:
         self._alike = len(comms) == 1
         for comm in comms if self._alike else ():
             lowest, highest = comm.min_max(
-                [checksum(str(self._left))], "comparison of the order of units in backward"
+                [checksum(str(self._iteration.left))],
+                "comparison of the order of units in backward",
             )
             self._alike = lowest == highest
 

@@ -124,7 +124,6 @@ class Schedule(Protocol):
 
     Attributes:
         units: all that are below the outermost annotated module that was called.
-        forward: the number of the forward that began last.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last
             forward; empty if it does not.
         split_by: the pipeline schedule that called the last forward, if it splits backwards and
@@ -132,7 +131,6 @@ class Schedule(Protocol):
     """
 
     units: list[Unit]
-    forward: int
     eager_because: str
     split_by: str
 
@@ -220,7 +218,7 @@ class UnitCall:
             have. A recomputation repeats what its forward did.
         watched: backward comes to its outputs, and calls `Unit.pre_backward` with it.
         waits: backward has not come to them yet. Several outputs count once.
-        forward: the number of the root's forward; None for a recomputation, which does not count.
+        forward: `Forward.number` of the root's; None for a recomputation, which does not count.
         trained: the iteration, of a call of the outermost module in training mode.
     """
 
@@ -312,7 +310,6 @@ class Unit:
     """
 
     mesh_info: MeshInfo
-    param_dtype: torch.dtype | None
     spec: UnitSpec
     schedules: Schedules
 
@@ -340,8 +337,7 @@ class Unit:
         self.given: int | None = None
         self._anchors = False  # `UnitCall.anchors` of the last forward
         self._swap = ParameterSwap(())
-        self._buffers = BufferCasts(())
-        self._casts_buffers = False
+        self._buffers: BufferCasts | None = None
         self._undo: list[Callable[[], object]] = []
         self._rebuild_undo: list[Callable[[], object]] = []
         # values and gradients, between `before_removal` and `restore`
@@ -353,8 +349,9 @@ class Unit:
         """Take charge of the parameters that `spec` names."""
         self.schedules = schedules
         self._take(spec, [ManagedParam(info) for info in spec.params])
-        if self.param_dtype is not None:
-            self._undo += [ExactModule(module, self.param_dtype).remove for module in spec.exact]
+        low = spec.mp_policy.param_dtype
+        if low is not None:
+            self._undo += [ExactModule(module, low).remove for module in spec.exact]
         self._load_hook = StateDictHook(self)
         self._undo += self._watch_modules(
             dict.fromkeys(place.module for param in self.params for place in param.info.places)
@@ -374,11 +371,7 @@ class Unit:
             if spec.verb == SHARD and spec.mesh_info.mesh is not None
             else _without_shards(spec.mesh_info)  # until `choose_rest` finds some around it
         )
-        self._buffers, self._casts_buffers = (
-            BufferCasts(spec.buffer_holders),
-            bool(spec.buffer_holders),
-        )
-        self.param_dtype = spec.mp_policy.param_dtype
+        self._buffers = BufferCasts(spec.buffer_holders) if spec.buffer_holders else None
 
     def _watch_modules(self, holders: Iterable[nn.Module]) -> list[Callable[[], object]]:
         """Prepare modules that hold parameters for state dicts, and let RNN weights stay in place;
@@ -390,7 +383,8 @@ class Unit:
             undo.append(module.register_state_dict_post_hook(partial(self.after_state_dict)).remove)
             if self.mesh_info.mesh is not None:
                 undo.append(module.register_load_state_dict_pre_hook(self._load_hook).remove)
-            if isinstance(module, nn.RNNBase) and (self.is_sharded or self.param_dtype):
+            casts = self.spec.mp_policy.param_dtype is not None
+            if isinstance(module, nn.RNNBase) and (self.is_sharded or casts):
                 # cuDNN's weights are moved next to each other by `flatten_parameters`, away from
                 # the buffers that are filled.
                 module.flatten_parameters = lambda: None  # type: ignore[method-assign]
@@ -445,9 +439,7 @@ class Unit:
     def build(self) -> None:
         """(Re)build groups and buckets around the parameters that are registered now."""
         spec = self.spec
-        for undo in self._rebuild_undo:
-            undo()
-        self._rebuild_undo = []
+        self._undo_build()
         alike: dict[tuple[Precision, torch.device, bool], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
@@ -480,6 +472,11 @@ class Unit:
         self.rename(self.name)
         if self.root is not None:
             self.root.make_buckets()
+
+    def _undo_build(self) -> None:
+        for undo in self._rebuild_undo:
+            undo()
+        self._rebuild_undo = []
 
     @property
     def is_sharded(self) -> bool:
@@ -632,11 +629,11 @@ class Unit:
 
     def swap_in(self) -> None:
         self._swap.swap_in()
-        if self._casts_buffers:
+        if self._buffers is not None:
             self._buffers.show()
 
     def swap_out(self) -> None:
-        if self._casts_buffers:
+        if self._buffers is not None:
             self._buffers.hide()
         self._swap.swap_out()
 
@@ -829,7 +826,7 @@ class Unit:
         if root is not None and not root.eager_because:
             return output, False
         if root is not None:
-            call.forward, call.trained = root.forward, root.trained(call.module)
+            call.trained = root.trained(call.module)
             needs = self.trains or self.given == 2
             self._anchors = call.anchors = (
                 self.mesh_info.all.size > 1 and root.is_inside(self) and needs
@@ -963,9 +960,7 @@ class Unit:
         self.mesh_info = mesh_info
         if self.kind in (Kind.ARRIVAL, Kind.LOCAL):
             self.kind = _without_shards(mesh_info)
-        for undo in self._rebuild_undo:
-            undo()
-        self._rebuild_undo = []
+        self._undo_build()
         self._build_buckets()
         self.rename(self.name)
         if self.root is not None:
@@ -1028,9 +1023,7 @@ class Unit:
         self.asleep = True
         if home is None or self.spec.offload is not None:
             return
-        for undo in self._rebuild_undo:
-            undo()
-        self._rebuild_undo = []
+        self._undo_build()
         for group in self.groups:
             group.leave(home)
         self.groups, self.buckets, self.sparse, self.arrivals = [], [], [], {}
@@ -1070,9 +1063,10 @@ class Unit:
         """Undo the annotation: whole plain parameters are registered again, the original objects
         where they still exist.
         """
-        for undo in (*self._rebuild_undo, *reversed(self._undo)):
+        self._undo_build()
+        for undo in reversed(self._undo):
             undo()
-        self._undo, self._rebuild_undo, self.arrivals = [], [], {}
+        self._undo, self.arrivals = [], {}
         self.drop_step()
         self.swap_out()
         # readers that still have its parameters are refused in their next forward
@@ -1187,7 +1181,7 @@ class Unit:
 
     def buffers_shown(self) -> list[tuple[Tensor, Tensor]]:
         """Casts of buffers that modules hold now, each with the buffer itself."""
-        return self._buffers.pairs()
+        return [] if self._buffers is None else self._buffers.pairs()
 
     def refuse_asleep(self, what: str) -> None:
         if self.asleep:
