@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_, is_not, or_
 from typing import Final, TypeGuard
@@ -85,6 +86,21 @@ class Accumulation:
         self.now = next(reversed(self._scopes.values()), SyncMode.REDUCE)
 
 
+@dataclass(slots=True)
+class Accumulated:
+    """What is known of the gradients that wait to be reduced; dropped when they are.
+
+    Attributes:
+        backwards: that brought them.
+        wanted: which parameters trained in any of these.
+        absent: in place, indices of parameters that none of these brought.
+    """
+
+    backwards: int = 0
+    wanted: tuple[bool, ...] = ()
+    absent: Sequence[int] = ()
+
+
 class GradBucket:
     """See the top of this file.
 
@@ -101,7 +117,7 @@ class GradBucket:
         in_place: autograd accumulates on the very parameters that users see: what is there already
             is part of the gradient.
         trainable, trains: which of its parameters get a gradient; whether any does.
-        held: the backwards whose gradients wait to be reduced.
+        waiting: gradients that wait to be reduced.
         forwards: a pair: how many forwards there were since the last backward, and 1 if this
             backward leaves some of them out. Set on a root's last bucket only.
     """
@@ -131,7 +147,7 @@ class GradBucket:
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self.home = home
-        self.held = 0
+        self.waiting = Accumulated()
         self.forwards = (0, 0)
         # gradients land as DTensors
         self._wraps = any(isinstance(param, DTensor) for param in self.at_rest)
@@ -140,10 +156,6 @@ class GradBucket:
         self._marks = all(param.at_rest is param.own for param in self.params)
         # in place, a tensor hook of the unit multiplies what arrives
         self._factor = 1.0 if self.in_place else factor
-        # which parameters trained when gradients were accumulated
-        self._wanted: tuple[bool, ...] = ()
-        # in place, those that no backward since the last reduction brought
-        self._absent: Sequence[int] = ()
         # in place, the gradients that were there before this backward
         self._earlier: list[Tensor | None] = []
         # Gradients land, but users' post-accumulate hooks wait for the end of no_sync: one rank, or
@@ -222,10 +234,11 @@ class GradBucket:
             return
         if not self.trains:
             return
-        first = not self.held
-        self._absent = [index for index in absent if first or index in self._absent]
-        self.held += 1
-        self._wanted = tuple(map(or_, self._wanted or self.trainable, self.trainable))
+        waiting = self.waiting
+        first = not waiting.backwards
+        waiting.absent = [index for index in absent if first or index in waiting.absent]
+        waiting.backwards += 1
+        waiting.wanted = tuple(map(or_, waiting.wanted or self.trainable, self.trainable))
         if self._marks:
             self._hold_marked(first)
             return
@@ -285,10 +298,10 @@ class GradBucket:
             )
 
     def _hold_no_more(self) -> None:
-        if self.held and self._marks:
-            for at_rest in self.at_rest:
+        if self.waiting.backwards:
+            for at_rest in self.at_rest if self._marks else ():
                 set_holds_unreduced(at_rest, holds=False)
-        self.held, self._wanted = 0, ()
+            self.waiting = Accumulated()
 
     def _take_held(self) -> tuple[list[Tensor | None], list[tuple[int, Tensor]]]:
         """This backward's gradients together with what was accumulated; and what is reduced over
@@ -296,11 +309,13 @@ class GradBucket:
         """
         gradients = self._take()
         carried: list[tuple[int, Tensor]] = []
-        if not self.held or self.in_place:
+        if not self.waiting.backwards or self.in_place:
             return gradients, carried
         for index, at_rest in enumerate(self.at_rest):
             held = at_rest.grad
-            if held is None or not (self._wanted[index] if self._marks else is_unreduced(held)):
+            if held is None or not (
+                self.waiting.wanted[index] if self._marks else is_unreduced(held)
+            ):
                 continue
             if self._marks or _is_whole(held, self.models[index]):
                 fresh, local = gradients[index], held if self._marks else local_of(held)  # type: ignore[arg-type]
@@ -325,30 +340,32 @@ class GradBucket:
             shards_only: reduce over the shard dimension only, and accumulate the result
                 (`no_sync(level="replicate")`).
         """
-        reducer = self.reducer
+        reducer, waiting = self.reducer, self.waiting
         assert self.reduction is None
-        if not self.trains and not self.held:
+        if not self.trains and not waiting.backwards:
             return
         if shards_only and reducer.shard_comm is None:
             self.hold()
             return
         self._hooks_wait = shards_only and reducer.replica_comm is None
         if reducer.is_alone:
-            self.held = 0
+            self.waiting = Accumulated()
             self._land_alone()
             return
         shards_only = shards_only and reducer.replica_comm is not None
         trainable = (
-            tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
+            tuple(map(or_, waiting.wanted, self.trainable)) if waiting.wanted else self.trainable
         )
-        absent = [index for index in absent if not self.held or index in self._absent]
+        absent = [index for index in absent if not waiting.backwards or index in waiting.absent]
         counts = (
-            counts_of(reducer.label, self.held, self.forwards) if reducer.compares else Counts()
+            counts_of(reducer.label, waiting.backwards, self.forwards)
+            if reducer.compares
+            else Counts()
         )
         gradients, carried = self._take_held()
         if shards_only:
             carried = []  # what is reduced over the shard dimension stays, and this is added to it
-            self._wanted, self.held = trainable, self.held + 1
+            waiting.wanted, waiting.backwards = trainable, waiting.backwards + 1
         else:
             for index, _ in carried:
                 self.at_rest[index].grad = None
@@ -454,7 +471,7 @@ class GradBucket:
                 _add(parameter, grad, gradient)
         if self._hooks_wait and after:
             self._unhooked.update(dict.fromkeys(indices))
-            self.held = max(self.held, 1)
+            self.waiting.backwards = max(self.waiting.backwards, 1)
         elif not self._hooks_wait and (after or self._unhooked):
             late, self._unhooked = self._unhooked, {}
             for index in dict.fromkeys([*indices, *late]):
@@ -501,7 +518,7 @@ class GradBucket:
             if reduction is not None:
                 reduction.wait()
         finally:
-            lost = self.held or reduction is not None
+            lost = self.waiting.backwards or reduction is not None
             self._undecided, self._earlier, self._unhooked = [], [], {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None

@@ -178,11 +178,12 @@ def set_holds_unreduced(parameter: Tensor, *, holds: bool) -> None:
 
 
 def holds_unreduced(parameter: Tensor) -> bool:
-    """Whether the gradient of a plain parameter was accumulated under `no_sync` and is not the mean
-    over all ranks yet.
+    """Whether the gradient of an at-rest parameter was accumulated under `no_sync` and is not the
+    mean over all ranks yet: a `DTensor` says so by `Partial`, a plain tensor by a mark.
     """
     label = label_of(parameter)
-    return label is not None and label.holds_unreduced and parameter.grad is not None
+    marked = label is not None and label.holds_unreduced and parameter.grad is not None
+    return marked or is_unreduced(parameter.grad)
 
 
 # --- the managed parameter ----------------------------------------------------------------------
@@ -488,7 +489,9 @@ def gradient_of_shards(local: Tensor, parameter: Tensor, first: int, shard_dim: 
 
 
 def is_unreduced(gradient: Tensor | None) -> bool:
-    """Whether `gradient` was accumulated under `no_sync` and is not the mean over all ranks yet."""
+    """Whether `gradient`, of a `DTensor`, was accumulated under `no_sync` and is not the mean over
+    all ranks yet.
+    """
     return isinstance(gradient, DTensor) and any(
         placement.is_partial() for placement in gradient.placements
     )

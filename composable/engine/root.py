@@ -957,7 +957,7 @@ class Root:
             due = [
                 unit
                 for unit in reducing
-                if unit.step.unhooked or any(bucket.held for bucket in unit.buckets)
+                if unit.step.unhooked or any(bucket.waiting.backwards for bucket in unit.buckets)
             ]
             sent = [*iteration.in_flight, *iteration.over_replicas]
             rest = dict.fromkeys([*reversed(iteration.to_reduce), *iteration.untracked, *due])
@@ -1186,7 +1186,7 @@ class Root:
             if comm.size == 1 or (comm.traits.on_stream and not debug_enabled()):
                 continue
             held = [
-                bucket.held
+                bucket.waiting.backwards
                 for unit in self.units
                 if unit.mesh_info.all is comm
                 for bucket in unit.buckets

@@ -47,7 +47,6 @@ from composable.engine.param import (
     defer_hooks,
     hear_arrivals,
     holds_unreduced,
-    is_unreduced,
     owner_of,
     run_post_accumulate_hooks,
     set_label,
@@ -914,7 +913,7 @@ class Unit:
     def holds(self) -> bool:
         return (
             bool(self.step.unhooked)
-            or any(bucket.held for bucket in self.buckets)
+            or any(bucket.waiting.backwards for bucket in self.buckets)
             or any(sparse.holds for sparse in self.sparse)
         )
 
@@ -936,10 +935,7 @@ class Unit:
         """Whether users see gradients that were accumulated under `no_sync` and wait to be
         reduced.
         """
-        return any(
-            is_unreduced(param.at_rest.grad) or holds_unreduced(param.at_rest)
-            for param in self.params
-        )
+        return any(holds_unreduced(param.at_rest) for param in self.params)
 
     def set_comm_hook(self, stage: str, hook: CommHook | None) -> None:
         """Let `hook` make a stage of the reduction; None: the library makes it again. Between two

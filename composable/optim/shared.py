@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import backend_of, reduce_numbers
-from composable.engine.param import ParamLabel, holds_unreduced, is_unreduced, labels_of
+from composable.engine.param import ParamLabel, holds_unreduced, labels_of
 from composable.errors import ComposableError
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -37,7 +37,7 @@ def refuse_unreduced(
     for parameter, label in zip(parameters, labels_of(parameters), strict=True):
         if label is None or not (label.holds_unreduced or isinstance(parameter, DTensor)):
             continue
-        if is_unreduced(parameter.grad) or holds_unreduced(parameter):
+        if holds_unreduced(parameter):
             raise error(
                 f"{caller}: the gradient of {label} is this rank's alone, since it was accumulated"
                 " under no_sync and not reduced. Run the last backward outside of no_sync, or call"

@@ -17,7 +17,7 @@ from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.contract.tree import Place
 from composable.engine.loading import shard_like
-from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in, unsharded_of
+from composable.engine.param import holds_unreduced, keep_gradients_in, unsharded_of
 from composable.engine.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
 from composable.memory.torch_private import (
@@ -129,7 +129,7 @@ def unsharded(
 
 def _refuse_accumulated(managed: list[Managed]) -> None:
     for each in managed:
-        if is_unreduced(each.param.at_rest.grad) or holds_unreduced(each.param.at_rest):
+        if holds_unreduced(each.param.at_rest):
             raise PhaseError(
                 f"unsharded: the gradient of '{each.fqn}' (unit '{each.unit.name}') was accumulated"
                 " under no_sync and is not reduced. Call reduce_gradients(model) first, on all"
