@@ -53,6 +53,7 @@ from composable.comm import Comm, is_distributed, notification_sum
 from composable.engine import root as roots
 from composable.engine.grad_bucket import SyncMode
 from composable.engine.param import is_unreduced
+from composable.engine.param_hooks import hook_gradients
 from composable.engine.prepare import broadcast_buffers
 from composable.engine.root import BEFORE_CALLS, Root, use_roots_of
 from composable.engine.unit import Unit, unit_of
@@ -157,8 +158,8 @@ class _Scope(JoinHook):
         self._undo: list[Callable[[], object]] = []
         self.also(first)
         scope = ref(self)
-        self._undo.append(register_optimizer_step_pre_hook(partial(_on_step, scope)).remove)
-        call = partial(_on_call, scope)
+        step, call = partial(_to_scope, scope, "step"), partial(_to_scope, scope, "call")
+        self._undo.append(register_optimizer_step_pre_hook(step).remove)
         BEFORE_CALLS.append(call)
         self._undo.append(partial(BEFORE_CALLS.remove, call))
         _OPEN.append(scope)
@@ -675,18 +676,10 @@ class _Shadow(torch.autograd.Function):
         return None, None
 
 
-def _on_call(scope: ref[_Scope], *args: Any) -> None:
+def _to_scope(scope: ref[_Scope], method: str, *args: Any) -> None:
     found = scope()
     if found is not None:
-        found.call(*args)
-
-
-def _on_step(
-    scope: ref[_Scope], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    found = scope()
-    if found is not None:
-        found.step(optimizer, args, kwargs)
+        getattr(found, method)(*args)
 
 
 def _parameters_of(owner: nn.Module | Optimizer) -> Sequence[Tensor]:
@@ -717,14 +710,7 @@ def _scale_gradients(unit: Unit, scope: ref[_Scope]) -> list[Callable[[], object
             return gradient
         return gradient * (found._comm.size / found.running)
 
-    undo = []
-    for param in unit.params:
-        parameter, trains = param.compute, param.compute.requires_grad
-        if parameter.is_floating_point() or parameter.is_complex():
-            parameter.requires_grad_(True)  # a frozen one takes no hook
-            undo.append(parameter.register_hook(scaled).remove)
-            parameter.requires_grad_(trains)
-    return undo
+    return hook_gradients([param.compute for param in unit.params], scaled)
 
 
 def joinable(model: nn.Module, *others: Any) -> Joinable:

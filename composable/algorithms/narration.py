@@ -156,15 +156,12 @@ def shadow(unit: Unit, event: Event, detail: int) -> None:
         root = unit.root
         assert root is not None
         trained = root.trained(None) if detail else None
-        if event is Event.OUTPUT:
-            unit.step.pending += 1
+        if event in (Event.OUTPUT, Event.COUNT):
+            more = 1 if event is Event.OUTPUT else -1
+            unit.step.pending += more
             if trained is not None:
-                trained.forwards += 1
-                trained.forwards_left += 1
-        elif event is Event.COUNT:
-            unit.step.pending -= 1
-            if trained is not None:
-                trained.forwards_left -= 1
+                trained.forwards += max(more, 0)
+                trained.forwards_left += more
         elif event is Event.OPEN:
             root.open_backward()
         elif event is Event.GRADIENT:

@@ -23,8 +23,8 @@ from torch.distributed._functional_collectives import all_reduce
 from composable.algorithms.narration import open_scope
 from composable.compilation import backward_is_compiled, traceable
 from composable.engine.grad_bucket import SyncMode
-from composable.engine.param import DeferredHooks
 from composable.engine.param_group import Kind
+from composable.engine.param_hooks import DeferredHooks
 from composable.engine.reduction import division_factors
 from composable.engine.root import Root, root_of
 from composable.errors import DifferentiationError

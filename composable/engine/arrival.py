@@ -17,14 +17,14 @@ import torch
 from composable.engine.grad_bucket import GradBucket, SyncMode
 from composable.engine.hook_stages import attach_hooks
 from composable.engine.layout import Slot
-from composable.engine.param import (
+from composable.engine.param import ManagedParam
+from composable.engine.param_group import ParamGroup
+from composable.engine.param_hooks import (
     Arrival,
-    ManagedParam,
     have_post_accumulate_hooks,
     hear_arrivals,
     ignore_arrivals,
 )
-from composable.engine.param_group import ParamGroup
 from composable.engine.sparse import only_looked_up
 from composable.engine.unit import Unit
 from composable.errors import CommunicationError, PhaseError

@@ -31,13 +31,15 @@ from composable.engine.param import (
     gradient_like,
     gradient_of,
     gradient_of_shards,
-    have_post_accumulate_hooks,
     is_unreduced,
-    run_gradient_hooks,
-    run_post_accumulate_hooks,
     set_holds_unreduced,
     trainability,
     unreduced_gradient,
+)
+from composable.engine.param_hooks import (
+    have_post_accumulate_hooks,
+    run_gradient_hooks,
+    run_post_accumulate_hooks,
 )
 from composable.engine.precision import Precision
 from composable.engine.reduction import Counts, Reducer, Reduction, counts_of

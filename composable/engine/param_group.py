@@ -56,10 +56,10 @@ from composable.engine.param import (
     gradient_like,
     keep_gradients_in,
     memory_order,
-    move_hooks,
     shard_placements,
     whole_shape,
 )
+from composable.engine.param_hooks import move_hooks
 from composable.engine.precision import Precision
 from composable.errors import few
 from composable.memory.elastic import ElasticBuffer, with_own_storage

@@ -18,11 +18,11 @@ from composable.engine.param import (
     drop_label,
     dtensor_parameter,
     keep_gradients_in,
-    move_hooks,
     set_label,
     unsharded_of,
     wrap,
 )
+from composable.engine.param_hooks import move_hooks
 from composable.engine.tensor_parallel import ModelSpec
 from composable.memory.torch_private import can_take_data, local_of
 

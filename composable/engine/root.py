@@ -57,8 +57,9 @@ from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch, names_below
 from composable.engine.arrival import Buckets
 from composable.engine.grad_bucket import SyncMode
-from composable.engine.param import ManagedParam, hear_arrivals, ignore_arrivals
+from composable.engine.param import ManagedParam
 from composable.engine.param_group import Kind
+from composable.engine.param_hooks import hear_arrivals, ignore_arrivals
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
 from composable.engine.unit import BY_HAND, EXPLICIT, Unit, UnitCall, unit_of, units_below
 from composable.errors import (

@@ -17,13 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from composable.comm.base import Comm
-from composable.engine.param import (
-    ManagedParam,
-    ParamInfo,
-    run_gradient_hooks,
-    run_post_accumulate_hooks,
-    set_holds_unreduced,
-)
+from composable.engine.param import ManagedParam, ParamInfo, set_holds_unreduced
+from composable.engine.param_hooks import run_gradient_hooks, run_post_accumulate_hooks
 from composable.engine.precision import Precision
 
 

@@ -40,18 +40,21 @@ from composable.engine.hook_stages import CommHook, attach_hooks
 from composable.engine.loading import StateDictHook
 from composable.engine.outputs import refuse_compiled, watch
 from composable.engine.param import (
-    Arrival,
     ManagedParam,
     ParameterSwap,
     ParamInfo,
-    defer_hooks,
-    hear_arrivals,
     holds_unreduced,
     owner_of,
-    run_post_accumulate_hooks,
     set_label,
 )
 from composable.engine.param_group import Kind, ParamGroup, ShardedState
+from composable.engine.param_hooks import (
+    Arrival,
+    defer_hooks,
+    hear_arrivals,
+    hook_gradients,
+    run_post_accumulate_hooks,
+)
 from composable.engine.precision import (
     BufferCasts,
     BufferHolder,
@@ -495,7 +498,10 @@ class Unit:
             in_place = all(param.compute is param.at_rest for param in group.params)
             sparse = not self.is_sharded and only_looked_up(group.params[0].info)
             if factor != 1.0 and (in_place or sparse):
-                self._multiply_gradients(group.params, factor)
+                # autograd itself adds to what users see
+                multiply = traceable(lambda gradient: gradient * factor)
+                computing = [param.compute for param in group.params]
+                self._rebuild_undo += hook_gradients(computing, multiply)
             if sparse:
                 self.sparse.append(
                     SparseGradients(group.params, group.precision, self.mesh_info.all)
@@ -518,19 +524,6 @@ class Unit:
             self._hear_of_gradients(param)
         attach_hooks(self, self.buckets)
         self.follow()
-
-    def _multiply_gradients(self, params: Iterable[ManagedParam], factor: float) -> None:
-        """`grad_reduce` where autograd itself adds to what users see: multiply each gradient as it
-        comes.
-        """
-        for param in params:
-            parameter, trains = param.compute, param.compute.requires_grad
-            if parameter.is_floating_point() or parameter.is_complex():
-                # a frozen one takes no hook, and may be unfrozen later
-                parameter.requires_grad_(True)
-                handle = parameter.register_hook(traceable(lambda gradient: gradient * factor))
-                parameter.requires_grad_(trains)
-                self._rebuild_undo.append(handle.remove)
 
     def _hear_of_gradients(self, param: ManagedParam) -> None:
         """Tell the root when autograd has accumulated a gradient.

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from composable.contract.tree import Place
-from composable.engine.param import (
-    ManagedParam,
-    ParameterSwap,
-    ParamInfo,
+from composable.engine.param import ManagedParam, ParameterSwap, ParamInfo, memory_order
+from composable.engine.param_hooks import (
     defer_hooks,
-    memory_order,
     move_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
