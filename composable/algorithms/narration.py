@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from composable.engine.param import ManagedParam
 from composable.engine.param_group import Kind
-from composable.engine.root import UNLANDED, Iteration, Phase, Root, land_held
+from composable.engine.root import UNLANDED, Iteration, Phase, Root, land_held, root_of
 from composable.engine.unit import Unit, UnitCall
 
 
@@ -153,7 +153,7 @@ def shadow(unit: Unit, event: Event, detail: int) -> None:
     elif event is Event.BACK:
         unit.pre_backward()
     else:
-        root = unit.root
+        root = root_of(unit)
         assert root is not None
         trained = root.trained(None) if detail else None
         if event in (Event.OUTPUT, Event.COUNT):

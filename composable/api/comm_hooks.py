@@ -33,7 +33,6 @@ from composable.errors import (
     describe_module,
     first_line,
 )
-from composable.memory.torch_private import in_backward
 
 _VERB: Final = "register_comm_hook"
 _TORCHS: Final = "torch.distributed.algorithms.ddp_comm_hooks."
@@ -283,13 +282,7 @@ def refuse_moment(what: str, unit: Unit) -> None:
 
     How its gradients are reduced may change only between two steps.
     """
-    accumulates = unit.accumulation.now is not SyncMode.REDUCE or unit.has_unreduced
-    if (
-        in_backward()
-        or unit.step.depth
-        or accumulates
-        or (unit.root is not None and unit.root.in_step)
-    ):
+    if unit.in_step or unit.accumulation.now is not SyncMode.REDUCE:
         raise PhaseError(
             f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward,"
             " between them, or in no_sync, with accumulated gradients. Do it between two steps;"

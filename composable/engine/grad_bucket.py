@@ -447,10 +447,10 @@ class GradBucket:
         elif not self._wraps:
             self._put(indices, fresh)
         else:
-            self._put(
-                indices,
-                [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)],
-            )
+            self._put(indices, self._wrapped(indices, fresh))
+
+    def _wrapped(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> list[Tensor]:
+        return [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)]
 
     def _put(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add reduced gradients to those of the at-rest parameters, and call hooks of users."""
@@ -504,10 +504,7 @@ class GradBucket:
         if self.home is not None:
             fresh = self.home.take(fresh)
         indices = [index for index, _ in there]
-        self._put(
-            indices,
-            [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)],
-        )
+        self._put(indices, self._wrapped(indices, fresh))
 
     # --- giving up -------------------------------------------------------------------------------
 

@@ -738,7 +738,7 @@ class Root:
             # Buckets are launched in every backward, used or not. And what runs again in a backward
             # is no forward.
             if unit.root is not None or unit.kind is Kind.ARRIVAL:
-                (unit.root or Root.plan(unit, unit.modules[0])).open_backward()
+                (root_of(unit) or Root.plan(unit, unit.modules[0])).open_backward()
         return iteration
 
     def refuse_compiled(self) -> NoReturn:

@@ -136,6 +136,14 @@ class Schedule(Protocol):
     eager_because: str
     split_by: str
 
+    @staticmethod
+    def for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Schedule:
+        """The schedule of a forward of `module` that begins."""
+
+    @staticmethod
+    def plan(unit: Unit, module: nn.Module) -> Schedule:
+        """A new one for `module` and what is below it."""
+
     @property
     def running(self) -> list[Unit]:
         """Units whose forward is under way, outermost first."""
@@ -169,8 +177,6 @@ class Schedule(Protocol):
     def before_recomputation(self, again: UnitCall) -> UnitCall | None:
         """Returns the call that is about to run again, if it is known."""
 
-    def open_backward(self) -> None: ...
-
     def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None: ...
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None: ...
@@ -195,16 +201,6 @@ class Schedule(Protocol):
         """A unit came or went below."""
 
     def reset(self, why: str = "") -> None: ...
-
-
-class Schedules(Protocol):
-    """What makes schedules: the class `Root`."""
-
-    def for_call(self, unit: Unit, module: nn.Module, *, computes: bool) -> Schedule:
-        """The schedule of a forward of `module` that begins."""
-
-    def plan(self, unit: Unit, module: nn.Module) -> Schedule:
-        """A new one for `module` and what is below it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -313,7 +309,7 @@ class Unit:
 
     mesh_info: MeshInfo
     spec: UnitSpec
-    schedules: Schedules
+    schedules: type[Schedule]
 
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
@@ -347,7 +343,7 @@ class Unit:
 
     # --- construction ----------------------------------------------------------------------------
 
-    def initialize(self, spec: UnitSpec, schedules: Schedules) -> None:
+    def initialize(self, spec: UnitSpec, schedules: type[Schedule]) -> None:
         """Take charge of the parameters that `spec` names."""
         self.schedules = schedules
         self._take(spec, [ManagedParam(info) for info in spec.params])
@@ -955,14 +951,19 @@ class Unit:
         if self.root is not None:
             self.root.forget()
 
+    @property
+    def in_step(self) -> bool:
+        """Whether it is in a forward or backward, between them, or has accumulated gradients."""
+        in_step = self.root is not None and self.root.in_step
+        return in_step or bool(self.step.depth) or in_backward() or self.has_unreduced
+
     def set_divisor(self, divisor: float) -> None:
         """Divide sums of gradients by `divisor` from now on. Between two steps.
 
         Raises:
             PhaseError: a step is under way, or gradients wait to be reduced.
         """
-        in_step = self.root is not None and self.root.in_step
-        if in_backward() or self.step.depth or self.has_unreduced or in_step:
+        if self.in_step:
             raise PhaseError(
                 f"the divisor of gradients of unit '{self.name}' was set in the middle of a step:"
                 " in a forward or backward, between them, or with accumulated gradients. Set it"
