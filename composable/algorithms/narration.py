@@ -10,7 +10,7 @@ rank on which every parameter is unused.
 from __future__ import annotations
 
 import enum
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from weakref import ref
 
 from typing_extensions import override
@@ -39,34 +39,12 @@ class Event(enum.IntEnum):
     LOST = 8  # the step failed
 
 
-class Scope(Protocol):
-    """What a `join` scope hears.
-
-    Attributes:
-        source: the rank that buffers follow.
-        narrates: some ranks have no data, so that nothing may be launched where they are not told
-            of it.
-    """
-
-    source: int
-    narrates: bool
-
-    def begin(self, root: Root) -> None:
-        """The outermost forward of `root` is about to begin."""
-
-    def open(self, root: Root) -> None:
-        """A backward is about to begin in `root`."""
-
-    def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
-        """Of an event; `now`: before the next collective."""
-
-
 # The scope that is open; weak, since one that raised is dropped without a word.
 _OPEN: Final[list[ref[Any]]] = []
 
 
 def open_scope() -> Any:
-    """The scope that is open, or None."""
+    """The scope that is open (`join.py`), or None."""
     return _OPEN[0]() if _OPEN else None
 
 
@@ -74,34 +52,30 @@ class NarratedRoot(Root):
     """A root while a scope is open."""
 
     @property
-    def _scope(self) -> Scope:
-        scope: Scope = open_scope()
-        return scope
-
-    @property
     @override
     def source(self) -> int:
-        return self._scope.source
+        source: int = open_scope().source
+        return source
 
     @override
     def enter_forward(self, call: UnitCall, inputs: object) -> None:
         if not self.step.running:
-            self._scope.begin(self)
-        self._scope.tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
+            open_scope().begin(self)
+        open_scope().tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
         super().enter_forward(call, inputs)
 
     @override
     def leave_forward(self, call: UnitCall, *, keep: bool, complete: bool) -> None:
         if call.waits:
-            self._scope.tell(Event.OUTPUT, call.unit, call.trained is not None)
+            open_scope().tell(Event.OUTPUT, call.unit, call.trained is not None)
         outermost = call.root is not None and len(self.step.running) == 1
-        self._scope.tell(Event.LEAVE, call.unit, keep, now=outermost)
+        open_scope().tell(Event.LEAVE, call.unit, keep, now=outermost)
         super().leave_forward(call, keep=keep, complete=complete)
 
     @override
     def before_recomputation(self, again: UnitCall) -> UnitCall | None:
         before = super().before_recomputation(again)
-        self._scope.tell(Event.ENTER, again.unit, again.unit.modules.index(again.module), now=True)
+        open_scope().tell(Event.ENTER, again.unit, again.unit.modules.index(again.module), now=True)
         return before
 
     @override
@@ -109,24 +83,24 @@ class NarratedRoot(Root):
         if self.phase is not Phase.LOST:  # which is refused
             if UNLANDED:
                 land_held([self])
-            self._scope.open(self)
+            open_scope().open(self)
         return super()._open_backward()
 
     @override
     def _takes_part_alone(self) -> bool:
-        return not self._scope.narrates and super()._takes_part_alone()
+        return not open_scope().narrates and super()._takes_part_alone()
 
     @override
     def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None:
         if call is not None and call.waits:
             counts = call.trained is not None and call.trained is self.step.iteration
-            self._scope.tell(Event.COUNT, unit, counts)
+            open_scope().tell(Event.COUNT, unit, counts)
         super().enter_backward(unit, call)
 
     @override
     def _go_into(self, unit: Unit, iteration: Iteration) -> None:
         if unit not in iteration.active or not unit.is_unsharded:
-            self._scope.tell(Event.BACK, unit, now=True)
+            open_scope().tell(Event.BACK, unit, now=True)
         super()._go_into(unit, iteration)
 
     @override
@@ -135,11 +109,11 @@ class NarratedRoot(Root):
         known = iteration is not None and unit in iteration.to_reduce
         super().on_gradient(unit, param)
         if not known and unit.kind is not Kind.ARRIVAL:
-            self._scope.tell(Event.GRADIENT, unit)
+            open_scope().tell(Event.GRADIENT, unit)
 
     @override
     def launch_rest(self) -> None:
-        self._scope.tell(Event.END, self.units[0], now=True)  # the first root's is heard
+        open_scope().tell(Event.END, self.units[0], now=True)  # the first root's is heard
         super().launch_rest()
 
 
