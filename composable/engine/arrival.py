@@ -296,7 +296,7 @@ class Buckets:
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated, outside of backward."""
         for each in self._buckets:
-            if each.bucket.waiting.backwards:
+            if each.bucket.accumulated.backwards:
                 each.bucket.open()
                 # no more than what is accumulated
                 each.bucket.reduce(range(len(each.bucket.params)))
@@ -308,16 +308,18 @@ class Buckets:
             each.bucket.decide()
 
     @property
-    def held(self) -> int:
-        """The most backwards that a bucket accumulated."""
-        return max((each.bucket.waiting.backwards for each in self._buckets), default=0)
+    def backwards(self) -> int:
+        """The most backwards that one of them has accumulated."""
+        return max((each.bucket.accumulated.backwards for each in self._buckets), default=0)
 
     def drop(self) -> None:
         """The step is lost: forget local gradients that were not reduced."""
         failed: list[CommunicationError] = []
         for each in self._buckets:
             if self.is_open and not each.launched and each.bucket.in_place:
-                each.bucket.waiting.backwards = 1  # autograd may have left local gradients there
+                each.bucket.accumulated.backwards = (
+                    1  # autograd may have left local gradients there
+                )
             try:
                 each.bucket.drop()
             except CommunicationError as error:

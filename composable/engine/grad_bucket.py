@@ -119,7 +119,7 @@ class GradBucket:
         in_place: autograd accumulates on the very parameters that users see: what is there already
             is part of the gradient.
         trainable, trains: which of its parameters get a gradient; whether any does.
-        waiting: gradients that wait to be reduced.
+        accumulated: gradients that wait to be reduced.
         forwards: a pair: how many forwards there were since the last backward, and 1 if this
             backward leaves some of them out. Set on a root's last bucket only.
     """
@@ -149,7 +149,7 @@ class GradBucket:
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self.home = home
-        self.waiting = Accumulated()
+        self.accumulated = Accumulated()
         self.forwards = (0, 0)
         # gradients land as DTensors
         self._wraps = any(isinstance(param, DTensor) for param in self.at_rest)
@@ -236,11 +236,11 @@ class GradBucket:
             return
         if not self.trains:
             return
-        waiting = self.waiting
-        first = not waiting.backwards
-        waiting.absent = [index for index in absent if first or index in waiting.absent]
-        waiting.backwards += 1
-        waiting.wanted = tuple(map(or_, waiting.wanted or self.trainable, self.trainable))
+        left = self.accumulated
+        first = not left.backwards
+        left.absent = [index for index in absent if first or index in left.absent]
+        left.backwards += 1
+        left.wanted = tuple(map(or_, left.wanted or self.trainable, self.trainable))
         if self._marks:
             self._hold_marked(first)
             return
@@ -300,10 +300,10 @@ class GradBucket:
             )
 
     def _hold_no_more(self) -> None:
-        if self.waiting.backwards:
+        if self.accumulated.backwards:
             for at_rest in self.at_rest if self._marks else ():
                 set_holds_unreduced(at_rest, holds=False)
-            self.waiting = Accumulated()
+            self.accumulated = Accumulated()
 
     def _take_held(self) -> tuple[list[Tensor | None], list[tuple[int, Tensor]]]:
         """This backward's gradients together with what was accumulated; and what is reduced over
@@ -311,12 +311,12 @@ class GradBucket:
         """
         gradients = self._take()
         carried: list[tuple[int, Tensor]] = []
-        if not self.waiting.backwards or self.in_place:
+        if not self.accumulated.backwards or self.in_place:
             return gradients, carried
         for index, at_rest in enumerate(self.at_rest):
             held = at_rest.grad
             if held is None or not (
-                self.waiting.wanted[index] if self._marks else is_unreduced(held)
+                self.accumulated.wanted[index] if self._marks else is_unreduced(held)
             ):
                 continue
             if self._marks or _is_whole(held, self.models[index]):
@@ -342,32 +342,30 @@ class GradBucket:
             shards_only: reduce over the shard dimension only, and accumulate the result
                 (`no_sync(level="replicate")`).
         """
-        reducer, waiting = self.reducer, self.waiting
+        reducer, left = self.reducer, self.accumulated
         assert self.reduction is None
-        if not self.trains and not waiting.backwards:
+        if not self.trains and not left.backwards:
             return
         if shards_only and reducer.shard_comm is None:
             self.hold()
             return
         self._hooks_wait = shards_only and reducer.replica_comm is None
         if reducer.is_alone:
-            self.waiting = Accumulated()
+            self.accumulated = Accumulated()
             self._land_alone()
             return
         shards_only = shards_only and reducer.replica_comm is not None
-        trainable = (
-            tuple(map(or_, waiting.wanted, self.trainable)) if waiting.wanted else self.trainable
-        )
-        absent = [index for index in absent if not waiting.backwards or index in waiting.absent]
+        trainable = tuple(map(or_, left.wanted, self.trainable)) if left.wanted else self.trainable
+        absent = [index for index in absent if not left.backwards or index in left.absent]
         counts = (
-            counts_of(reducer.label, waiting.backwards, self.forwards)
+            counts_of(reducer.label, left.backwards, self.forwards)
             if reducer.compares
             else Counts()
         )
         gradients, carried = self._take_held()
         if shards_only:
             carried = []  # what is reduced over the shard dimension stays, and this is added to it
-            waiting.wanted, waiting.backwards = trainable, waiting.backwards + 1
+            left.wanted, left.backwards = trainable, left.backwards + 1
         else:
             for index, _ in carried:
                 self.at_rest[index].grad = None
@@ -473,7 +471,7 @@ class GradBucket:
                 _add(parameter, grad, gradient)
         if self._hooks_wait and after:
             self._unhooked.update(dict.fromkeys(indices))
-            self.waiting.backwards = max(self.waiting.backwards, 1)
+            self.accumulated.backwards = max(self.accumulated.backwards, 1)
         elif not self._hooks_wait and (after or self._unhooked):
             late, self._unhooked = self._unhooked, {}
             for index in dict.fromkeys([*indices, *late]):
@@ -517,7 +515,7 @@ class GradBucket:
             if reduction is not None:
                 reduction.wait()
         finally:
-            lost = self.waiting.backwards or reduction is not None
+            lost = self.accumulated.backwards or reduction is not None
             self._undecided, self._earlier, self._unhooked = [], [], {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None

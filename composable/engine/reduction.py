@@ -209,7 +209,7 @@ class Reducer:
         return gradient.permute(order) if order else gradient
 
 
-class Place(NamedTuple):
+class Segment(NamedTuple):
     """Where this rank's sum of one gradient is in the flat gradient buffer."""
 
     start: int
@@ -222,7 +222,7 @@ class Plan:
     """How gradients travel while a given set of parameters trains.
 
     Attributes:
-        places: of each trainable parameter, by index.
+        segments: of each trainable parameter, by index.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
         apart: parameters whose gradients are reduced where autograd made them.
         kept: where sums arrive in every step, and views of it; None where each message has new
@@ -249,7 +249,7 @@ class Plan:
         layout = self.layout
         begins = dict(layout.direct)
         begins |= {index: layout.row_start + start for index, start, _ in layout.columns}
-        self.places: dict[int, Place] = {}
+        self.segments: dict[int, Segment] = {}
         for index in layout.trainable:
             slot = reducer.slots[index]
             local = torch.empty(
@@ -257,7 +257,7 @@ class Plan:
             )
             local = as_parameter(local, slot)
             shape, strides = tuple(local.shape), tuple(local.stride())
-            self.places[index] = Place(begins.get(index, 0), local.numel(), shape, strides)
+            self.segments[index] = Segment(begins.get(index, 0), local.numel(), shape, strides)
         self.kept: Tensor | None = None
         self.kept_views: dict[int, Tensor] = {}
         self.specs: dict[int, Any] = {}
@@ -315,10 +315,10 @@ class Plan:
 
     def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
-        places, offset = self.places, flat.storage_offset()
+        segments, offset = self.segments, flat.storage_offset()
         return [
             flat.as_strided(
-                places[index].shape, places[index].strides, offset + places[index].start
+                segments[index].shape, segments[index].strides, offset + segments[index].start
             )
             for index in indices
         ]
@@ -571,13 +571,13 @@ class Reduction:
         # stage's result.
         factor = 1.0 if self.is_mean else reducer.shard_comm.size / reducer.before
         for index, shard in self.carried:
-            start, numel = plan.places[index].start, plan.places[index].numel
+            start, numel = plan.segments[index].start, plan.segments[index].numel
             more = reducer.in_memory_order(index, shard).reshape(-1).to(flat.device)
             flat[start : start + numel].add_(more, alpha=factor)
         self.state = ReductionState.ALL_REDUCING
         label = f"{reducer.label} over replicas"
         if reducer.second_stage is not None:
-            indices = [index for index in plan.layout.trainable if plan.places[index].numel]
+            indices = [index for index in plan.layout.trainable if plan.segments[index].numel]
             shards = plan.views(flat, indices)
             self.work = reducer.second_stage.launch(
                 indices, shards, shards, plan.flags_of(flat), label

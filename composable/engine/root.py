@@ -958,7 +958,7 @@ class Root:
             due = [
                 unit
                 for unit in reducing
-                if unit.step.unhooked or any(bucket.waiting.backwards for bucket in unit.buckets)
+                if unit.step.unhooked or any(each.accumulated.backwards for each in unit.buckets)
             ]
             sent = [*iteration.in_flight, *iteration.over_replicas]
             rest = dict.fromkeys([*reversed(iteration.to_reduce), *iteration.untracked, *due])
@@ -1187,12 +1187,12 @@ class Root:
             if comm.size == 1 or (comm.traits.on_stream and not debug_enabled()):
                 continue
             held = [
-                bucket.waiting.backwards
+                bucket.accumulated.backwards
                 for unit in self.units
                 if unit.mesh_info.all is comm
                 for bucket in unit.buckets
             ]
-            mine = max([0, *held, self.buckets.held])
+            mine = max([0, *held, self.buckets.backwards])
             said = comm.all_gather_ints(
                 [mine], f"comparison of accumulated backwards of unit '{self.name}'"
             )

@@ -902,7 +902,7 @@ class Unit:
     def holds(self) -> bool:
         return (
             bool(self.step.unhooked)
-            or any(bucket.waiting.backwards for bucket in self.buckets)
+            or any(bucket.accumulated.backwards for bucket in self.buckets)
             or any(sparse.holds for sparse in self.sparse)
         )
 
