@@ -50,17 +50,13 @@ def explain(
         ]
         for reader in readers:
             below, kind = set(reader.modules()), type(reader).__name__
-            read = list(
-                dict.fromkeys(
-                    name
-                    for name, places in at_rest
-                    if any(place.module in below for place in places)
-                )
+            read = dict.fromkeys(
+                name for name, places in at_rest if any(place.module in below for place in places)
             )
             if read:
                 error.add_note(
                     f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another"
-                    f" unit ({few(read)}) outside of that unit's forward, where it is sharded."
+                    f" unit ({few([*read])}) outside of that unit's forward, where it is sharded."
                     f" Annotate the {kind} as the unit in its place; with a policy, leave that"
                     " one out"
                 )

@@ -357,11 +357,9 @@ class GradBucket:
         shards_only = shards_only and reducer.replica_comm is not None
         trainable = tuple(map(or_, left.wanted, self.trainable)) if left.wanted else self.trainable
         absent = [index for index in absent if not left.backwards or index in left.absent]
-        counts = (
-            counts_of(reducer.label, left.backwards, self.forwards)
-            if reducer.compares
-            else Counts()
-        )
+        counts = Counts()
+        if reducer.compares:
+            counts = counts_of(reducer.label, left.backwards, self.forwards)
         gradients, carried = self._take_held()
         if shards_only:
             carried = []  # what is reduced over the shard dimension stays, and this is added to it

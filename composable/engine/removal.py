@@ -51,11 +51,9 @@ def restore(unit: str, params: Sequence[ManagedParam], whole: Sequence[Whole]) -
     for index, param in enumerate(params):
         if param.own is not None:
             gradient = param.at_rest.grad
-            _restore(
-                param,
-                param.own,
-                local_of(gradient) if isinstance(gradient, DTensor) else gradient,
-            )
+            if isinstance(gradient, DTensor):
+                gradient = local_of(gradient)
+            _restore(param, param.own, gradient)
         elif whole:
             _restore_whole(param, *whole[index])
         set_label(param.at_rest, param.info, unit, "removed")
@@ -87,30 +85,21 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
             plain.data = _laid_out(value, at_rest)
     else:
         plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
-    _restore(
-        param,
-        plain,
-        None
-        if gradient is None
-        else _laid_out(gradient, at_rest).to(param.grad_dtype or plain.dtype),
-    )
+    if gradient is not None:
+        gradient = _laid_out(gradient, at_rest).to(param.grad_dtype or plain.dtype)
+    _restore(param, plain, gradient)
 
 
 def _restore_spread(
     param: ManagedParam, model: ModelSpec, value: Tensor, gradient: Tensor | None
 ) -> None:
     """Register the tensor-parallel parameter again, around this rank's local tensors."""
-    original, like = param.original(), model.like
-
-    def parameter(local: Tensor) -> nn.Parameter:
-        return dtensor_parameter(
-            local, model.mesh, model.placements, like.shape, like.stride(),
+    spread, like = param.original(), model.like
+    if spread is None or spread.dtype != value.dtype or spread.device != value.device:
+        spread = dtensor_parameter(
+            value, model.mesh, model.placements, like.shape, like.stride(),
             requires_grad=param.at_rest.requires_grad,
         )  # fmt: skip
-
-    spread = original
-    if spread is None or spread.dtype != value.dtype or spread.device != value.device:
-        spread = parameter(value)
     else:
         local_of(spread).copy_(value)  # type: ignore[arg-type]
     if gradient is not None:

@@ -499,23 +499,17 @@ class Unit:
                 computing = [param.compute for param in group.params]
                 self._rebuild_undo += hook_gradients(computing, multiply)
             if sparse:
-                self.sparse.append(
-                    SparseGradients(group.params, group.precision, self.mesh_info.all)
-                )
-            elif self.kind is not Kind.ARRIVAL and not (
-                in_place and self.mesh_info.all.size == 1
-            ):  # then autograd has done everything
-                members = list(zip(group.params, group.slots, strict=True))
-                self.buckets.append(
-                    GradBucket(
-                        members,
-                        group.precision,
-                        group.device,
-                        self.mesh_info,
-                        factor=factor,
-                        home=group.home,
-                    )
-                )
+                rows = SparseGradients(group.params, group.precision, self.mesh_info.all)
+                self.sparse.append(rows)
+            elif self.kind is Kind.ARRIVAL or (in_place and self.mesh_info.all.size == 1):
+                pass  # in buckets of all units; or autograd has done everything
+            else:
+                bucket = GradBucket(
+                    list(zip(group.params, group.slots, strict=True)),
+                    group.precision, group.device, self.mesh_info,
+                    factor=factor, home=group.home,
+                )  # fmt: skip
+                self.buckets.append(bucket)
         for param in self.params:
             self._hear_of_gradients(param)
         attach_hooks(self, self.buckets)
@@ -819,13 +813,9 @@ class Unit:
             self._anchors = call.anchors = (
                 self.mesh_info.all.size > 1 and root.is_inside(self) and needs
             )
+        entry, counted = partial(self.pre_backward, call), root is not None and bool(self.params)
         seen = watch(
-            output,
-            call.since,
-            partial(self.pre_backward, call),
-            self._aliases,
-            counted=root is not None and bool(self.params),
-            anchors=call.anchors,
+            output, call.since, entry, self._aliases, counted=counted, anchors=call.anchors
         )
         if seen.found and root is not None:
             call.watched = call.waits = True
