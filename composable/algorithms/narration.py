@@ -54,8 +54,7 @@ class NarratedRoot(Root):
     @property
     @override
     def source(self) -> int:
-        source: int = open_scope().source
-        return source
+        return int(open_scope().source)
 
     @override
     def enter_forward(self, call: UnitCall, inputs: object) -> None:

@@ -124,7 +124,7 @@ def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) 
 
 def _laid_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     """A copy with the strides of the whole parameter; `full_tensor` gives contiguous ones."""
-    strides = parameter.stride()
-    return torch.empty_strided(
-        whole.shape, strides, dtype=whole.dtype, device=whole.device
-    ).copy_(whole)  # fmt: skip
+    laid_out = torch.empty_strided(
+        whole.shape, parameter.stride(), dtype=whole.dtype, device=whole.device
+    )
+    return laid_out.copy_(whole)
