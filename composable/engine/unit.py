@@ -501,9 +501,8 @@ class Unit:
             if sparse:
                 rows = SparseGradients(group.params, group.precision, self.mesh_info.all)
                 self.sparse.append(rows)
-            elif self.kind is Kind.ARRIVAL or (in_place and self.mesh_info.all.size == 1):
-                pass  # in buckets of all units; or autograd has done everything
-            else:
+            elif self.kind is not Kind.ARRIVAL and not (in_place and self.mesh_info.all.size == 1):
+                # others are in buckets of all units, or autograd has done everything
                 bucket = GradBucket(
                     list(zip(group.params, group.slots, strict=True)),
                     group.precision, group.device, self.mesh_info,
@@ -726,7 +725,8 @@ class Unit:
         self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True
     ) -> tuple[Any, Any]:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
-        # the second half of a split backward runs outside of a step
+        # A forward inside of a backward recomputes what checkpointing dropped. The second half of a
+        # split backward runs outside of a step.
         held = BY_HAND in self.kept_by
         recomputes = in_backward() and self.root is not None and (self.root.in_step or held)
         if self.root is not None and not self.root.eager_because:
