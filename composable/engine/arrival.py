@@ -185,16 +185,16 @@ class Buckets:
         for each in self._buckets:
             each.bucket.follow()
 
-    def open(self, *, alone: bool) -> None:
+    def open(self, *, by_arrival: bool) -> None:
         """A backward begins; every bucket takes part in it, whichever gradient came first.
 
         Args:
-            alone: no other root launches collectives in this backward, so buckets are launched as
-                gradients arrive. Otherwise the order among roots would depend on which gradients
+            by_arrival: no other root launches collectives in this backward, so buckets are launched
+                as gradients arrive. Otherwise the order among roots would depend on which gradients
                 arrive, and all are launched at the end.
         """
         if not self.is_open:
-            self.is_open, self._next, self._by_arrival = True, 0, alone
+            self.is_open, self._next, self._by_arrival = True, 0, by_arrival
             for each in self._buckets:
                 each.open(agreed=self._ready is None)
 

@@ -191,9 +191,9 @@ def plan_layout(
     shard = full = late_numel = 0
     ends = {}  # of the routes in the shard buffer
     for route in (Route.DIRECT, Route.PACKED, Route.WHOLE):
-        apart = late and route is Route.PACKED
+        is_late = late and route is Route.PACKED
         for index in [index for index, each in enumerate(routes) if each is route]:
-            spec, start = specs[index], late_numel if apart else full
+            spec, start = specs[index], late_numel if is_late else full
             slot = Slot(
                 spec.name, spec.shape, spec.dim or 0, num_shards, route, shard, start, spec.order
             )
@@ -201,7 +201,7 @@ def plan_layout(
             shard = round_up(
                 shard + slot.chunk_numel, align if route is Route.DIRECT else packed_align
             )
-            if apart:
+            if is_late:
                 late_numel = round_up(late_numel + slot.full_numel, align)
             else:
                 full = round_up(full + slot.full_numel, align)

@@ -292,11 +292,11 @@ class ParameterSwap:
     __slots__ = ("_in", "_out")
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
-        apart = [param for param in params if param.at_rest is not param.compute]
-        tables = [(table, name, p.at_rest, p.compute) for p in apart for table, name in p.tables]
+        swapped = [param for param in params if param.at_rest is not param.compute]
+        tables = [(table, name, p.at_rest, p.compute) for p in swapped for table, name in p.tables]
         by_setattr = [
             (place.module, place.name, p.at_rest, p.compute)
-            for p in apart
+            for p in swapped
             for place in p.by_setattr
         ]
         self._in = tables, by_setattr

@@ -723,7 +723,7 @@ class Root:
             )
         if UNLANDED:
             land_held([self])
-        alone = self._takes_part_alone()
+        by_arrival = self._takes_part_alone()
         if iteration is None:
             # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.step.iteration = Iteration(self._streams.here())
@@ -733,7 +733,7 @@ class Root:
             unit.kept_by.pop(EXPLICIT, None)
         self._preparation.follow_freezing()
         self._show()
-        self.buckets.open(alone=alone)
+        self.buckets.open(by_arrival=by_arrival)
         for unit in self.shared:
             # Buckets are launched in every backward, used or not. And what runs again in a backward
             # is no forward.
