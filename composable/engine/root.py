@@ -316,7 +316,8 @@ class Root:
         self._shown = [unit for unit in self.units if unit.rest_mesh is not None]
         # Whether all ranks leave the units in one order in backward: None until `_compare_left` has
         # compared them, once and for good. Units in `_shown` are reduced where they are left only
-        # if this is True, and otherwise at the end of backward.
+        # if this is True, and otherwise at the end of backward. The root itself is left last on all
+        # ranks, so there is nothing to compare if it is the only one.
         self._alike: bool | None = None if self._shown and self._shown != self.units[:1] else True
         self.make_buckets()
         self._preparation = Preparation(self)
@@ -961,12 +962,13 @@ class Root:
                 if unit.step.unhooked or any(each.accumulated.backwards for each in unit.buckets)
             ]
             sent = [*iteration.in_flight, *iteration.over_replicas]
-            rest = dict.fromkeys([*reversed(iteration.to_reduce), *iteration.untracked, *due])
-            for unit in (
-                rest
-                if self._alike
-                else [*(unit for unit in rest if unit not in self._shown), *self._shown]
-            ):
+            # What backward has entered, the last one first; what it may have come to unseen; what
+            # only earlier backwards brought gradients to.
+            rest = [*dict.fromkeys([*reversed(iteration.to_reduce), *iteration.untracked, *due])]
+            if not self._alike:
+                rest = [*(unit for unit in rest if unit not in self._shown), *self._shown]
+            for unit in rest:
+                # one that was sent goes again only if backward has come to it again
                 if unit in iteration.to_reduce or unit not in sent or unit.has_gradients:
                     self._leave_backward(unit, at_end=True)
             if not iteration.builds_graph:
