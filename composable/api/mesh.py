@@ -423,12 +423,6 @@ def own_spread(verb: str, name: str, given: DeviceMesh | Spread, spread: Spread)
             f" no part of the mesh that {spread.mesh.mesh.tolist()} was taken of. Take both of one"
             " mesh, which all ranks that run the module are in"
         )
-    if spread.mesh.size() == 1 < own.mesh.size():
-        raise MeshError(
-            f"{verb}: shard_placement_fn gave '{name}' the mesh {own.mesh.mesh.tolist()}, and the"
-            " module has a mesh of one rank. Pass the larger mesh as mesh=, and return the smaller"
-            " one for the other parameters"
-        )
     return own
 
 

@@ -155,8 +155,8 @@ def annotate(
             for each in dict.fromkeys(each for _, each in own if each is not None):
                 members = [managed for managed, other in own if other == each]
                 over = each.comm_of_all(device)
-                said = [text for (_, o), text in zip(own, treatment, strict=True) if o == each]
-                synchronise(name, over, sync_module_states, members, [], said)
+                # ranks that agree on the arguments may be others
+                synchronise(name, over, sync_module_states, members, [], [""] * len(members))
     for plan in plans:
         _note_meshes(name, plan)
     if name == SHARD and spread is not None:

@@ -80,6 +80,7 @@ class Owner(Protocol):
 
     mesh_info: MeshInfo
     model_group: ref[dist.ProcessGroup] | None
+    relations: Any
 
 
 # --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages ----
@@ -160,14 +161,15 @@ def owner_of(parameter: Tensor) -> Owner | None:
     )
 
 
-def unit_mesh_of(parameter: Tensor) -> DeviceMesh | None:
-    """The mesh of the unit that manages `parameter`; None for one rank, and for a parameter that no
-    unit manages.
+def unit_mesh_of(parameter: Tensor) -> tuple[DeviceMesh | None, object]:
+    """The mesh over which the parameter's gradient is reduced, and the outermost annotation around.
+
+    The mesh is None for one rank; both are None for a parameter that no unit manages.
     """
     owner, label = owner_of(parameter), label_of(parameter)
     if owner is None or label is None:
-        return None
-    return (label.mesh_info or owner.mesh_info).mesh
+        return None, None
+    return (label.mesh_info or owner.mesh_info).mesh, next(reversed(owner.relations.around), owner)
 
 
 def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:

@@ -43,6 +43,7 @@ from tests.tensor_parallel.models import (
     full,
     made,
     mesh_of,
+    parallelize_mlp,
     train,
 )
 
@@ -172,6 +173,60 @@ def test_experts_train_as_with_fsdp2_in_bf16_too() -> None:
             annotate(model, mesh, **options)
             torch.testing.assert_close(train(model, inputs), expected)
             assert_same_parameters(model, plain)
+
+
+class _Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.moe, self.head = MLP(), MoE(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.moe(x + self.mlp(x)))
+
+
+# By shape over (dp, b, tp): the dimensions of tensor parallel and expert parallel, and those over
+# which experts are sharded: less ranks than the rest of their unit, and more.
+_BORROWED: Final = {
+    (2, 1, 2): ("tp", ("dp", "tp"), "b"),
+    (1, 2, 2): (("b", "tp"), "tp", "b"),
+}
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("shape", _BORROWED)
+@spmd(ranks=4)
+def test_experts_are_over_ranks_that_are_tensor_parallel_elsewhere(
+    shape: tuple[int, ...],
+) -> None:
+    mesh = mesh_of(*shape, names=("dp", "b", "tp"))
+    tp, ep, own = (
+        mesh[names] if isinstance(names, str) else mesh[names]._flatten("_".join(names))
+        for names in _BORROWED[shape]
+    )
+    dp = mesh["dp"]
+    model: Any = made(_Both)
+    alone: Any = copy.deepcopy(model)
+    parallelize_mlp(model.mlp, tp)
+    model.blocks = [model.moe]
+    spread_experts(model, ep)
+    ids = {id(parameter) for parameter in model.moe.experts.parameters()}
+
+    def place(parameter: nn.Parameter) -> Any:
+        return (None, own) if id(parameter) in ids else None
+
+    fully_shard(model, mesh=dp, shard_placement_fn=place, grad_reduce=float(dp.size()))
+    said = []
+    for each, rank in ((model, dp.get_local_rank()), (alone, -1)):
+        optimizer = OPTIMIZERS["SGD"](each.parameters())
+        for batch in batches(each, rank, dp.size()):
+            each(batch).square().mean().backward()
+            for parameter in each.moe.experts.parameters() if each is model else ():
+                parameter.grad.div_(tp.size())  # so many ranks send each token
+            said.append(clip_grad_norm_(each.parameters(), 0.01))
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(said[:3], said[3:])
+    assert_same_parameters(model, alone)
 
 
 # --- meshes of parameters that hold no DTensors, and what is refused -----------------------------
