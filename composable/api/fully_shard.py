@@ -106,7 +106,9 @@ def fully_shard(
         offload_policy: a `CPUOffloadPolicy`, composable's or torch's: shards, their gradients and
             the optimizer's state rest in the host's memory. It has no effect on a mesh of CPUs,
             which is logged.
-        shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0.
+        shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0. It may
+            return a pair, (`Shard` or None, `DeviceMesh`), or torch's `ShardPlacementResult`: the
+            parameter is on that mesh then, and the rest of the unit on `mesh`.
         grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides
             it by their number, "sum" leaves it, a positive number divides it by that number.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave
@@ -128,7 +130,8 @@ def fully_shard(
             belong to two units.
         MeshError: the mesh has more than two dimensions, or two that do not say what they are for;
             it lists ranks in another order than process groups do, or does not hold this rank;
-            `dp_mesh_dims` names no dimension of it; hosts have different numbers of ranks.
+            `shard_placement_fn` returns a mesh of other ranks; `dp_mesh_dims` names no dimension of
+            it; hosts have different numbers of ranks.
         RanksDisagreeError: the ranks do not hold the same module, or another rank refused its
             arguments.
 

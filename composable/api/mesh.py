@@ -205,8 +205,8 @@ def spread_over(
         raise MeshError(
             f"{verb} takes a mesh of {takes}; this one has {given.ndim}{said}. To use all of its"
             " ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to"
-            " train a model on each part of them, pass a slice, mesh[...], or name its"
-            " data-parallel dimensions, dp_mesh_dims=DataParallelMeshDims(shard=('dp', 'cp'))."
+            " train a model on each part of them, pass a slice, mesh[...], or name the"
+            " data-parallel dimensions in dp_mesh_dims=."
         )
     if given.get_coordinate() is None:
         raise MeshError(f"{verb}: this rank is not part of the mesh {given.mesh.tolist()}.")
@@ -400,7 +400,8 @@ def _shard_dim(verb: str, mesh: DeviceMesh) -> int:
             " over. The names of this "
             f"one, {names}, do not say which: let one contain 'replicate' and the other one"
             " 'shard'. To shard over one "
-            f'dimension alone, pass mesh["{names[0]}"] or mesh["{names[1]}"].'
+            f'dimension alone, pass mesh["{names[0]}"] or mesh["{names[1]}"]; over both, name them'
+            f" in dp_mesh_dims=DataParallelMeshDims(shard={names})."
         )
     return said.index("shard")
 

@@ -53,7 +53,7 @@ def fully_shard(
         mesh: of one dimension, or of two for hybrid sharding over the second one.
         reshard_after_forward: None reshards all units but the outermost one. True, False and a
             number are as for `composable.fully_shard`.
-        shard_placement_fn: `fn(parameter) -> Shard | None`. `ShardPlacementResult` is refused.
+        shard_placement_fn: `fn(parameter) -> Shard | ShardPlacementResult | None`.
         mp_policy: torch's policy of dtypes.
         offload_policy: torch's policy of offload.
         ignored_params: parameters to leave alone.

@@ -63,6 +63,9 @@ def test_shards_and_replicas_are_named_whatever_their_order() -> None:
         assert weight.placements == (Replicate(), Shard(0))
         assert weight.device_mesh.mesh_dim_names == ("outer", "inner")
         assert weight.device_mesh.mesh.tolist() == [[0, 2], [1, 3]]
+    # FSDP2 shards over the second dimension of two
+    theirs = fsdp2_face(made(MLP), mesh=mesh).up.weight
+    assert (theirs.placements, theirs.device_mesh) == ((Replicate(), Shard(0)), mesh)
 
 
 @spmd(ranks=8)
@@ -102,7 +105,7 @@ def test_what_names_no_dimension_is_refused() -> None:
         ),
         ("must be a DeviceMesh with names, got None", fully_shard, {"dp_mesh_dims": Dims("dp")}),
         (
-            "dp_mesh_dims=DataParallel",
+            "in dp_mesh_dims=",
             fully_shard,
             {"mesh": mesh_of(1, 1, 2, names=("a", "b", "c"))},
         ),

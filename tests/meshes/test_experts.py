@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable import (
     checkpoint,
@@ -26,6 +26,7 @@ from composable import (
     joinable,
     no_sync,
     register_comm_hook,
+    remove,
     unsharded,
 )
 from composable.errors import MeshError
@@ -140,6 +141,34 @@ def test_experts_accumulate_and_are_looked_into(form: str) -> None:
         if mesh["efsdp"].get_local_rank() == 0:
             model.blocks[0].experts.up.mul_(2)
     assert_close(full(model.blocks[0].experts.up), 2 * alone.blocks[0].experts.up)
+
+
+@spmd(ranks=4)
+def test_experts_are_copied_saved_skipped_together_and_given_back() -> None:
+    mesh, rank = mesh_of(2, 2, names=("efsdp", "ep")), dist.get_rank()
+    model: Any = made(Mixtral)
+    alone: Any = copy.deepcopy(model)
+    _as_parameters(model, mesh)
+    train(alone, batches(alone, -1, 4, 2))
+    for each in (copy.deepcopy(model), model):  # the copy is trained first
+        train(each, batches(each, rank, 4, 2))
+        assert_same_parameters(each, alone)
+    other = fully_shard(made(Mixtral))  # loads by names, whatever the meshes
+    other.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    assert_same_parameters(other, alone)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(batches(model, rank, 4, 1)[0]).square().mean()).backward()
+    if rank == 3:
+        model.blocks[0].experts.up.grad.to_local().fill_(torch.inf)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for each in (*model.blocks, model):
+        remove(each, fully_shard)
+    assert_same_parameters(model, alone)
+    assert model.blocks[0].experts.up.device_mesh == mesh["ep"]
+    assert not isinstance(model.blocks[0].router.weight, DTensor)
 
 
 def assert_close(one: Tensor, other: Tensor) -> None:
