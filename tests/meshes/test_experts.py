@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import partial
+from importlib import import_module
 from typing import Any, Final
 
 import pytest
@@ -49,6 +50,7 @@ from tests.tensor_parallel.models import (
 )
 
 ALL: Final = Dims(("efsdp", "ep"))
+_TORCHS: Final[Any] = import_module("torch.distributed.fsdp._fully_shard._fsdp_common")
 
 
 def _as_units(model: Any, mesh: DeviceMesh, **options: Any) -> None:
@@ -62,17 +64,19 @@ def _as_units(model: Any, mesh: DeviceMesh, **options: Any) -> None:
 def _as_parameters(model: Any, mesh: DeviceMesh, torchs: bool = False, **options: Any) -> None:
     spread_experts(model, mesh["ep"])
     theirs: Any = Shard(0), mesh["efsdp"]
-    if torchs:
-        fsdp_common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-        theirs = fsdp_common.ShardPlacementResult(
-            Shard(0), fsdp_common.FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0)
+    rest: Any = None
+    if torchs:  # as torchtitan calls it, with the unit's own mesh for the rest
+        every = mesh["efsdp", "ep"]._flatten("efsdp_ep")
+        theirs, rest = (
+            _TORCHS.ShardPlacementResult(Shard(0), _TORCHS.FSDPMeshInfo(each, shard_mesh_dim=0))
+            for each in (mesh["efsdp"], every)
         )
     ids = {
         id(p) for each in model.modules() if isinstance(each, Experts) for p in each.parameters()
     }
 
     def place(parameter: nn.Parameter) -> Any:
-        return theirs if id(parameter) in ids else None
+        return theirs if id(parameter) in ids else rest
 
     options = {"mesh": mesh, "dp_mesh_dims": ALL, "shard_placement_fn": place, **options}
     if torchs:
@@ -84,11 +88,12 @@ def _as_parameters(model: Any, mesh: DeviceMesh, torchs: bool = False, **options
     fully_shard(model, policy={MoE}, grad_reduce=4.0, **options)
 
 
-_FORMS: Final = {
+_FORMS: Final[dict[str, Any]] = {
     "units": _as_units,
     "parameters": _as_parameters,
-    "torch's result": partial(_as_parameters, torchs=True),
 }
+if hasattr(_TORCHS, "ShardPlacementResult"):
+    _FORMS["torch's result"] = partial(_as_parameters, torchs=True)
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "SGD": {},
     "AdamW, uneven": {"optimizer": "AdamW", "kind": partial(Mixtral, 6)},
