@@ -54,6 +54,12 @@ def comm_over(caller: str, unit: Unit, over: Over) -> Comm:
     Raises:
         MeshError: they hold different parts, or there is no such dimension.
     """
+    if not unit.on_one_mesh:
+        raise MeshError(
+            f"{caller}: parameters of unit '{unit.name}' are on meshes of their own"
+            " (shard_placement_fn), whose replicas are other ranks. Annotate the modules that have"
+            " them as units on their mesh"
+        )
     info = mesh_info_around(unit)
     group = _group_over(caller, unit, info, over)
     if unit.is_sharded and info.mesh is not None and group is not None:

@@ -89,13 +89,15 @@ class ModelJoinable(Joinable):
         for unit in self.units:
             if (
                 _ranks_of(unit.mesh_info.all) != first
+                or not unit.on_one_mesh
                 or unit.mesh_info.device != self.units[0].mesh_info.device
             ):
                 raise MeshError(
-                    f"joinable: unit '{unit.name}' is on ranks {_ranks_of(unit.mesh_info.all)} of"
-                    f" {unit.mesh_info.device}, and unit '{self.units[0].name}' on ranks {first} of"
-                    f" {self.units[0].mesh_info.device}. A rank without data can stand in for units"
-                    " on the same ranks and device only; annotate the models on one mesh"
+                    f"joinable: unit '{unit.name}' is on ranks"
+                    f" {_ranks_of(unit.mesh_info.all)}{' and others' * (not unit.on_one_mesh)}"
+                    f" of {unit.mesh_info.device}, and unit '{self.units[0].name}' on ranks {first}"
+                    f" of {self.units[0].mesh_info.device}. A rank without data can stand in for"
+                    " units on the same ranks and device only; annotate the models on one mesh"
                 )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

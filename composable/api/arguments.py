@@ -16,19 +16,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from composable.api.mesh import Spread
 from composable.config import DTYPES_BY_NAME, GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.precision import BufferHolder
 from composable.errors import AnnotationError, closest, few
 from composable.memory.streams import has_streams
+from composable.policies.base import kind_of
 
 logger = logging.getLogger("composable")
 
 MixedPrecision = MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | torch.dtype | str | None
 Offload = CPUOffloadPolicy | fsdp.OffloadPolicy | None
-Placement = Callable[[nn.Parameter], Shard | None]
+# What `shard_placement_fn` returns may name a mesh for the parameter; `Any`: torch's
+# `ShardPlacementResult`.
+Placement = Callable[[nn.Parameter], Shard | tuple[Shard | None, DeviceMesh] | Any | None]
 
 # Gradients whose dtype torch's policy leaves open were reduced in `param_dtype` before torch 2.15;
 # since then in the dtype of `.grad`.
@@ -217,16 +222,30 @@ def prefetch_of(value: Any) -> int:
     return value
 
 
-def shard_dim_of(managed: Managed[nn.Parameter], choose: Placement | None) -> int | None:
-    """The dimension along which a parameter is sharded; None for one without dimensions. `choose`:
-    `shard_placement_fn`.
+def placement_of(
+    managed: Managed[nn.Parameter], choose: Placement | None
+) -> tuple[int | None, DeviceMesh | Spread | None]:
+    """The dimension along which a parameter is sharded, and its mesh if that is not the unit's.
+
+    The dimension is None for a parameter without dimensions. `choose`: `shard_placement_fn`.
     """
     parameter = managed.tensor
+    mesh: Any = None
+    placement: Any = choose(parameter) if choose is not None else None
+    if hasattr(placement, "mesh_info"):  # torch's `ShardPlacementResult`
+        info, placement = placement.mesh_info, placement.placement
+        mesh = Spread(info.mesh, info.shard_mesh_dim)
+    elif isinstance(placement, tuple) and len(placement) == 2:
+        placement, mesh = placement
+        if not isinstance(mesh, DeviceMesh):
+            raise AnnotationError(
+                "shard_placement_fn must return a pair of a Shard, or None, and a DeviceMesh; got"
+                f" {kind_of(mesh)} as the mesh of '{managed.fqn}'"
+            )
     if parameter.ndim == 0:
-        return None
-    placement = choose(parameter) if choose is not None else None
+        return None, mesh
     if placement is None:
-        return 0
+        return 0, mesh
     if not isinstance(placement, Shard):
         raise AnnotationError(
             f"shard_placement_fn must return Shard or None, got {type(placement).__name__} for"
@@ -238,7 +257,7 @@ def shard_dim_of(managed: Managed[nn.Parameter], choose: Placement | None) -> in
             f"shard_placement_fn returned {placement} for '{managed.fqn}', which has"
             f" {parameter.ndim} dimensions"
         )
-    return dim
+    return dim, mesh
 
 
 # --- buffers and devices ------------------------------------------------------------------------

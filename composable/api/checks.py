@@ -152,8 +152,11 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
             )
 
 
-def _refuse_spread(verb: str, name: str, parameter: DTensor, mesh: DeviceMesh | None) -> None:
+def refuse_spread(verb: str, managed: Managed[nn.Parameter], mesh: DeviceMesh | None) -> None:
     """Raise for a DTensor that is no tensor-parallel parameter beside the dimensions of `mesh`."""
+    name, parameter = full_name(managed), managed.tensor
+    if not isinstance(parameter, DTensor):
+        return
     spread = f"parameter '{name}' is a DTensor already ({parameter.placements})"
     if verb == REPLICATE:
         raise AnnotationError(
@@ -186,10 +189,8 @@ def _refuse_spread(verb: str, name: str, parameter: DTensor, mesh: DeviceMesh | 
         )
 
 
-def refuse_unfit(
-    verb: str, parameters: Sequence[Managed[nn.Parameter]], mesh: DeviceMesh | None
-) -> None:
-    """Raise for parameters that `verb` cannot manage over `mesh`."""
+def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None:
+    """Raise for parameters that `verb` cannot manage over any mesh."""
     for managed in parameters:
         parameter = managed.tensor
         if _is_stepped_in_backward(parameter):
@@ -198,8 +199,6 @@ def refuse_unfit(
                 " apply_optimizer_in_backward, which would go on with what is replaced, or was not"
                 " averaged. Annotate first"
             )
-        if isinstance(parameter, DTensor):
-            _refuse_spread(verb, full_name(managed), parameter, mesh)
         for place in managed.places:
             if not isinstance(place.module._parameters, dict):
                 raise AnnotationError(

@@ -266,6 +266,12 @@ def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> N
             " hooks take dense ones. Make its embedding with sparse=False, or leave it to a unit"
             " without a hook"
         )
+    if not unit.on_one_mesh:
+        raise MeshError(
+            f"{_VERB}: parameters of unit '{unit.name}' are on meshes of their own"
+            " (shard_placement_fn), and a hook is given gradients of one mesh. Annotate the modules"
+            " that have them as units on their mesh"
+        )
     if (unit.mesh_info.all, unit.mesh_info.replicas) != (
         outer.mesh_info.all,
         outer.mesh_info.replicas,

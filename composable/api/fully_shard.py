@@ -8,12 +8,11 @@ from typing import Any, Final
 from torch import nn
 
 from composable.api.arguments import MixedPrecision, Offload, Placement
-from composable.api.mesh import Mesh
+from composable.api.mesh import Mesh, spread_of_dims
 from composable.api.units import annotate
 from composable.config import GradReduce
 from composable.contract.contract import contract
 from composable.engine.unit import Unit
-from composable.errors import UnknownArgumentError
 from composable.policies import PolicyLike
 
 _EQUIVALENTS: Final = {
@@ -71,7 +70,7 @@ def fully_shard(
     grad_reduce: GradReduce = "mean",
     ignored_params: Iterable[Any] | None = (),
     sync_module_states: str = "check",
-    dp_mesh_dims: None = None,
+    dp_mesh_dims: Any = None,
 ) -> Any:
     """Shard the parameters, gradients and optimizer state of `module` over a mesh, in place.
 
@@ -91,7 +90,8 @@ def fully_shard(
             (hybrid sharding). Names that contain "replicate" and "shard" tell which is which;
             without names the first one is replicated over. A pair of process groups (shard,
             replicate) means the same: of the ranks that this rank shards with, and of those that
-            hold the same shards.
+            hold the same shards. "hybrid" shards over the ranks of a host, as torchrun tells them,
+            and replicates over hosts.
         policy: which submodules become units of their own; see `composable.policies`. A model of
             transformers names them itself: `policy=model`. Other parameters belong to `module`.
         reshard_after_forward: None reshards after forward and gathers again in backward, except for
@@ -106,7 +106,9 @@ def fully_shard(
         offload_policy: a `CPUOffloadPolicy`, composable's or torch's: shards, their gradients and
             the optimizer's state rest in the host's memory. It has no effect on a mesh of CPUs,
             which is logged.
-        shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0.
+        shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0. It may
+            return a pair, (`Shard` or None, `DeviceMesh`), or torch's `ShardPlacementResult`: the
+            parameter is on that mesh then, and the rest of the unit on `mesh`.
         grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides
             it by their number, "sum" leaves it, a positive number divides it by that number.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave
@@ -114,8 +116,10 @@ def fully_shard(
         sync_module_states: "check" compares names, shapes, dtypes and values of parameters and
             buffers across ranks and names the first difference; "broadcast" copies rank 0's values,
             also to ranks that built the module on the meta device; "off" compares no values.
-        dp_mesh_dims: None, for scripts that pass it to torch's `fully_shard`. A slice of a mesh
-            says the same.
+        dp_mesh_dims: torch's `DataParallelMeshDims(shard=..., replicate=...)`, or any object with
+            these attributes: which dimensions of `mesh` are data parallel, by name. A tuple of
+            names is flattened to one dimension. Other dimensions are left alone: parameters are
+            `DTensor`s over them, or plain ones of which each part of the ranks trains a copy.
 
     Returns:
         `module`.
@@ -125,7 +129,9 @@ def fully_shard(
             has no forward; a keyword is unknown; ignored_params matches nothing; a parameter would
             belong to two units.
         MeshError: the mesh has more than two dimensions, or two that do not say what they are for;
-            it lists ranks in another order than process groups do, or does not hold this rank.
+            it lists ranks in another order than process groups do, or does not hold this rank;
+            `shard_placement_fn` returns a mesh of other ranks; `dp_mesh_dims` names no dimension of
+            it; hosts have different numbers of ranks.
         RanksDisagreeError: the ranks do not hold the same module, or another rank refused its
             arguments.
 
@@ -137,10 +143,7 @@ def fully_shard(
     After Zhao et al., "PyTorch FSDP" (VLDB 2023), and Rajbhandari et al., "ZeRO" (SC 2020).
     """
     if dp_mesh_dims is not None:
-        raise UnknownArgumentError(
-            "fully_shard() has no argument 'dp_mesh_dims'; pass the slice of its data-parallel"
-            " dimensions, mesh=mesh[...]"
-        )
+        mesh = spread_of_dims("fully_shard", mesh, dp_mesh_dims)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,

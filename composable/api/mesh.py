@@ -9,22 +9,21 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable.comm import Comm, backend_of, comm_of, group_of_both, is_distributed, world_group
 from composable.contract.tree import SHARD
 from composable.errors import AnnotationError, MeshError, RanksDisagreeError
+from composable.memory.torch_private import flattened, root_of
 from composable.policies.base import kind_of
 
 logger = logging.getLogger("composable")
-
-Mesh = DeviceMesh | dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 _CPU: Final = torch.device("cpu")
 _ROLES: Final = ("replicate", "shard")
@@ -57,6 +56,16 @@ class Spread:
     def rows(self) -> torch.Tensor:
         """The ranks of the mesh; those of the last dimension shard together."""
         return self.mesh.mesh.movedim(self.shard_dim, -1)
+
+
+Mesh = (
+    DeviceMesh
+    | Spread
+    | dist.ProcessGroup
+    | tuple[dist.ProcessGroup, dist.ProcessGroup]
+    | Literal["hybrid"]
+    | None
+)
 
 
 # --- devices ------------------------------------------------------------------------------------
@@ -176,7 +185,16 @@ def spread_over(
         group, kind = given, device_type or _device_type(verb, modules, given)
         return Spread(_once(group, kind, lambda: DeviceMesh.from_group(group, kind)))
     if verb == SHARD and isinstance(given, tuple) and len(given) == 2:
-        return Spread(_mesh_of_pair(verb, modules, *given), shard_dim=1)
+        for each in given:
+            if not isinstance(each, dist.ProcessGroup):
+                raise _not_a_mesh(verb, each)
+        kind = _device_type(verb, modules, given[0])
+        return Spread(_mesh_of_pair(verb, kind, *given), shard_dim=1)
+    if verb == SHARD and isinstance(given, str) and given == "hybrid":
+        return Spread(_mesh_of_hosts(verb, modules, device_type), shard_dim=1)
+    shard_dim: int | None = None
+    if isinstance(given, Spread):
+        shard_dim, given = given.shard_dim, given.mesh
     if not isinstance(given, DeviceMesh):
         raise _not_a_mesh(verb, given)
     if given.ndim > 1 + (verb == SHARD):
@@ -187,11 +205,14 @@ def spread_over(
         raise MeshError(
             f"{verb} takes a mesh of {takes}; this one has {given.ndim}{said}. To use all of its"
             " ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to"
-            " train a model on each part of them, pass a slice, mesh[...]."
+            " train a model on each part of them, pass a slice, mesh[...], or name the"
+            " data-parallel dimensions in dp_mesh_dims=."
         )
     if given.get_coordinate() is None:
         raise MeshError(f"{verb}: this rank is not part of the mesh {given.mesh.tolist()}.")
-    spread = Spread(given, 0 if given.ndim == 1 else _shard_dim(verb, given))
+    if shard_dim is None:
+        shard_dim = 0 if given.ndim == 1 else _shard_dim(verb, given)
+    spread = Spread(given, shard_dim)
     # Process groups sort their ranks: shard i would be one rank's for collectives and another's for
     # `DTensor`.
     if verb == SHARD and not spread.rows.equal(spread.rows.sort(-1).values):
@@ -203,16 +224,93 @@ def spread_over(
     return spread
 
 
+def spread_of_dims(verb: str, mesh: Mesh, dims: Any) -> Spread:
+    """The dimensions of `mesh` that torch's `DataParallelMeshDims` names, several of one role
+    flattened.
+
+    Process groups are made where torch makes them: all ranks of `mesh` call it together.
+    """
+    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
+        raise MeshError(
+            f"{verb}: dp_mesh_dims names dimensions of mesh=, which must be a DeviceMesh with"
+            f" names, got {kind_of(mesh)}. Make it by init_device_mesh(device, shape,"
+            " mesh_dim_names=...)"
+        )
+    said = {role: getattr(dims, role, None) for role in _ROLES}
+    named = {
+        role: (names,) if isinstance(names, str) else tuple(names)
+        for role, names in said.items()
+        if names
+    }
+    needed = "shard" if verb == SHARD else "replicate"
+    if needed not in named or (verb != SHARD and len(named) > 1):
+        other = "" if verb == SHARD else ", and none to shard over"
+        raise MeshError(
+            f"{verb}: dp_mesh_dims={dims!r} must name a dimension to {needed} over{other}:"
+            f" DataParallelMeshDims({needed}='dp')."
+            + (" To replicate only, call replicate()" if verb == SHARD else "")
+        )
+    found = {}
+    for role, names in named.items():
+        try:
+            part = mesh[names]
+        except (KeyError, RuntimeError) as error:
+            raise MeshError(
+                f"{verb}: dp_mesh_dims names {role}={said[role]!r}, and the dimensions of the mesh"
+                f" are {mesh.mesh_dim_names}. Name some of these, each once and in their order"
+            ) from error
+        found[role] = part if part.ndim == 1 else flattened(part, "_".join(names))
+    if len(found) == 1:
+        return Spread(found[needed])
+    shard, replicate = found["shard"], found["replicate"]
+    names = (*(replicate.mesh_dim_names or ()), *(shard.mesh_dim_names or ()))
+    kind = mesh.device_type
+    return Spread(
+        _mesh_of_pair(verb, kind, shard.get_group(), replicate.get_group(), names), shard_dim=1
+    )
+
+
+def _mesh_of_hosts(verb: str, modules: Sequence[nn.Module], kind: str | None) -> DeviceMesh:
+    """A mesh of two dimensions, (replicate, shard): ranks of one host, which torchrun tells, shard
+    together.
+    """
+    if not is_distributed():
+        raise MeshError(
+            f"{verb}: mesh='hybrid' is over the ranks of all hosts, and there is no process group."
+            " Call torch.distributed.init_process_group first."
+        )
+    group = world_group()
+    kind = kind or _device_type(verb, modules, group)
+    device = _CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    said: list[str] = comm_of(group, device).all_gather_objects(
+        os.environ.get("LOCAL_WORLD_SIZE", ""), label=f"ranks of the hosts of {verb}()"
+    )
+    size = int(said[0]) if said[0].isdecimal() else 0
+    if len(set(said)) > 1 or not size or len(said) % size:
+        each = ", ".join(f"rank {rank}: {text or 'none'}" for rank, text in enumerate(said))
+        raise MeshError(
+            f"{verb}: mesh='hybrid' shards over the LOCAL_WORLD_SIZE ranks of a host, which"
+            f" torchrun sets; it must be one divisor of {len(said)} on all ranks ({each}). Start as"
+            " many ranks on each host, or pass a DeviceMesh."
+        )
+    shape = (len(said) // size, size)
+    return _once(
+        group,
+        f"hybrid, {kind}, {size}",
+        lambda: init_device_mesh(kind, shape, mesh_dim_names=_ROLES),
+    )
+
+
 def _mesh_of_pair(
-    verb: str, modules: Sequence[nn.Module], shard: Any, replicate: Any
+    verb: str,
+    kind: str,
+    shard: dist.ProcessGroup,
+    replicate: dist.ProcessGroup,
+    names: tuple[str, ...] = _ROLES,
 ) -> DeviceMesh:
     """The mesh of two dimensions, (replicate, shard), whose row and column through this rank are
     two process groups.
     """
-    for each in (shard, replicate):
-        if not isinstance(each, dist.ProcessGroup):
-            raise _not_a_mesh(verb, each)
-    kind = _device_type(verb, modules, shard)
     device = _CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     # A rank knows its own row and column only. The ranks of its column know the other rows.
@@ -232,8 +330,8 @@ def _mesh_of_pair(
     ranks = torch.tensor(rows, dtype=torch.int, device="cpu")
     return _once(
         shard,
-        f"{kind}, {rows}",
-        lambda: DeviceMesh.from_group([replicate, shard], kind, mesh=ranks, mesh_dim_names=_ROLES),
+        f"{kind}, {names}, {rows}",
+        lambda: DeviceMesh.from_group([replicate, shard], kind, mesh=ranks, mesh_dim_names=names),
     )
 
 
@@ -302,9 +400,31 @@ def _shard_dim(verb: str, mesh: DeviceMesh) -> int:
             " over. The names of this "
             f"one, {names}, do not say which: let one contain 'replicate' and the other one"
             " 'shard'. To shard over one "
-            f'dimension alone, pass mesh["{names[0]}"] or mesh["{names[1]}"].'
+            f'dimension alone, pass mesh["{names[0]}"] or mesh["{names[1]}"]; over both, name them'
+            f" in dp_mesh_dims=DataParallelMeshDims(shard={names})."
         )
     return said.index("shard")
+
+
+def own_spread(verb: str, name: str, given: DeviceMesh | Spread, spread: Spread) -> Spread | None:
+    """The mesh that `shard_placement_fn` returned for a parameter; None if it is the unit's.
+
+    All of its ranks must run the unit: it is a slice of the same mesh, or has ranks of the unit's.
+    """
+    own = spread_over(verb, given, ())
+    assert own is not None, "a mesh was given"
+    if own == spread:
+        return None
+    ranks = set(spread.mesh.mesh.flatten().tolist())
+    if root_of(own.mesh) != root_of(spread.mesh) and not ranks.issuperset(
+        own.mesh.mesh.flatten().tolist()
+    ):
+        raise MeshError(
+            f"{verb}: shard_placement_fn gave '{name}' the mesh {own.mesh.mesh.tolist()}, which is"
+            f" no part of the mesh that {spread.mesh.mesh.tolist()} was taken of. Take both of one"
+            " mesh, which all ranks that run the module are in"
+        )
+    return own
 
 
 def check_reshard_after_forward(spread: Spread | None, value: object) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import fsdp
 
 from composable.api.arguments import MixedPrecision
-from composable.api.mesh import Mesh
+from composable.api.mesh import Mesh, spread_of_dims
 from composable.api.units import annotate
 from composable.config import GradReduce
 from composable.contract.contract import contract
@@ -62,7 +62,7 @@ def replicate(
     sync_module_states: str = "broadcast",
     broadcast_buffers: bool = True,
     offload_policy: fsdp.OffloadPolicy | None = None,
-    dp_mesh_dims: None = None,
+    dp_mesh_dims: Any = None,
 ) -> Any:
     """Keep a copy of `module` on every rank and average the gradients during backward, in place.
 
@@ -94,7 +94,9 @@ def replicate(
         broadcast_buffers: buffers follow rank 0 before every training forward of the root; False
             leaves them to each rank, and a policy may say so for some modules.
         offload_policy: None, or torch's `OffloadPolicy()`, which offloads nothing.
-        dp_mesh_dims: None, for scripts that pass it to torch's `replicate`.
+        dp_mesh_dims: torch's `DataParallelMeshDims(replicate=...)`, or any object with these
+            attributes: the dimension of `mesh` to replicate over, by name. A tuple of names is
+            flattened to one dimension.
 
     Returns:
         `module`.
@@ -102,7 +104,8 @@ def replicate(
     Raises:
         AnnotationError: the module is annotated already, sharded, or has no forward; a keyword is
             unknown.
-        MeshError: the mesh has several dimensions or does not hold this rank.
+        MeshError: the mesh has several dimensions or does not hold this rank; `dp_mesh_dims` names
+            no dimension of it.
         RanksDisagreeError: the ranks do not hold the same module, or another rank refused its
             arguments.
 
@@ -119,10 +122,7 @@ def replicate(
             " device; leave it out, or shard with fully_shard(offload_policy=)"
         )
     if dp_mesh_dims is not None:
-        raise UnknownArgumentError(
-            "replicate() has no argument 'dp_mesh_dims'; pass a mesh of one dimension,"
-            " mesh=mesh[...]"
-        )
+        mesh = spread_of_dims("replicate", mesh, dp_mesh_dims)
     options: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy}
     options |= {"gradient_as_bucket_view": gradient_as_bucket_view}
     options |= {"broadcast_buffers": broadcast_buffers, "grad_reduce": grad_reduce}

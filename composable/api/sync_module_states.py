@@ -14,7 +14,7 @@ or values.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, Final
@@ -109,6 +109,7 @@ def synchronise(
     parameters: Sequence[Managed[nn.Parameter]],
     buffers: Sequence[Managed[Tensor]],
     treatment: Sequence[str],
+    apart: Collection[int] = (),
 ) -> None:
     """Check that the ranks agree, and in mode "broadcast" give all of them rank 0's values.
 
@@ -119,6 +120,7 @@ def synchronise(
         comm: of all ranks that call the verb, on the device where they train.
         mode: "check", "broadcast" or "off".
         treatment: for each parameter, what the arguments come to.
+        apart: the ids of parameters on meshes of their own, whose values are left alone.
 
     Raises:
         RanksDisagreeError: another rank failed; or names, shapes, dtypes, treatment, devices or, in
@@ -128,13 +130,17 @@ def synchronise(
         return
     entries: list[Managed[Any]] = [*parameters, *buffers]
     described, count = list(map(_describe, entries)), len(parameters)
-    values = fingerprints([entry.tensor for entry in entries]) if mode == "check" else []
+    together = [entry for entry in entries if id(entry.tensor) not in apart]
+    values = fingerprints([entry.tensor for entry in together]) if mode == "check" else []
     on_meta = [entry.tensor.is_meta for entry in entries]
     built = [count, len(buffers), _digest(described), _digest(treatment)]
+    if mode == "off":  # meshes decide what is called next
+        texts = zip(parameters, treatment, strict=True)
+        built = [0, 0, 0, _digest([text for each, text in texts if id(each.tensor) in apart])]
     numbers = [
         0,
         SYNC_MODES.index(mode),
-        *([0] * len(built) if mode == "off" else built),
+        *built,
         _digest(values),
         _digest(on_meta),
     ]
@@ -155,13 +161,13 @@ def synchronise(
                 for name, meta in zip(names, on_meta, strict=True)
             ],
             "values": [
-                f"{name} with fingerprint {value:x}"
-                for name, value in zip(names, values, strict=False)
+                f"{_kind(entry)} '{entry.fqn}' with fingerprint {value:x}"
+                for entry, value in zip(together, values, strict=False)
             ],
         }
         raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(told, _LABEL)))
     if mode == "broadcast":
-        _broadcast(verb, entries, comm, some_on_meta=lowest[-1] != highest[-1])
+        _broadcast(verb, together, comm, some_on_meta=lowest[-1] != highest[-1])
 
 
 def _digest(values: Sequence[Any]) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.api.mesh import Spread, joint_mesh
 from composable.api.selection import ids_of_ignored
-from composable.comm import comm_of
+from composable.comm import Comm, comm_of
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.param import ParamInfo
 from composable.engine.tensor_parallel import ModelSpec, model_like
@@ -46,7 +46,14 @@ def told_across(
         if mesh.get_coordinate() is not None
         for dim in range(mesh.ndim)
     ]
-    label = f"agreement of {verb}() across tensor-parallel ranks"
+    with told_to(verb, comms, "tensor-parallel rank"):
+        yield
+
+
+@contextmanager
+def told_to(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
+    """Around what all ranks of `comms` do: a failure here is raised on all of them."""
+    label = f"agreement of {verb}() with each other {whom}"
     try:
         yield
     except Exception as error:
@@ -59,8 +66,7 @@ def told_across(
         failed = failed or next(filter(None, said), "")
     if failed:
         raise RanksDisagreeError(
-            f"{verb}: another tensor-parallel rank failed, so no rank annotates the module:"
-            f" {failed}"
+            f"{verb}: another {whom} failed, so no rank annotates the module: {failed}"
         )
 
 
@@ -68,24 +74,24 @@ def with_models(
     verb: str,
     infos: Sequence[ParamInfo],
     parameters: Sequence[Managed[nn.Parameter]],
-    spread: Spread | None,
+    spreads: Sequence[Spread | None],
     device: torch.device,
 ) -> tuple[ParamInfo, ...]:
-    """Note how tensor-parallel parameters are spread.
+    """Note how tensor-parallel parameters are spread, each over its own mesh and `spreads`.
 
-    All parameters of one mesh share one joint mesh.
+    All parameters of one pair of meshes share one joint mesh.
     """
-    meshes: list[tuple[DeviceMesh, DeviceMesh]] = []
+    meshes: list[tuple[DeviceMesh, Spread, DeviceMesh]] = []
     found = []
-    for info, managed in zip(infos, parameters, strict=True):
+    for info, managed, spread in zip(infos, parameters, spreads, strict=True):
         tensor = managed.tensor
         if not isinstance(tensor, DTensor) or spread is None:
             found.append(info)
             continue
         own = tensor.device_mesh
-        joint = next((joint for mesh, joint in meshes if mesh == own), None)
+        joint = next((each[2] for each in meshes if each[:2] == (own, spread)), None)
         if joint is None:
             joint = joint_mesh(verb, own, spread, device)
-            meshes.append((own, joint))
+            meshes.append((own, spread, joint))
         found.append(replace(info, model=ModelSpec(model_like(tensor), joint)))
     return tuple(found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 from weakref import ref
@@ -28,16 +28,17 @@ from composable.api.arguments import (
     inherited_policies,
     move_buffers,
     offload_policy_of,
+    placement_of,
     precision_policy,
     prefetch_of,
     refuse_elsewhere,
     refuse_unknown_buffers,
-    shard_dim_of,
     warn_of_no_offload,
 )
 from composable.api.checks import (
     refuse_ddp_around,
     refuse_lazy,
+    refuse_spread,
     refuse_spread_offload,
     refuse_unfit,
     refuse_wrapped,
@@ -50,11 +51,12 @@ from composable.api.mesh import (
     check_reshard_after_forward,
     communication_device,
     device_of,
+    own_spread,
     spread_over,
 )
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
-from composable.api.tensor_parallel import told_across, with_models
+from composable.api.tensor_parallel import told_across, told_to, with_models
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.compilation import is_traced
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
@@ -91,6 +93,7 @@ class UnitPlan:
         spread: its mesh; None in a single process without a process group.
         device: of the parameters now, or once they leave the meta device.
         settings: the fields of its `UnitSpec` that do not depend on what is attached first.
+        own: by parameter, the mesh that is not the unit's; None for others.
     """
 
     modules: tuple[nn.Module, ...]
@@ -101,6 +104,7 @@ class UnitPlan:
     spread: Spread | None
     device: torch.device
     settings: dict[str, Any]
+    own: list[Spread | None]
 
 
 # transformers reads this attribute, which FSDP2 sets: `generate` of all ranks then makes equally
@@ -144,11 +148,17 @@ def annotate(
             parameters = [managed for plan in plans for managed in plan.parameters]
             buffers = managed_buffers(modules)
             treatment = [text for plan in plans for text in _treatment(name, plan)]
-        synchronise(name, comm, sync_module_states, parameters, buffers, treatment)
+            own = [pair for plan in plans for pair in zip(plan.parameters, plan.own, strict=True)]
+        apart = {id(managed.tensor): None for managed, each in own if each is not None}
+        synchronise(name, comm, sync_module_states, parameters, buffers, treatment, apart)
+        with told_to(name, [comm] if apart else [], "rank of the module"):
+            for each in dict.fromkeys(each for _, each in own if each is not None):
+                members = [managed for managed, other in own if other == each]
+                over = each.comm_of_all(device)
+                # ranks that agree on the arguments may be others
+                synchronise(name, over, sync_module_states, members, [], [""] * len(members))
     for plan in plans:
-        plan.settings["params"] = with_models(
-            name, plan.settings["params"], plan.parameters, plan.spread, plan.device
-        )
+        _note_meshes(name, plan)
     if name == SHARD and spread is not None:
         warn_of_gradients(parameters)
     for plan in reversed(plans[1:]):  # the innermost first
@@ -188,7 +198,7 @@ def _planned_units(
     managed = [each for each in managed if id(each.tensor) not in left_out]
     refuse_wrapped(verb, modules, managed)
     refuse_lazy([*managed, *managed_buffers(modules)])
-    refuse_unfit(verb, managed, None if spread is None else spread.mesh)
+    refuse_unfit(verb, managed)
     inherited = inherited_policies(modules, picked, precision_policy(verb, options["mp_policy"]))
     units = [modules, *((unit,) for unit in picked)]
     all_options = [
@@ -234,6 +244,7 @@ def _plan(
         )
     settings: dict[str, Any] = {"divisor": divisor_of(verb, options["grad_reduce"])}
     dims: list[int | None] = [None] * len(share)
+    own: list[Spread | None] = [None] * len(share)
     if verb == SHARD:
         settings["reshard_after_forward"] = after = options["reshard_after_forward"]
         check_reshard_after_forward(spread, after)
@@ -243,7 +254,11 @@ def _plan(
         )
         if settings["offload"] is not None and spread is not None:
             refuse_spread_offload(share, communication_device(spread.mesh, device))
-        dims = [shard_dim_of(managed, options["shard_placement_fn"]) for managed in share]
+        for index, managed in enumerate(share):
+            dims[index], given = placement_of(managed, options["shard_placement_fn"])
+            if given is not None and spread is not None:
+                own[index] = own_spread(verb, managed.fqn, given, spread)
+                check_reshard_after_forward(own[index], after)
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
         settings["keeps_buckets"] = keeps = options["gradient_as_bucket_view"]
@@ -257,6 +272,9 @@ def _plan(
         settings["broadcast_buffers"] = tuple(
             place for each in buffers if follow for place in each.places
         )
+    for managed, each in zip(share, own, strict=True):
+        over = each or spread
+        refuse_spread(verb, managed, None if over is None else over.mesh)
     exact = ids_of_exact(modules, precision)
     settings["params"] = tuple(
         ParamInfo(
@@ -271,7 +289,7 @@ def _plan(
     settings["left_alone"] = tuple(
         place for each in modules for place, p in registered_parameters(each) if id(p) in ignored
     )
-    return UnitPlan(modules, top, options, share, precision, spread, device, settings)
+    return UnitPlan(modules, top, options, share, precision, spread, device, settings, own)
 
 
 def _treatment(verb: str, plan: UnitPlan) -> list[str]:
@@ -300,17 +318,35 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
     )
     name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
     start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}{over}"
-    return [
-        f"{start}, dimension {param.shard_dim}{rest}{own}"
-        for param, own in zip(settings["params"], each, strict=True)
+    meshes = [
+        "" if o is None else f", over a mesh {o.mesh.mesh_dim_names or ''} {tuple(o.mesh.shape)}"
+        for o in plan.own
     ]
+    return [
+        f"{start}, dimension {param.shard_dim}{mesh}{rest}{own}"
+        for param, mesh, own in zip(settings["params"], meshes, each, strict=True)
+    ]
+
+
+def _note_meshes(verb: str, plan: UnitPlan) -> None:
+    """Note the meshes of parameters that have one of their own, and of tensor-parallel ones.
+
+    May create process groups: all ranks of these meshes call it together.
+    """
+    infos = {own: _mesh_info(verb, plan, own) for own in dict.fromkeys(plan.own) if own is not None}
+    params = [
+        replace(param, mesh_info=None if own is None else infos[own])
+        for param, own in zip(plan.settings["params"], plan.own, strict=True)
+    ]
+    spreads = [own or plan.spread for own in plan.own]
+    plan.settings["params"] = with_models(verb, params, plan.parameters, spreads, plan.device)
 
 
 def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     """Hand the parameters to the engine, and let it run around the forwards of the modules."""
     name, unit = verb.__name__, verb.state(plan.modules[0])
     assert unit is not None, "the verb is running"
-    mesh_info = _mesh_info(name, plan)
+    mesh_info = _mesh_info(name, plan, plan.spread)
     spec = UnitSpec(
         verb=name,
         modules=plan.modules,
@@ -367,17 +403,16 @@ class _Gathers:
         return bool, ()
 
 
-def _mesh_info(verb: str, plan: UnitPlan) -> MeshInfo:
-    """The communicators of the unit. May create process groups: all ranks of the mesh call it
-    together.
+def _mesh_info(verb: str, plan: UnitPlan, spread: Spread | None) -> MeshInfo:
+    """The communicators of the unit, or of some of its parameters.
+
+    May create process groups: all ranks of the mesh call it together.
     """
-    if plan.spread is None:
+    if spread is None:
         return (mesh_info_of_shards if verb == SHARD else mesh_info_of_replicas)(None, plan.device)
-    mesh, device = plan.spread.mesh, communication_device(plan.spread.mesh, plan.device)
+    mesh, device = spread.mesh, communication_device(spread.mesh, plan.device)
     if verb == REPLICATE:
         return mesh_info_of_replicas(mesh, device)
     after = plan.settings["reshard_after_forward"]
     ranks = None if after is None or isinstance(after, bool) else after
-    return mesh_info_of_shards(
-        mesh, device, shard_dim=plan.spread.shard_dim, post_forward_ranks=ranks
-    )
+    return mesh_info_of_shards(mesh, device, shard_dim=spread.shard_dim, post_forward_ranks=ranks)

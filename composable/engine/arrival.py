@@ -164,7 +164,7 @@ class Buckets:
             slots = [(param, self._members[param][2]) for param in members]
             bucket = GradBucket(
                 slots, group.precision, group.device, unit.mesh_info,
-                factor=unit.grad_factor, keeps=unit.spec.keeps_buckets,
+                factor=unit.grad_factor(unit.mesh_info), keeps=unit.spec.keeps_buckets,
             )  # fmt: skip
             bucket.reducer.label = (
                 f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to"

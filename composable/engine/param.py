@@ -58,6 +58,8 @@ class ParamInfo:
         exact: it keeps its dtype, whatever the mixed precision policy says.
         keeps: it computes in its dtype (`param_dtype_override_fn`).
         model: of a tensor-parallel parameter, how the user spread it.
+        mesh_info: of a parameter on a mesh of its own (`shard_placement_fn`); None for that of its
+            unit.
     """
 
     fqn: str
@@ -66,6 +68,7 @@ class ParamInfo:
     exact: bool = False
     keeps: bool = False
     model: ModelSpec | None = None
+    mesh_info: MeshInfo | None = None
 
 
 class Owner(Protocol):
@@ -73,6 +76,7 @@ class Owner(Protocol):
 
     mesh_info: MeshInfo
     model_group: ref[dist.ProcessGroup] | None
+    relations: Any
 
 
 # --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages ----
@@ -90,15 +94,17 @@ class ParamLabel:
         owner: of an at-rest or original parameter, the unit.
         places: modules, weakly, and names at which the unit's parameter is registered.
         holds_unreduced: its gradient, a plain tensor, was accumulated under `no_sync`.
+        mesh_info: as of `ParamInfo`.
     """
 
-    __slots__ = ("form", "fqn", "holds_unreduced", "owner", "places", "unit")
+    __slots__ = ("form", "fqn", "holds_unreduced", "mesh_info", "owner", "places", "unit")
 
     def __init__(self, unit: str, fqn: str, form: str) -> None:
         self.unit, self.fqn, self.form = unit, fqn, form
         self.owner: ref[Any] | None = None
         self.places: tuple[tuple[ref[nn.Module], str], ...] = ()
         self.holds_unreduced = False
+        self.mesh_info: MeshInfo | None = None
 
     @override
     def __str__(self) -> str:
@@ -126,6 +132,7 @@ def set_label(
         label = ParamLabel(unit, info.fqn, form)
         setattr(parameter, _LABEL, label)
     label.unit, label.fqn, label.form = unit, info.fqn, form
+    label.mesh_info = info.mesh_info
     label.places = tuple((ref(place.module), place.name) for place in info.places)
     if owner is not None:
         label.owner = ref(owner)
@@ -150,12 +157,15 @@ def owner_of(parameter: Tensor) -> Owner | None:
     )
 
 
-def unit_mesh_of(parameter: Tensor) -> DeviceMesh | None:
-    """The mesh of the unit that manages `parameter`; None for one rank, and for a parameter that no
-    unit manages.
+def unit_mesh_of(parameter: Tensor) -> tuple[DeviceMesh | None, object]:
+    """The mesh over which the parameter's gradient is reduced, and the outermost annotation around.
+
+    The mesh is None for one rank; both are None for a parameter that no unit manages.
     """
-    owner = owner_of(parameter)
-    return None if owner is None else owner.mesh_info.mesh
+    owner, label = owner_of(parameter), label_of(parameter)
+    if owner is None or label is None:
+        return None, None
+    return (label.mesh_info or owner.mesh_info).mesh, next(reversed(owner.relations.around), owner)
 
 
 def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
@@ -164,8 +174,13 @@ def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
 
     None if the parameter's own mesh has all of them.
     """
-    owner = owner_of(parameter)
-    return None if owner is None or owner.model_group is None else owner.model_group()
+    owner, label = owner_of(parameter), label_of(parameter)
+    if owner is None or label is None:
+        return None
+    own = label.mesh_info
+    if owner.model_group is None and own is not None and own.all.size < owner.mesh_info.all.size:
+        return owner.mesh_info.all.group
+    return None if owner.model_group is None else owner.model_group()
 
 
 def set_holds_unreduced(parameter: Tensor, *, holds: bool) -> None:

@@ -559,14 +559,18 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
     """Once, on hosts: torch draws the same random numbers for the shards of all ranks there, as in
     `model.apply(init)`.
     """
-    for comm in dict.fromkeys(
-        unit.mesh_info.shard for unit in units if unit.is_sharded and unit.mesh_info.shard.size > 1
-    ):
+    sharded = [
+        (unit, param, unit.mesh_info_of(param))
+        for unit in units
+        if unit.is_sharded
+        for param in unit.params
+    ]
+    for comm in dict.fromkeys(info.shard for _, _, info in sharded if info.shard.size > 1):
         if comm.traits.on_stream:
             continue  # on an accelerator torch draws other numbers for each shard
         found, sums = [], []
-        for unit in (unit for unit in units if unit.is_sharded and unit.mesh_info.shard is comm):
-            for param in unit.params:
+        for unit, param, info in sharded:
+            if info.shard is comm and info.mesh is not None:
                 at_rest = param.at_rest
                 assert isinstance(at_rest, DTensor)
                 local = local_of(at_rest)
@@ -574,7 +578,7 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
                 # sum tells their order.
                 first = local.flatten()[: 8 if at_rest.is_floating_point() else 0].double()
                 whole = at_rest if param.info.model is None else param.info.model.local
-                placements = at_rest.placements[-unit.mesh_info.mesh.ndim :]  # type: ignore[union-attr]
+                placements = at_rest.placements[-info.mesh.ndim :]
                 varies = local.numel() < whole.numel() and bool((first[1:] != first[:1]).any())
                 varies = varies and not _repeats(local, placements)
                 found.append(f"'{param.fqn}' of unit '{unit.name}'")

@@ -438,7 +438,7 @@ class Unit:
         """(Re)build groups and buckets around the parameters that are registered now."""
         spec = self.spec
         self._undo_build()
-        alike: dict[tuple[Precision, torch.device, bool], list[ManagedParam]] = {}
+        alike: dict[tuple[Precision, torch.device, bool, int], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
             if tensor is None:
@@ -454,15 +454,16 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            alike.setdefault((precision, device, sparse), []).append(param)
+            key = (precision, device, sparse, id(param.info.mesh_info))
+            alike.setdefault(key, []).append(param)
         self.groups = [
             ParamGroup(
-                members, precision, device, self.mesh_info,
+                members, precision, device, self.mesh_info_of(members[0]),
                 kind=self.kind,
                 rest_mesh=None if sparse else self.rest_mesh,
                 offload=spec.offload,
             )
-            for (precision, device, sparse), members in alike.items()
+            for (precision, device, sparse, _), members in alike.items()
         ]  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
@@ -480,32 +481,41 @@ class Unit:
     def is_sharded(self) -> bool:
         return self.kind is Kind.SHARDED
 
+    def mesh_info_of(self, param: ManagedParam) -> MeshInfo:
+        """The ranks over which gradients of `param` are reduced: the unit's, or its own."""
+        return param.info.mesh_info or self.mesh_info
+
     @property
-    def grad_factor(self) -> float:
+    def on_one_mesh(self) -> bool:
+        """Whether no parameter is on a mesh of its own."""
+        return all(param.info.mesh_info is None for param in self.params)
+
+    def grad_factor(self, mesh_info: MeshInfo) -> float:
         """What turns the mean over the ranks, which reductions make, into what `grad_reduce` asks
         for.
         """
-        return 1.0 if self.spec.divisor is None else self.mesh_info.all.size / self.spec.divisor
+        return 1.0 if self.spec.divisor is None else mesh_info.all.size / self.spec.divisor
 
     def _build_buckets(self) -> None:
-        factor = self.grad_factor
         self.buckets, self.sparse, self.arrivals = [], [], {}
         for group in self.groups:
+            mesh_info = self.mesh_info_of(group.params[0])
+            factor = self.grad_factor(mesh_info)
             in_place = all(param.compute is param.at_rest for param in group.params)
             sparse = not self.is_sharded and only_looked_up(group.params[0].info)
             if factor != 1.0 and (in_place or sparse):
                 # autograd itself adds to what users see
-                multiply = traceable(lambda gradient: gradient * factor)
+                multiply = traceable(lambda gradient, factor=factor: gradient * factor)
                 computing = [param.compute for param in group.params]
                 self._rebuild_undo += hook_gradients(computing, multiply)
             if sparse:
                 rows = SparseGradients(group.params, group.precision, self.mesh_info.all)
                 self.sparse.append(rows)
-            elif self.kind is not Kind.ARRIVAL and not (in_place and self.mesh_info.all.size == 1):
+            elif self.kind is not Kind.ARRIVAL and not (in_place and mesh_info.all.size == 1):
                 # others are in buckets of all units, or autograd has done everything
                 bucket = GradBucket(
                     list(zip(group.params, group.slots, strict=True)),
-                    group.precision, group.device, self.mesh_info,
+                    group.precision, group.device, mesh_info,
                     factor=factor, home=group.home,
                 )  # fmt: skip
                 self.buckets.append(bucket)
@@ -524,7 +534,8 @@ class Unit:
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
-        alone = self.mesh_info.all.size == 1 and param.compute is param.at_rest
+        ranks = self.mesh_info_of(param).all.size
+        alone = ranks == 1 and param.compute is param.at_rest
         to_sparse = next((ref(each) for each in self.sparse if param in each.params), None)
         # Weak: torch holds the hook where the garbage collector does not look, and the unit holds
         # the parameter.
@@ -554,7 +565,7 @@ class Unit:
             assert table is not None
             arrival = table, handle.id, arrived
             self._rebuild_undo.append(handle.remove)
-            if self.mesh_info.all.size > 1:
+            if ranks > 1:
                 self._rebuild_undo.append(
                     defer_hooks(param.at_rest, _at_rest_gradient(to_unit, to_param))[1]
                 )

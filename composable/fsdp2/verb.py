@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from composable.api import fully_shard as composables
 from composable.api.arguments import Placement
+from composable.api.mesh import Mesh, Spread
 from composable.api.scopes import register_forward_method
 from composable.contract.contract import registry
 from composable.contract.naming import modules_of
@@ -49,21 +50,22 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: of one dimension, or of two for hybrid sharding.
+        mesh: of one dimension, or of two for hybrid sharding over the second one.
         reshard_after_forward: None reshards all units but the outermost one. True, False and a
             number are as for `composable.fully_shard`.
-        shard_placement_fn: `fn(parameter) -> Shard | None`. `ShardPlacementResult` is refused.
+        shard_placement_fn: `fn(parameter) -> Shard | ShardPlacementResult | None`.
         mp_policy: torch's policy of dtypes.
         offload_policy: torch's policy of offload.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: refused; pass the slice of data-parallel dimensions as `mesh`.
+        dp_mesh_dims: which dimensions of `mesh` are data parallel, as for
+            `composable.fully_shard`. Parameters may also be plain tensors.
 
     Returns:
         `module`.
 
     Raises:
         AnnotationError: as `composable.fully_shard`.
-        UnknownArgumentError: `dp_mesh_dims` was given.
+        MeshError: `dp_mesh_dims` names no dimension of the mesh.
 
     Example:
         >>> for block in model.blocks: fully_shard(block)
@@ -72,9 +74,12 @@ def fully_shard(
 
     After `torch.distributed.fsdp.fully_shard`.
     """
+    over: Mesh = _default_mesh() if mesh is None else mesh
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and dp_mesh_dims is None:
+        over = Spread(mesh, shard_dim=1)  # whatever the names of its dimensions say
     composables.fully_shard(
         module,
-        mesh=_default_mesh() if mesh is None else mesh,
+        mesh=over,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,

@@ -28,6 +28,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -384,6 +385,20 @@ def cannot_coalesce(error: RuntimeError) -> bool:
     launched none.
     """
     return "does not support" in str(error) or "No backend type associated" in str(error)
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of one dimension over the ranks of a slice of a larger one.
+
+    No public call makes one that the larger mesh knows by its name, so that `mesh[name]` and a
+    second call return the same object, with the same process group.
+    """
+    return mesh._flatten(name)
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a slice was taken of; no public attribute has it."""
+    return mesh._get_root_mesh()
 
 
 def active_ddp() -> DistributedDataParallel | None:

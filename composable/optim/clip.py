@@ -161,12 +161,14 @@ class _Part:
         mesh: of their units, if it does not have all ranks of the process.
         model_group: the ranks of the model of which these are a part, if known.
         copies: the number of ranks of `mesh` that hold the same values.
+        tree: the outermost annotation around their units.
     """
 
     groups: Groups = ()
     mesh: DeviceMesh | None = None
     model_group: dist.ProcessGroup | None = None
     copies: int = 1
+    tree: object = None
     gradients: list[Tensor] = field(default_factory=list)
 
     def lists(self) -> list[list[Tensor]]:
@@ -202,7 +204,7 @@ class _Gradients:
         # collectives.
         self.dtype = torch.float64 if any(p.dtype in _DOUBLE for p in parameters) else torch.float32
         self._parts: dict[tuple[Any, ...], _Part] = {}
-        self._meshes: dict[int, DeviceMesh] = {}  # of units
+        self._meshes: dict[int, tuple[DeviceMesh, object]] = {}  # of units, and their trees
         world = dist.get_world_size() if is_distributed() else 1
         last: tuple[Any, ...] = ()
         for parameter in parameters:
@@ -213,21 +215,21 @@ class _Gradients:
                     " its module was annotated, or was replaced since, or is registered only while"
                     " modules compute. Pass the model, or model.parameters() as of now"
                 )
-            mesh, group = (
-                (None, None)
-                if label is None or world == 1
-                else (unit_mesh_of(parameter), model_group_of(parameter))
-            )
+            mesh, tree, group = None, None, None
+            if label is not None and world > 1:
+                (mesh, tree), group = unit_mesh_of(parameter), model_group_of(parameter)
             if mesh is not None:
-                self._meshes[id(mesh)] = mesh
+                self._meshes[id(mesh)] = mesh, tree
+                if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > mesh.ndim:
+                    mesh = parameter.device_mesh  # tensor parallel: the unit has a part of it only
                 mesh = None if mesh.size() == world else mesh
             placed = _placed(parameter)
             # neighbours mostly are alike, and a look-up costs more than the comparison
-            if last != (placed, mesh, group):
-                last = placed, mesh, group
+            if last != (placed, mesh, group, tree):
+                last = placed, mesh, group, tree
                 groups, copies = _groups_and_copies(parameter, mesh)
                 part = self._parts.setdefault(
-                    (groups, mesh, group), _Part(groups, mesh, group, copies)
+                    (groups, mesh, group, id(tree)), _Part(groups, mesh, group, copies, tree)
                 )
             if gradient is None:
                 continue
@@ -251,22 +253,32 @@ class _Gradients:
         Those others hold other experts. None if there is no such group. Besides the group of an
         annotation around the units, parameters in the same list tell of such groups. The groups of
         a tensor parallel mesh are not among them: no group of `mesh["tp"]` contains one of
-        `mesh["dp"]`.
+        `mesh["dp"]`. Nor is a group of the same tree, where the annotation around decides: experts
+        may be on more ranks than the parameters around them.
         """
         if part.mesh is None:
-            return part.model_group
+            return None
         ranks = set(part.mesh.mesh.flatten().tolist())
         known = [
-            *self.groups,
-            *(mesh.get_group() for mesh in self._meshes.values() if mesh.ndim == 1),
+            *(
+                g
+                for each in self._parts.values()
+                if each.tree is not part.tree
+                for g in each.groups
+            ),
+            *(
+                mesh.get_group()
+                for mesh, tree in self._meshes.values()
+                if mesh.ndim == 1 and tree is not part.tree
+            ),
         ]
+        if part.model_group is not None:
+            known.append(part.model_group)
         larger = [
             group
             for group in dict.fromkeys(known)
             if ranks < set(dist.get_process_group_ranks(group))
         ]
-        if part.model_group is not None:
-            larger.append(part.model_group)
         return max(larger, key=dist.get_world_size, default=None)
 
     def total_norm(self, order: float) -> Tensor:

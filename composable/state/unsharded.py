@@ -146,7 +146,7 @@ def _show(
     offload_to_cpu: bool,
     with_grads: bool,
 ) -> None:
-    at_rest, comm = managed.param.at_rest, managed.unit.mesh_info.all
+    at_rest, comm = managed.param.at_rest, managed.comm
     if not isinstance(at_rest, DTensor) and writeback and not offload_to_cpu and not rank0_only:
         return  # the user's own parameter, which edits reach
     gradient = at_rest.grad if with_grads else None
@@ -257,7 +257,7 @@ def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
 @torch.no_grad()
 def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
     managed, whole = each.managed, each.whole
-    at_rest, comm = managed.param.at_rest, managed.unit.mesh_info.all
+    at_rest, comm = managed.param.at_rest, managed.comm
     model = managed.param.info.model
     value: Tensor = whole.detach()
     gradient = whole.grad

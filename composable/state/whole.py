@@ -107,6 +107,11 @@ class Managed:
     unit: Unit
     param: ManagedParam
 
+    @property
+    def comm(self) -> Comm:
+        """Among the ranks that have the parameter."""
+        return self.unit.mesh_info_of(self.param).all
+
 
 def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
     """Yield the managed parameters of all units in `model`, each once, in the order of units."""

@@ -23,9 +23,9 @@ from composable.engine.param_group import ShardedState
 from composable.errors import (
     AnnotationError,
     ComposableError,
+    MeshError,
     NotAnnotatedError,
     PhaseError,
-    UnknownArgumentError,
     UnsupportedError,
 )
 from composable.fsdp2 import (
@@ -420,7 +420,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     ):
         with pytest.raises(UnsupportedError, match=rf"^{name}\(\) of FSDP2 is not supported"):
             getattr(model, name)(None)
-    with pytest.raises(UnknownArgumentError, match="dp_mesh_dims"):
+    with pytest.raises(MeshError, match="dp_mesh_dims names dimensions of mesh="):
         fully_shard(_layers(), dp_mesh_dims=object())
     with pytest.raises(AnnotationError, match="True or False, got 2"):
         model.set_reshard_after_forward(2)

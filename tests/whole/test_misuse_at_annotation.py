@@ -334,12 +334,14 @@ _ONE_OR_TWO: Final = (
 )
 _TO_FLATTEN: Final = (
     "To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten());"
-    " to train a model on each part of them, pass a slice, mesh[...]."
+    " to train a model on each part of them, pass a slice, mesh[...], or name the data-parallel"
+    " dimensions in dp_mesh_dims=."
 )
 _WHICH: Final = (
     "MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one"
     " replicated over. The names of this one, {}, do not say which: let one contain 'replicate' and"
-    " the other one 'shard'. To shard over one dimension alone, pass {}."
+    " the other one 'shard'. To shard over one dimension alone, pass {}; over both, name them in"
+    " dp_mesh_dims=DataParallelMeshDims(shard={})."
 )
 _ASCENDING: Final = (
     "MeshError: fully_shard: the mesh {} does not list its ranks in ascending order along dimension"
@@ -355,8 +357,12 @@ _ASCENDING: Final = (
     "MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z')."
     f" {_TO_FLATTEN}",
     f"MeshError: replicate takes a mesh of one dimension; this one has 3. {_TO_FLATTEN}",
-    _WHICH.format("('dp', 'tp')", 'mesh["dp"] or mesh["tp"]'),
-    _WHICH.format("('dp_shard', 'cp_shard')", 'mesh["dp_shard"] or mesh["cp_shard"]'),
+    _WHICH.format("('dp', 'tp')", 'mesh["dp"] or mesh["tp"]', "('dp', 'tp')"),
+    _WHICH.format(
+        "('dp_shard', 'cp_shard')",
+        'mesh["dp_shard"] or mesh["cp_shard"]',
+        "('dp_shard', 'cp_shard')",
+    ),
 )
 def meshes_of_too_many_dimensions_or_of_two_that_do_not_say_which_is_which() -> list[str]:
     three, unnamed = _mesh(1, 2, 1, names=("x", "y", "z")), _mesh(1, 1, 2)
