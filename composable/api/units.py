@@ -40,6 +40,7 @@ from composable.api.checks import (
     refuse_lazy,
     refuse_spread_offload,
     refuse_unfit,
+    refuse_unfit_extensions,
     refuse_wrapped,
     tied_to_replicated,
     warn_of_gradients,
@@ -244,6 +245,9 @@ def _plan(
         if settings["offload"] is not None and spread is not None:
             refuse_spread_offload(share, communication_device(spread.mesh, device))
         dims = [shard_dim_of(managed, options["shard_placement_fn"]) for managed in share]
+        if spread is not None:
+            ranks, at = spread.rows.shape[-1], communication_device(spread.mesh, device)
+            refuse_unfit_extensions(share, dims, ranks, settings, at)
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
         settings["keeps_buckets"] = keeps = options["gradient_as_bucket_view"]

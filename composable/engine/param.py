@@ -141,8 +141,14 @@ def drop_label(parameter: nn.Parameter) -> None:
 
 def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give `target` the Python attributes that users have set on `source`."""
+    # What the constructor of a tensor subclass sets is on each of its tensors.
+    own = vars(source.detach()) if type(source) not in (nn.Parameter, DTensor) else {}
     vars(target).update(
-        {name: value for name, value in vars(source).items() if name not in (_LABEL, "_is_param")}
+        {
+            name: value
+            for name, value in vars(source).items()
+            if name not in (_LABEL, "_is_param") and name not in own
+        }
     )
 
 
@@ -405,7 +411,11 @@ def dtensor_parameter(
     """A parameter around `local`. Around a stand-in first, since a Parameter is a detached copy of
     what it is made of.
     """
-    made = wrap(torch.empty_like(local), mesh, placements, shape, stride)
+    # plain, also where `local` is of another class, whose operators may not know `detach`
+    stand_in = torch.empty_strided(
+        local.shape, local.stride(), dtype=local.dtype, device=local.device
+    )
+    made = wrap(stand_in, mesh, placements, shape, stride)
     parameter = parameter_around(made, requires_grad=requires_grad)
     assert isinstance(parameter, DTensor)
     set_local(parameter, local)

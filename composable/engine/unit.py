@@ -35,6 +35,7 @@ from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.copies import attach_copying, detach_copying, twin_of
+from composable.engine.extension import ExtendedGroup, has_protocol
 from composable.engine.grad_bucket import Accumulation, GradBucket
 from composable.engine.hook_stages import CommHook, attach_hooks
 from composable.engine.loading import StateDictHook
@@ -449,7 +450,7 @@ class Unit:
         for undo in self._rebuild_undo:
             undo()
         self._rebuild_undo = []
-        alike: dict[tuple[Precision, torch.device, bool], list[ManagedParam]] = {}
+        alike: dict[tuple[Precision, torch.device, bool, bool], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
             if tensor is None:
@@ -465,15 +466,22 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            alike.setdefault((precision, device, sparse), []).append(param)
+            # A plain parameter's attributes are not its shards'.
+            apart = self.is_sharded and type(tensor) is not nn.Parameter
+            extended = apart and param.info.model is None and has_protocol(local)
+            alike.setdefault((precision, device, sparse, extended), []).append(param)
         self.groups = [
-            ParamGroup(
+            ExtendedGroup(
+                members, precision, device, self.mesh_info, kind=self.kind, policy=spec.mp_policy
+            )
+            if extended
+            else ParamGroup(
                 members, precision, device, self.mesh_info,
                 kind=self.kind,
                 rest_mesh=None if sparse else self.rest_mesh,
                 offload=spec.offload,
             )
-            for (precision, device, sparse), members in alike.items()
+            for (precision, device, sparse, extended), members in alike.items()
         ]  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
