@@ -38,7 +38,7 @@ from composable.comm.mesh_info import MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.engine.gather import Gather
 from composable.engine.layout import Slot, round_up
-from composable.engine.param import ManagedParam
+from composable.engine.param import ManagedParam, cut, memory_order
 from composable.engine.param_group import ParamGroup
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
@@ -93,7 +93,7 @@ def pieces_of(whole: Tensor, ranks: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _shard_of(whole: Tensor, ranks: int, rank: int) -> Tensor:
+def shard_of(whole: Tensor, ranks: int, rank: int) -> Tensor:
     """A copy of this rank's piece, so that the whole is freed."""
     pieces = pieces_of(whole, ranks)
     if rank >= len(pieces):
@@ -102,6 +102,16 @@ def _shard_of(whole: Tensor, ranks: int, rank: int) -> Tensor:
     shard = whole.new_zeros(pieces[rank].shape)
     shard.copy_(pieces[rank])
     return shard
+
+
+@torch.no_grad()
+def whole_like(local: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor of the class of a shard; `value` may be plain, as operators may make it."""
+    if type(value) is type(local):
+        return value
+    whole = local.new_zeros(value.shape)
+    whole.copy_(value)
+    return whole
 
 
 @dataclass(slots=True)
@@ -148,10 +158,14 @@ class _Extended:
         self.rows = slot.local_shape(0)[0]
         strides = torch.empty(slot.shape, device="meta").stride()
         # torch's first form of the protocol takes the mesh alone
-        alone = len(inspect.signature(getattr(local, _PRE)).parameters) == 1
+        self._is_plain = not has_protocol(local)
+        alone = (
+            not self._is_plain and len(inspect.signature(getattr(local, _PRE)).parameters) == 1
+        )
         self._args: tuple[Any, ...] = (
             (mesh,) if alone else (mesh, self._shape, strides, param.info.places[0].module, policy)
         )
+        self._trains = param.registered is not None and param.registered.requires_grad
         self._metadata: Any = None
         self.sent: list[_Sent] = []
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
@@ -159,6 +173,8 @@ class _Extended:
 
     def ask(self) -> list[Tensor]:
         """What this rank sends."""
+        if self._is_plain:
+            return [self.local.to(self._dtype)]
         tensors, self._metadata = getattr(self.local, _PRE)(*self._args)
         return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
@@ -181,13 +197,16 @@ class _Extended:
                 rows = self._shape[0]
             output = buffer.tensor.data.view(-1, *shape[1:])[:rows]
             self.sent.append(_Sent(size, buffer, output, 0, numel * dtype.itemsize))
-        whole, inner = getattr(self.local, _POST)(
-            tuple(each.output for each in self.sent), self._metadata, self._dtype
+        outputs = tuple(each.output for each in self.sent)
+        whole, inner = (
+            (outputs[0], ())
+            if self._is_plain
+            else getattr(self.local, _POST)(outputs, self._metadata, self._dtype)
         )
-        if whole.shape != self._shape:
+        if whole.shape != self._shape or (self._trains and whole.dtype != self._dtype):
             raise AnnotationError(
-                f"{_POST}() returned a tensor of shape {tuple(whole.shape)}, where the parameter's"
-                f" is {tuple(self._shape)}"
+                f"{_POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype}, where"
+                f" the parameter has {tuple(self._shape)} and computes in {self._dtype}"
             )
         self._metadata = None
         self.compute = nn.Parameter(
@@ -202,6 +221,8 @@ class _Extended:
 
     def fill(self) -> None:
         """All tensors are there: let the compute parameter have their values."""
+        if self._is_plain:
+            return
         for storage, nbytes in self.inner:
             storage.resize_(nbytes)
         metadata, self._metadata = self._metadata, None
@@ -355,8 +376,34 @@ def _refuse(param: _Extended, said: _Said) -> None:
         raise AnnotationError(f"parameter '{param.name}' cannot be gathered in its own form: {what}")
 
 
+def travelling_together(
+    params: Sequence[ManagedParam],
+) -> tuple[list[ManagedParam], list[ManagedParam]]:
+    """Parameters with the protocol, with plain ones that can share their message; and the rest."""
+    if not any(map(_is_extended, params)):
+        return [], list(params)
+    together = [param for param in params if _is_extended(param) or _may_join(param)]
+    return together, [param for param in params if param not in together]
+
+
+def _is_extended(param: ManagedParam) -> bool:
+    """A plain parameter's attributes are not its shards', so that it has no protocol."""
+    registered = param.registered
+    if type(registered) is nn.Parameter or param.info.model is not None:
+        return False
+    local = local_of(registered) if isinstance(registered, DTensor) else registered
+    return local is not None and has_protocol(local)
+
+
+def _may_join(param: ManagedParam) -> bool:
+    """Whether its shards are rows in memory order."""
+    registered = param.registered
+    rows = param.info.model is None and param.info.shard_dim == 0
+    return rows and registered is not None and not memory_order(registered)
+
+
 class ExtendedGroup(ParamGroup):
-    """A group of parameters with the protocol. They have memory of their own."""
+    """A group of parameters with the protocol, and others. They have memory of their own."""
 
     extended = True
 
@@ -366,12 +413,17 @@ class ExtendedGroup(ParamGroup):
 
     @override
     def _make_shards(self) -> None:
-        self._memory = tuple(
-            local_of(registered)
-            if isinstance(registered := param.registered, DTensor)
-            else _shard_of(registered, self.comm.size, self.comm.rank)  # type: ignore[arg-type]
-            for param in self.params
-        )
+        found: list[Tensor] = []
+        for param, slot in zip(self.params, self.slots, strict=True):
+            registered = param.registered
+            assert registered is not None
+            if isinstance(registered, DTensor):
+                found.append(local_of(registered))
+            elif type(registered) is nn.Parameter:
+                found.append(cut(registered.data, slot, self.comm.rank).clone())
+            else:
+                found.append(shard_of(registered, self.comm.size, self.comm.rank))
+        self._memory = tuple(found)
 
     @override
     def _local(self, slot: Slot) -> Tensor:

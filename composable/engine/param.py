@@ -390,13 +390,19 @@ def wrap(
             DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride),
         )
     # Around a stand-in: a DTensor takes over the storage offset of what it is made around, and then
-    # cannot be copied.
-    stand_in = torch.empty_like(local) if local.storage_offset() else local
+    # cannot be copied; and operators of a tensor subclass may not know `view_as`.
+    plain = type(local) in (Tensor, nn.Parameter)
+    stand_in = local if plain and not local.storage_offset() else _like(local)
     made = DTensor.from_local(
         stand_in, mesh, placements, run_check=False, shape=shape, stride=stride
     )
     set_local(made, local)
     return made
+
+
+def _like(local: Tensor) -> Tensor:
+    """A plain tensor like `local`, of whatever class that is."""
+    return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
 
 
 def dtensor_parameter(
@@ -411,11 +417,7 @@ def dtensor_parameter(
     """A parameter around `local`. Around a stand-in first, since a Parameter is a detached copy of
     what it is made of.
     """
-    # plain, also where `local` is of another class, whose operators may not know `detach`
-    stand_in = torch.empty_strided(
-        local.shape, local.stride(), dtype=local.dtype, device=local.device
-    )
-    made = wrap(stand_in, mesh, placements, shape, stride)
+    made = wrap(_like(local), mesh, placements, shape, stride)
     parameter = parameter_around(made, requires_grad=requires_grad)
     assert isinstance(parameter, DTensor)
     set_local(parameter, local)
@@ -538,7 +540,18 @@ def whole_of(tensor: Tensor) -> Tensor:
         tensor = moved
     whole = tensor.full_tensor()
     # Replicated, or over one rank, the whole is the local tensor itself.
-    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+    return cloned(whole) if whole.data_ptr() == local.data_ptr() else whole
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A copy of a tensor. Of one with FSDP2's extension protocol, by the operators that this needs:
+    `clone` of an `NF4Tensor` quantises again.
+    """
+    if not hasattr(tensor, "fsdp_pre_all_gather"):
+        return tensor.clone()
+    made = tensor.new_zeros(tensor.shape)
+    made.copy_(tensor)
+    return made
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:

@@ -35,7 +35,12 @@ from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.copies import attach_copying, detach_copying, twin_of
-from composable.engine.extension import ExtendedGroup, has_protocol
+from composable.engine.extension import (
+    ExtendedGroup,
+    has_protocol,
+    travelling_together,
+    whole_like,
+)
 from composable.engine.grad_bucket import Accumulation, GradBucket
 from composable.engine.hook_stages import CommHook, attach_hooks
 from composable.engine.loading import StateDictHook
@@ -450,7 +455,7 @@ class Unit:
         for undo in self._rebuild_undo:
             undo()
         self._rebuild_undo = []
-        alike: dict[tuple[Precision, torch.device, bool, bool], list[ManagedParam]] = {}
+        alike: dict[tuple[Precision, torch.device, bool], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
             if tensor is None:
@@ -466,23 +471,26 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            # A plain parameter's attributes are not its shards'.
-            apart = self.is_sharded and type(tensor) is not nn.Parameter
-            extended = apart and param.info.model is None and has_protocol(local)
-            alike.setdefault((precision, device, sparse, extended), []).append(param)
-        self.groups = [
-            ExtendedGroup(
-                members, precision, device, self.mesh_info, kind=self.kind, policy=spec.mp_policy
-            )
-            if extended
-            else ParamGroup(
-                members, precision, device, self.mesh_info,
-                kind=self.kind,
-                rest_mesh=None if sparse else self.rest_mesh,
-                offload=spec.offload,
-            )
-            for (precision, device, sparse, extended), members in alike.items()
-        ]  # fmt: skip
+            alike.setdefault((precision, device, sparse), []).append(param)
+        self.groups = []
+        for (precision, device, sparse), members in alike.items():
+            extended, plain = travelling_together(members) if self.is_sharded else ([], members)
+            if extended:
+                self.groups.append(
+                    ExtendedGroup(
+                        extended, precision, device, self.mesh_info,
+                        kind=self.kind, policy=spec.mp_policy,
+                    )
+                )  # fmt: skip
+            if plain:
+                self.groups.append(
+                    ParamGroup(
+                        plain, precision, device, self.mesh_info,
+                        kind=self.kind,
+                        rest_mesh=None if sparse else self.rest_mesh,
+                        offload=spec.offload,
+                    )
+                )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
         self._build_buckets()
@@ -1412,6 +1420,8 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
             plain.data.copy_(value)
         else:
             plain.data = _laid_out(value, at_rest)
+    elif isinstance(at_rest, DTensor) and has_protocol(local := local_of(at_rest)):
+        plain = nn.Parameter(whole_like(local, value), requires_grad=at_rest.requires_grad)
     else:
         plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
     _restore(
