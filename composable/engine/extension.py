@@ -106,10 +106,10 @@ def shard_of(whole: Tensor, ranks: int, rank: int) -> Tensor:
 
 @torch.no_grad()
 def whole_like(local: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor of the class of a shard; `value` may be plain, as operators may make it."""
+    """`value`, which may be plain, as a tensor of the class of a shard."""
     if type(value) is type(local):
         return value
-    whole = local.new_zeros(value.shape)
+    whole = local.new_zeros(value.shape, device=value.device)
     whole.copy_(value)
     return whole
 
@@ -265,6 +265,7 @@ class ExtendedGather(Gather):
                 self._targets.append(octets.new_empty(comm.size, gap))
         self.free()
 
+    @torch.no_grad()
     def _make(self) -> None:
         """Ask every rank what it sends, and make memory and compute parameters.
 
@@ -287,8 +288,8 @@ class ExtendedGather(Gather):
         for param, said in zip(self._params, made, strict=True):
             _refuse(param, said)
 
+    @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()
-    @torch.inference_mode(False)
     def launch(self, label: str) -> Work | None:
         try:
             self._row.allocate()
@@ -315,8 +316,8 @@ class ExtendedGather(Gather):
                 " other dtypes or sizes than when the module was annotated. They must stay the same"
             )
 
+    @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()
-    @torch.inference_mode(False)
     def land(self) -> None:
         self.end_sending()
         for buffer in self.buffers:

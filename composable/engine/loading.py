@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from composable.engine.extension import has_protocol, shard_of
+from composable.engine.extension import has_protocol, shard_of, whole_like
 from composable.engine.param import (
     ManagedParam,
     cloned,
@@ -113,8 +113,11 @@ class StateDictHook:
             return taken
         if param not in self._assigned:
             # A copy: the full tensor must not live on because of a view of it.
+            local = cloned(local_of(taken))
+            if has_protocol(local_of(at_rest)):  # as `copy_` would leave it
+                local = whole_like(local_of(at_rest), local)
             parameter = dtensor_parameter(
-                cloned(local_of(taken)), taken.device_mesh, taken.placements,
+                local, taken.device_mesh, taken.placements,
                 taken.shape, taken.stride(), requires_grad=at_rest.requires_grad,
             )  # fmt: skip
             param.register(parameter)

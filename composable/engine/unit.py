@@ -1043,8 +1043,19 @@ class Unit:
 
     # --- on the host between two phases ----------------------------------------------------------
 
+    def refuse_extended(self, what: str) -> None:
+        """Raise if parameters are gathered in a form of their own, and have no shard buffer."""
+        for group in self.groups:
+            if group.extended:
+                raise AnnotationError(
+                    f"{what}: unit '{self.name}' gathers parameters in a form of their own"
+                    f" (fsdp_pre_all_gather), '{group.params[0].fqn}' among them; {what} takes"
+                    " plain parameters only. Leave it out for this model"
+                )
+
     def refuse_sleep(self) -> None:
         """Raise where `sleep` may not be called."""
+        self.refuse_extended("offload_to_host")
         if self.shown_by or self.has_unreduced:
             what = (
                 f"inside of {self.shown_by}"
