@@ -159,9 +159,7 @@ class _Extended:
         strides = torch.empty(slot.shape, device="meta").stride()
         # torch's first form of the protocol takes the mesh alone
         self._is_plain = not has_protocol(local)
-        alone = (
-            not self._is_plain and len(inspect.signature(getattr(local, _PRE)).parameters) == 1
-        )
+        alone = not self._is_plain and _takes_one(getattr(local, _PRE))
         self._args: tuple[Any, ...] = (
             (mesh,) if alone else (mesh, self._shape, strides, param.info.places[0].module, policy)
         )
@@ -205,8 +203,8 @@ class _Extended:
         )
         if whole.shape != self._shape or (self._trains and whole.dtype != self._dtype):
             raise AnnotationError(
-                f"{_POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype}, where"
-                f" the parameter has {tuple(self._shape)} and computes in {self._dtype}"
+                f"{_POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype},"
+                f" where the parameter has {tuple(self._shape)} and computes in {self._dtype}"
             )
         self._metadata = None
         self.compute = nn.Parameter(
@@ -251,8 +249,8 @@ class ExtendedGather(Gather):
             ends = round_up(each.start + each.nbytes, _ALIGN)
         self.buffers = tuple(each.buffer for each in sent)
         self._row = ElasticBuffer(ends, torch.uint8, device)
-        self._staging = ElasticBuffer(comm.size * ends, torch.uint8, device)
-        self._pairs = [(self._staging.tensor.data, self._row.tensor.data)]
+        self._rows = ElasticBuffer(comm.size * ends, torch.uint8, device)
+        self._pairs = [(self._rows.tensor.data, self._row.tensor.data)]
         # What lies between two tensors is copied to nowhere.
         starts = [*(each.start for each in sent), ends]
         self._sizes, self._targets = [], []
@@ -274,14 +272,17 @@ class ExtendedGather(Gather):
 
         def exchanged(said: list[tuple[Any, str]]) -> list[list[tuple[Any, str]]]:
             label = "agreement on what parameters send in their own form"
-            return [list(each) for each in zip(*self._comm.all_gather_objects(said, label))]
+            every = self._comm.all_gather_objects(said, label)
+            return [list(each) for each in zip(*every, strict=True)]
 
         asked = exchanged([_told(param.describe) for param in self._params])
         for param, said in zip(self._params, asked, strict=True):
             _refuse(param, said)
         made = exchanged(
             [
-                _told(partial(param.make, [_largest(each) for each in _by_tensor(said)], self._comm))
+                _told(
+                    partial(param.make, [_largest(each) for each in _by_tensor(said)], self._comm)
+                )
                 for param, said in zip(self._params, asked, strict=True)
             ]
         )
@@ -293,7 +294,7 @@ class ExtendedGather(Gather):
     def launch(self, label: str) -> Work | None:
         try:
             self._row.allocate()
-            self._staging.allocate()
+            self._rows.allocate()
             octets = self._row.tensor.data
             for param in self._params:
                 tensors = param.ask()
@@ -308,7 +309,9 @@ class ExtendedGather(Gather):
 
     def _check(self, param: _Extended, tensors: Sequence[Tensor]) -> None:
         """What is sent must fit into what was asked for when the group was built."""
-        if [tensor.dtype for tensor in tensors] != [each.output.dtype for each in param.sent] or any(
+        if [tensor.dtype for tensor in tensors] != [
+            each.output.dtype for each in param.sent
+        ] or any(
             tensor.nbytes > each.nbytes for tensor, each in zip(tensors, param.sent, strict=True)
         ):
             raise PhaseError(
@@ -322,9 +325,9 @@ class ExtendedGather(Gather):
         self.end_sending()
         for buffer in self.buffers:
             buffer.allocate()
-        rows = self._staging.tensor.data.view(self._comm.size, -1)
+        rows = self._rows.tensor.data.view(self._comm.size, -1)
         torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._targets)
-        self._staging.free()
+        self._rows.free()
         for param in self._params:
             param.fill()
 
@@ -334,10 +337,15 @@ class ExtendedGather(Gather):
 
     def free(self) -> None:
         """Give all memory back. Nothing is in flight."""
-        for buffer in (self._row, self._staging, *self.buffers):
+        for buffer in (self._row, self._rows, *self.buffers):
             buffer.free()
         for param in self._params:
             param.free()
+
+
+def _takes_one(method: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return [each.kind is not each.VAR_POSITIONAL for each in parameters] == [True]
 
 
 _Said = Sequence[tuple[Any, str]]  # of each rank: what it sends, and why it failed
@@ -374,7 +382,9 @@ def _refuse(param: _Extended, said: _Said) -> None:
         ):
             what = f"ranks send tensors of different shapes, {shapes}"
     if what:
-        raise AnnotationError(f"parameter '{param.name}' cannot be gathered in its own form: {what}")
+        raise AnnotationError(
+            f"parameter '{param.name}' cannot be gathered in its own form: {what}"
+        )
 
 
 def travelling_together(
@@ -390,10 +400,10 @@ def travelling_together(
 def _is_extended(param: ManagedParam) -> bool:
     """A plain parameter's attributes are not its shards', so that it has no protocol."""
     registered = param.registered
+    assert registered is not None
     if type(registered) is nn.Parameter or param.info.model is not None:
         return False
-    local = local_of(registered) if isinstance(registered, DTensor) else registered
-    return local is not None and has_protocol(local)
+    return has_protocol(local_of(registered) if isinstance(registered, DTensor) else registered)
 
 
 def _may_join(param: ManagedParam) -> bool:

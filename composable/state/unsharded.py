@@ -16,8 +16,8 @@ from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.contract.tree import Place
-from composable.engine.loading import shard_like
 from composable.engine.extension import has_protocol
+from composable.engine.loading import shard_like
 from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in, unsharded_of
 from composable.engine.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few

@@ -19,7 +19,6 @@ from tests.extensions.rows import Net, Rows, with_rows
 from tests.helpers.world import spmd
 
 
-
 class Halved(Tensor):
     """A subclass with one of the two methods."""
 
@@ -114,14 +113,19 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
 @spmd(ranks=2)
 def test_what_needs_plain_shards_is_refused_by_name() -> None:
     model = fully_shard(with_rows(Net(hidden=5)))
-    for act in (average_parameters, offload_to_host):
-        with pytest.raises(AnnotationError, match="in a form of their own"):
-            act(model)
+    with pytest.raises(AnnotationError, match=r"offload_to_host: .*in a form of their own"):
+        offload_to_host(model)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(with_rows(Net(hidden=5)), mesh=mesh)
+    with pytest.raises(AnnotationError, match=r"averages of parameters: .*in a form of their own"):
+        average_parameters(model)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
     spread = nn.Linear(4, 4)
     local = Rows(torch.ones(2, 4))
     spread.weight = nn.Parameter(DTensor(local, _spec_of(mesh), requires_grad=False))
-    with pytest.raises(AnnotationError, match="around a Rows that is gathered in a form of its own"):
+    with pytest.raises(
+        AnnotationError, match="around a Rows that is gathered in a form of its own"
+    ):
         fully_shard(spread, mesh=mesh["dp"], sync_module_states="off")
 
 
@@ -144,7 +148,9 @@ def test_a_message_that_grows_is_refused_where_it_is_sent() -> None:
     model(x).sum().backward()
     Grows.extra = 1
     try:
-        with pytest.raises(PhaseError, match=r"'blocks.0.0.weight': fsdp_pre_all_gather\(\) returned"):
+        with pytest.raises(
+            PhaseError, match=r"'blocks.0.0.weight': fsdp_pre_all_gather\(\) returned"
+        ):
             model(x)
     finally:
         Grows.extra = 0
