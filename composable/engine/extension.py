@@ -249,8 +249,8 @@ class ExtendedGather(Gather):
             ends = round_up(each.start + each.nbytes, _ALIGN)
         self.buffers = tuple(each.buffer for each in sent)
         self._row = ElasticBuffer(ends, torch.uint8, device)
-        self._rows = ElasticBuffer(comm.size * ends, torch.uint8, device)
-        self._pairs = [(self._rows.tensor.data, self._row.tensor.data)]
+        self._received = ElasticBuffer(comm.size * ends, torch.uint8, device)
+        self._pairs = [(self._received.tensor.data, self._row.tensor.data)]
         # What lies between two tensors is copied to nowhere.
         starts = [*(each.start for each in sent), ends]
         self._sizes, self._targets = [], []
@@ -294,7 +294,7 @@ class ExtendedGather(Gather):
     def launch(self, label: str) -> Work | None:
         try:
             self._row.allocate()
-            self._rows.allocate()
+            self._received.allocate()
             octets = self._row.tensor.data
             for param in self._params:
                 tensors = param.ask()
@@ -325,9 +325,9 @@ class ExtendedGather(Gather):
         self.end_sending()
         for buffer in self.buffers:
             buffer.allocate()
-        rows = self._rows.tensor.data.view(self._comm.size, -1)
+        rows = self._received.tensor.data.view(self._comm.size, -1)
         torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._targets)
-        self._rows.free()
+        self._received.free()
         for param in self._params:
             param.fill()
 
@@ -337,7 +337,7 @@ class ExtendedGather(Gather):
 
     def free(self) -> None:
         """Give all memory back. Nothing is in flight."""
-        for buffer in (self._row, self._rows, *self.buffers):
+        for buffer in (self._row, self._received, *self.buffers):
             buffer.free()
         for param in self._params:
             param.free()
