@@ -745,7 +745,8 @@ class Unit:
         """Modules held compute parameters for longer than a forward: `model.to(...)` in that time
         means the at-rest ones.
         """
-        members = [(param, group) for group in self.groups for param in group.params]
+        groups = [group for group in self.groups if not group.extended]
+        members = [(param, group) for group in groups for param in group.params]
         changed = [
             p
             for p, g in members

@@ -144,9 +144,10 @@ def test_it_trains_as_fsdp2(name: str) -> None:
 
 @spmd(ranks=4)
 def test_hybrid_trains_as_one_process_and_tells_the_dimension_of_shards() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = _sharded(with_rows(Net(hidden=5)), mesh=mesh)
-    torch.testing.assert_close(_train(model), _alone(Net(Emulated, 5)))
+    for names in (("replicate", "shard"), None):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        model = _sharded(with_rows(Net(hidden=5)), mesh=mesh)
+        torch.testing.assert_close(_train(model), _alone(Net(Emulated, 5)))
 
 
 @spmd(ranks=2)
@@ -228,7 +229,9 @@ def test_a_model_of_the_meta_device_is_filled_later() -> None:
 
 @spmd(ranks=2)
 def test_it_is_saved_loaded_copied_clipped_and_given_back() -> None:
-    model = _sharded(with_rows(Net(hidden=5)))
+    model = with_rows(Net(hidden=5))
+    original = model.linears()[1].weight
+    _sharded(model)
     _train(model, 1)
     whole, x = _whole(model), _batch(7)
     expected = model(x)
@@ -251,3 +254,5 @@ def test_it_is_saved_loaded_copied_clipped_and_given_back() -> None:
     assert type(given.data) is Rows
     assert given.mine == "kept"  # type: ignore[attr-defined]
     torch.testing.assert_close(given.data.values, whole["blocks.0.0.weight"])
+    assert model.linears()[1].weight is original
+    torch.testing.assert_close(original.data.values, whole["blocks.0.2.weight"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-from composable import fully_shard, remove
+from composable import full_state_dict, fully_shard, remove, reshard, unshard
 from tests.helpers.world import spmd
 
 pytestmark = pytest.mark.beyond_sim("FSDP2 does not know the device")
@@ -41,10 +42,10 @@ def _nothing(model: nn.Module) -> None:
     pass
 
 
-def _annotate(verb: Any, model: nn.Sequential) -> nn.Sequential:
+def _annotate(verb: Any, model: nn.Sequential, **options: Any) -> nn.Sequential:
     for index in (0, 2):
-        verb(model[index])
-    verb(model)
+        verb(model[index], **options)
+    verb(model, **options)
     return model
 
 
@@ -105,8 +106,23 @@ def test_adapters_train_beside_4_bit_weights_as_one_process_and_as_fsdp2() -> No
     found = _train(model, 3, _nothing)
     torch.testing.assert_close(found, _train(made(), 3, _nothing, alone=True))
     torch.testing.assert_close(found, _train(_annotate(fsdp.fully_shard, made()), 3, _nothing))
+    low = {"mp_policy": fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    found, theirs = (
+        _train(_annotate(verb, made(), **low), 3, _nothing)
+        for verb in (fully_shard, fsdp.fully_shard)
+    )
+    torch.testing.assert_close(found, theirs)
     assert type(model[0].weight._local_tensor) is NF4Tensor
     x = torch.ones(2, 64)
     before = model(x)
-    model.load_state_dict(model.state_dict())
+    for state in (model.state_dict(), full_state_dict(model, rank0_only=False)):
+        for assign in (False, True):
+            model.load_state_dict(state, assign=assign)
+            torch.testing.assert_close(model(x), before)
+    torch.testing.assert_close(copy.deepcopy(model)(x), before)
+    unshard(model)
+    reshard(model)
+    for module in (model, model[2], model[0]):
+        remove(module, fully_shard)
+    assert type(model[0].weight.data) is NF4Tensor
     torch.testing.assert_close(model(x), before)
