@@ -21,6 +21,7 @@ Gradients are plain tensors and are reduced as all others.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -119,13 +120,11 @@ class _Sent:
     """One tensor of a parameter in the message.
 
     Attributes:
-        shape: of the largest rank's.
         buffer: memory of all ranks'.
         output: its view that `fsdp_post_all_gather` is given.
         start, nbytes: in a row of the message.
     """
 
-    shape: torch.Size
     buffer: ElasticBuffer
     output: Tensor
     start: int
@@ -139,8 +138,7 @@ class _Extended:
         local: its shard.
         rows: of the largest shard.
         sent: empty on the meta device.
-        whole: what `fsdp_post_all_gather` returned.
-        compute: the parameter around it.
+        compute: the parameter around what `fsdp_post_all_gather` returned; None on the meta device.
         inner: storages of other tensors that it returned to be freed, with their bytes.
     """
 
@@ -186,7 +184,7 @@ class _Extended:
             said: shapes and dtypes of the tensors that the largest rank sends.
         """
         for shape, dtype in said:
-            size, numel = torch.Size(shape), torch.Size(shape).numel()
+            numel = math.prod(shape)
             buffer = ElasticBuffer(numel * comm.size, dtype, comm.device)
             buffer.allocate()
             rows = shape[0] * comm.size if shape else comm.size
@@ -194,7 +192,7 @@ class _Extended:
             if shape and shape[0] == self.rows:
                 rows = self._shape[0]
             output = buffer.tensor.data.view(-1, *shape[1:])[:rows]
-            self.sent.append(_Sent(size, buffer, output, 0, numel * dtype.itemsize))
+            self.sent.append(_Sent(buffer, output, 0, numel * dtype.itemsize))
         outputs = tuple(each.output for each in self.sent)
         whole, inner = (
             (outputs[0], ())
@@ -315,8 +313,8 @@ class ExtendedGather(Gather):
             tensor.nbytes > each.nbytes for tensor, each in zip(tensors, param.sent, strict=True)
         ):
             raise PhaseError(
-                f"parameter '{param.name}': {_PRE}() returned tensors of"
-                " other dtypes or sizes than when the module was annotated. They must stay the same"
+                f"parameter '{param.name}': {_PRE}() returned tensors of other dtypes or sizes than"
+                " when the module was annotated. They must stay the same"
             )
 
     @torch.inference_mode(False)  # turns gradients on, too
