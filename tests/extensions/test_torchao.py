@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch.distributed import fsdp
 from composable import full_state_dict, fully_shard, remove, reshard, unshard
 from tests.helpers.world import spmd
 
-pytestmark = pytest.mark.beyond_sim("FSDP2 does not know the device")
+pytestmark = [
+    pytest.mark.beyond_sim("FSDP2 does not know the device"),
+    pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed"),
+]
 
 
 def _train(
@@ -51,7 +55,6 @@ def _annotate(verb: Any, model: nn.Sequential, **options: Any) -> nn.Sequential:
 
 @spmd(ranks=2)
 def test_float8_linears_train_as_one_process_and_as_fsdp2() -> None:
-    pytest.importorskip("torchao")
     from torchao.float8 import (  # noqa: PLC0415 - seconds
         Float8LinearConfig,
         convert_to_float8_training,
@@ -83,7 +86,6 @@ def test_float8_linears_train_as_one_process_and_as_fsdp2() -> None:
 
 @spmd(ranks=2)
 def test_adapters_train_beside_4_bit_weights_as_one_process_and_as_fsdp2() -> None:
-    pytest.importorskip("torchao")
     from torchao.quantization import NF4Tensor  # noqa: PLC0415 - seconds
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4  # noqa: PLC0415
 
