@@ -140,6 +140,7 @@ def _memory_of(unit: Unit) -> Iterator[Tensor]:
 
     It is the shard buffer of a group that has shards, and otherwise every parameter.
     """
+    unit.refuse_extended("averages of parameters")
     for group in unit.groups:
         if group.precision.original.is_floating_point or group.precision.original.is_complex:
             if group.is_sharded:

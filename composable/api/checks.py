@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -24,6 +24,7 @@ from composable.comm import is_distributed
 from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.naming import find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
+from composable.engine.extension import has_protocol, pieces_of
 from composable.engine.param import ParamInfo, describe_mesh, label_of
 from composable.engine.sparse import is_sparse_lookup
 from composable.engine.unit import Unit
@@ -182,6 +183,12 @@ def refuse_spread(verb: str, managed: Managed[nn.Parameter], mesh: DeviceMesh | 
             " another dimension of one mesh, as parallelize_module(model, mesh['tp'], plan) does,"
             " and pass mesh=mesh['dp']; or leave it out with ignored_params"
         )
+    if _half_or_all(name, local_of(parameter)):
+        raise AnnotationError(
+            f"{spread}, around a {type(local_of(parameter)).__name__} that is gathered in a form of"
+            " its own; tensor-parallel parameters are gathered as they are. Leave it out with"
+            " ignored_params"
+        )
     if not local_of(parameter).is_contiguous():
         raise AnnotationError(
             f"{spread}, whose local tensor is not contiguous; it cannot be cut. Make it contiguous"
@@ -209,11 +216,16 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 )
         if verb != SHARD or not is_distributed():
             continue
-        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
+        if (
+            type(parameter) is not nn.Parameter
+            and not isinstance(parameter, DTensor)
+            and not _half_or_all(full_name(managed), parameter)
+        ):
             raise AnnotationError(
                 f"parameter '{full_name(managed)}' is of class {type(parameter).__name__}; only a"
                 " plain nn.Parameter can be cut, and what its class adds would be lost. Leave it"
-                " out with ignored_params"
+                " out with ignored_params, or give the class fsdp_pre_all_gather() and"
+                " fsdp_post_all_gather()"
             )
         lookups = [place.module for place in managed.places if is_sparse_lookup(place.module)]
         if parameter.requires_grad and len(lookups) == len(managed.places):
@@ -223,6 +235,49 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 f" gradients of sharded parameters are dense. Call replicate() on the {kind}"
                 " before, or make it with sparse=False"
             )
+
+
+def _half_or_all(name: str, tensor: Tensor) -> bool:
+    """Whether `tensor` is gathered in a form of its own. Raises for half of the protocol."""
+    try:
+        return has_protocol(tensor)
+    except AnnotationError as error:
+        raise AnnotationError(f"parameter '{name}': {error}") from None
+
+
+def refuse_unfit_extension(
+    managed: Managed[nn.Parameter],
+    dim: int | None,
+    ranks: int,
+    settings: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Raise for a parameter with FSDP2's extension protocol that cannot be cut over `ranks`."""
+    parameter, name = managed.tensor, full_name(managed)
+    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
+        return
+    what, instead, after = "", "", settings["reshard_after_forward"]
+    if dim != 0:
+        what, instead = f"cut along dimension {dim}", "shard_placement_fn must return Shard(0)"
+    elif not parameter.is_contiguous():
+        what, instead = "cut while it is not contiguous", "Make it contiguous before"
+    elif after is not None and not isinstance(after, bool):
+        what = f"kept over {after} ranks after forward"
+        instead = "Pass reshard_after_forward=True, False or None"
+    elif settings["offload"] is not None and device.type != "cpu":
+        what, instead = "offloaded", "Leave offload_policy out"
+    if what:
+        raise AnnotationError(
+            f"parameter '{name}' ({type(parameter).__name__}) is gathered in a form of its own,"
+            f" and cannot be {what}. {instead}, or leave it out with ignored_params"
+        )
+    try:
+        pieces_of(parameter, ranks)
+    except AnnotationError as error:
+        raise AnnotationError(
+            f"parameter '{name}': {error}. Shard over a number of ranks that divides it, or"
+            " leave it out with ignored_params"
+        ) from None
 
 
 def refuse_spread_offload(

@@ -41,6 +41,7 @@ from composable.api.checks import (
     refuse_spread,
     refuse_spread_offload,
     refuse_unfit,
+    refuse_unfit_extension,
     refuse_wrapped,
     tied_to_replicated,
     warn_of_gradients,
@@ -259,6 +260,9 @@ def _plan(
             if given is not None and spread is not None:
                 own[index] = own_spread(verb, managed.fqn, given, spread)
                 check_reshard_after_forward(own[index], after)
+            if (over := own[index] or spread) is not None:
+                ranks, at = over.rows.shape[-1], communication_device(over.mesh, device)
+                refuse_unfit_extension(managed, dims[index], ranks, settings, at)
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
         settings["keeps_buckets"] = keeps = options["gradient_as_bucket_view"]

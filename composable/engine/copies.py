@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from composable.contract.contract import drop_attribute, registry, remove
 from composable.contract.naming import module_name
 from composable.contract.tree import REPLICATE, SHARD, states_below
-from composable.engine.param import ManagedParam, copy_attributes, dtensor_parameter
+from composable.engine.param import ManagedParam, cloned, copy_attributes, dtensor_parameter
 from composable.errors import AnnotationError
 from composable.memory.torch_private import local_of
 
@@ -173,7 +173,7 @@ def _copy_of(parameter: DTensor) -> nn.Parameter:
     the mesh.
     """
     made = dtensor_parameter(
-        local_of(parameter).clone(), parameter.device_mesh, parameter.placements,
+        cloned(local_of(parameter)), parameter.device_mesh, parameter.placements,
         parameter.shape, parameter.stride(), requires_grad=parameter.requires_grad,
     )  # fmt: skip
     assert isinstance(parameter, nn.Parameter)

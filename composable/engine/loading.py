@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from composable.engine.param import ManagedParam, describe_mesh, wrap
+from composable.engine.extension import has_protocol, shard_of, whole_like
+from composable.engine.param import (
+    ManagedParam,
+    cloned,
+    describe_mesh,
+    dtensor_parameter,
+    wrap,
+)
 from composable.engine.tensor_parallel import ModelSpec
 from composable.memory.torch_private import local_of
 
@@ -106,7 +113,13 @@ class StateDictHook:
             return taken
         if param not in self._assigned:
             # A copy: the full tensor must not live on because of a view of it.
-            parameter = nn.Parameter(taken.clone(), requires_grad=at_rest.requires_grad)
+            local = cloned(local_of(taken))
+            if has_protocol(local_of(at_rest)):  # as `copy_` would leave it
+                local = whole_like(local_of(at_rest), local)
+            parameter = dtensor_parameter(
+                local, taken.device_mesh, taken.placements,
+                taken.shape, taken.stride(), requires_grad=at_rest.requires_grad,
+            )  # fmt: skip
             param.register(parameter)
             self._assigned[param] = key, parameter
             return parameter
@@ -144,6 +157,9 @@ def shard_like(
             size = local.shape[placement.dim]
             chunk = -(-size // mesh.size(axis))
             start = min(coordinate[axis] * chunk, size)
+            if has_protocol(local):
+                local = shard_of(local, mesh.size(axis), coordinate[axis])
+                continue
             local = local.narrow(placement.dim, start, min(chunk, size - start))
     if not local.is_meta:
         local = local.to(device)

@@ -144,8 +144,14 @@ def drop_label(parameter: nn.Parameter) -> None:
 
 def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give `target` the Python attributes that users have set on `source`."""
+    # What the constructor of a tensor subclass sets is on each of its tensors.
+    own = vars(source.detach()) if type(source) not in (nn.Parameter, DTensor) else {}
     vars(target).update(
-        {name: value for name, value in vars(source).items() if name not in (_LABEL, "_is_param")}
+        {
+            name: value
+            for name, value in vars(source).items()
+            if name not in (_LABEL, "_is_param") and name not in own
+        }
     )
 
 
@@ -396,13 +402,19 @@ def wrap(
             DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride),
         )
     # Around a stand-in: a DTensor takes over the storage offset of what it is made around, and then
-    # cannot be copied.
-    stand_in = torch.empty_like(local) if local.storage_offset() else local
+    # cannot be copied; and operators of a tensor subclass may not know `view_as`.
+    plain = type(local) in (Tensor, nn.Parameter)
+    stand_in = local if plain and not local.storage_offset() else _like(local)
     made = DTensor.from_local(
         stand_in, mesh, placements, run_check=False, shape=shape, stride=stride
     )
     set_local(made, local)
     return made
+
+
+def _like(local: Tensor) -> Tensor:
+    """A plain tensor like `local`, of whatever class that is."""
+    return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
 
 
 def dtensor_parameter(
@@ -417,7 +429,7 @@ def dtensor_parameter(
     """A parameter around `local`. Around a stand-in first, since a Parameter is a detached copy of
     what it is made of.
     """
-    made = wrap(torch.empty_like(local), mesh, placements, shape, stride)
+    made = wrap(_like(local), mesh, placements, shape, stride)
     parameter = parameter_around(made, requires_grad=requires_grad)
     assert isinstance(parameter, DTensor)
     set_local(parameter, local)
@@ -542,7 +554,18 @@ def whole_of(tensor: Tensor) -> Tensor:
         tensor = moved
     whole = tensor.full_tensor()
     # Replicated, or over one rank, the whole is the local tensor itself.
-    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+    return cloned(whole) if whole.data_ptr() == local.data_ptr() else whole
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A copy of a tensor. Of one with FSDP2's extension protocol, by the operators that this needs:
+    `clone` of an `NF4Tensor` quantises again.
+    """
+    if not hasattr(tensor, "fsdp_pre_all_gather"):
+        return tensor.clone()
+    made = tensor.new_zeros(tensor.shape)
+    made.copy_(tensor)
+    return made
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:

@@ -118,7 +118,10 @@ class ParamGroup:
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.
         takes_message: unsharding takes a message, so that all ranks take part.
+        extended: its parameters are gathered in a form of their own, see `extension.py`.
     """
+
+    extended = False
 
     def __init__(
         self,
@@ -148,7 +151,7 @@ class ParamGroup:
         )
         self.layout = self._plan()
         self.slots = self.layout.slots
-        self.takes_message = self.is_sharded and self.layout.gathered
+        self.takes_message = self.is_sharded and (self.layout.gathered or self.extended)
         self.gathers = self.takes_message or precision.casts or self.home is not None
         with torch.no_grad(), torch.inference_mode(False):
             self._make_shards() if self.is_sharded else self._adopt_own(rest_mesh)
@@ -399,7 +402,7 @@ class ParamGroup:
         self._seen, self._regather = now, self.gather is not None
         number = len(self.params)
         at_rest = list(map(ne, before[:number], now[:number]))
-        memory = list(map(ne, before[number:], now[number:])) * (number if self.is_sharded else 1)
+        memory = list(map(ne, before[number:], now[number:])) * (number // len(self._memory))
         written = list(compress(map(or_, at_rest, memory), self._comes))
         written += list(compress(written, self._inside))
         if self.state is ShardedState.UNSHARDED:

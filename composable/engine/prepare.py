@@ -31,6 +31,7 @@ from composable.contract.tree import (
     registered_parameters,
 )
 from composable.engine.arrival import Buckets
+from composable.engine.extension import ExtendedGroup, has_protocol
 from composable.engine.param import (
     ManagedParam,
     chosen_grad_dtype,
@@ -354,7 +355,7 @@ def _refuse_cast_in_forward(unit: Unit) -> None:
     for group in unit.groups:
         for param in group.params:
             dtype, expected = param.compute.dtype, group.precision.compute
-            if param.compute is not param.own and dtype != expected:
+            if param.compute is not param.own and dtype != expected and not group.extended:
                 unit.reshard()
                 unit.build()
                 raise ForeignParameterError(
@@ -455,8 +456,11 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
                     or local.device != group.device
                     or at_rest.dtype != group.precision.original
                 )
+            elif isinstance(group, ExtendedGroup):
+                changed = changed or group.has_moved(param, local)
             elif isinstance(at_rest, DTensor):
                 _refuse_moved_off_the_host(unit, param, local)
+                changed = changed or has_protocol(local)  # given to it after the annotation
                 if param.registered is at_rest and local.data_ptr() == address:
                     _refuse_resized(unit, param, local, group.shard_view(slot))
                 changed = changed or (local._base is None and local.data_ptr() != address)
@@ -574,6 +578,8 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
                 at_rest = param.at_rest
                 assert isinstance(at_rest, DTensor)
                 local = local_of(at_rest)
+                if has_protocol(local):
+                    continue  # its class may not know how to be read
                 # A few, which a shard that another rank has in another size begins with, too; the
                 # sum tells their order.
                 first = local.flatten()[: 8 if at_rest.is_floating_point() else 0].double()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.engine.extension import has_protocol, whole_like
 from composable.engine.param import (
     ManagedParam,
     copy_attributes,
@@ -83,6 +84,8 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
             plain.data.copy_(value)
         else:
             plain.data = _laid_out(value, at_rest)
+    elif isinstance(at_rest, DTensor) and has_protocol(local := local_of(at_rest)):
+        plain = nn.Parameter(whole_like(local, value), requires_grad=at_rest.requires_grad)
     else:
         plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
     if gradient is not None:

@@ -35,6 +35,7 @@ from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.copies import attach_copying, detach_copying, twin_of
 from composable.engine.explain import explain
+from composable.engine.extension import ExtendedGroup, travelling_together
 from composable.engine.grad_bucket import Accumulation, GradBucket
 from composable.engine.hook_stages import CommHook, attach_hooks
 from composable.engine.loading import StateDictHook
@@ -456,15 +457,26 @@ class Unit:
             sparse = not self.is_sharded and only_looked_up(param.info)
             key = (precision, device, sparse, id(param.info.mesh_info))
             alike.setdefault(key, []).append(param)
-        self.groups = [
-            ParamGroup(
-                members, precision, device, self.mesh_info_of(members[0]),
-                kind=self.kind,
-                rest_mesh=None if sparse else self.rest_mesh,
-                offload=spec.offload,
-            )
-            for (precision, device, sparse, _), members in alike.items()
-        ]  # fmt: skip
+        self.groups = []
+        for (precision, device, sparse, _), members in alike.items():
+            extended, plain = travelling_together(members) if self.is_sharded else ([], members)
+            mesh_info = self.mesh_info_of(members[0])
+            if extended:
+                self.groups.append(
+                    ExtendedGroup(
+                        extended, precision, device, mesh_info,
+                        kind=self.kind, policy=spec.mp_policy,
+                    )
+                )  # fmt: skip
+            if plain:
+                self.groups.append(
+                    ParamGroup(
+                        plain, precision, device, mesh_info,
+                        kind=self.kind,
+                        rest_mesh=None if sparse else self.rest_mesh,
+                        offload=spec.offload,
+                    )
+                )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
         self._build_buckets()
@@ -717,7 +729,8 @@ class Unit:
         """Modules held compute parameters for longer than a forward: `model.to(...)` in that time
         means the at-rest ones.
         """
-        members = [(param, group) for group in self.groups for param in group.params]
+        groups = [group for group in self.groups if not group.extended]
+        members = [(param, group) for group in groups for param in group.params]
         changed = [
             p
             for p, g in members
@@ -975,8 +988,19 @@ class Unit:
 
     # --- on the host between two phases ----------------------------------------------------------
 
+    def refuse_extended(self, what: str) -> None:
+        """Raise if parameters are gathered in a form of their own, and have no shard buffer."""
+        for group in self.groups:
+            if group.extended:
+                raise AnnotationError(
+                    f"{what}: unit '{self.name}' gathers parameters in a form of their own"
+                    f" (fsdp_pre_all_gather), '{group.params[0].fqn}' among them; {what} takes"
+                    " plain parameters only. Leave it out for this model"
+                )
+
     def refuse_sleep(self) -> None:
         """Raise where `sleep` may not be called."""
+        self.refuse_extended("offload_to_host")
         if self.shown_by or self.has_unreduced:
             what = (
                 f"inside of {self.shown_by}"

@@ -167,7 +167,8 @@ def full_state_dict(
                 local.is_neg(),
                 whole.shape,
             )
-            known = shared.get(key) if local.numel() else None
+            # Of a tensor subclass without memory of its own nothing tells whether it is tied.
+            known = shared.get(key) if local.data_ptr() else None
             full[fqn] = shared[key] = (
                 torch.empty_like(whole, device="cpu").copy_(whole) if known is None else known
             )

@@ -16,6 +16,7 @@ from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.contract.tree import Place
+from composable.engine.extension import has_protocol
 from composable.engine.loading import shard_like
 from composable.engine.param import holds_unreduced, keep_gradients_in, unsharded_of
 from composable.engine.unit import RANK0_ONLY, Unit
@@ -246,6 +247,8 @@ def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
             return not torch.equal(at_rest, each.whole.to(at_rest.device))
         local, (whole,) = local_of(at_rest), locals_of([each.whole])
         model = each.managed.param.info.model
+        if has_protocol(local):
+            return True  # its class may not know how to compare
         return not torch.equal(local, local_of(shard_like(whole, at_rest, local.device, model)))
 
     mine = int(any(map(differs, shown)))

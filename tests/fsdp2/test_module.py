@@ -429,6 +429,25 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
 
 
 @spmd(ranks=2)
+def test_memory_and_gathers_follow_reshard_after_forward_between_steps() -> None:
+    log = Log()
+    with comms_wrapped_by(lambda comm: Recording(comm, log)):
+        model = _sharded(reshard_after_forward=True)
+        groups = [group for handle in composable.traversal.get_handles(model) for group in handle]
+        for after in (True, False, True):
+            model.set_reshard_after_forward(after)
+            log.events.clear()
+            loss = model(_batch()).sum()
+            held = [buffer.held for group in groups for buffer in group.gather.buffers]
+            assert any(held) is not after
+            assert all(held) is not after
+            loss.backward()
+            gathers = [label for label in log.labels() if label.startswith("all-gather of unit")]
+            assert len(gathers) == len(groups) * (2 if after else 1)
+            assert not any(buffer.held for group in groups for buffer in group.gather.buffers)
+
+
+@spmd(ranks=2)
 def test_methods_refuse_a_module_that_is_not_annotated() -> None:
     model = _sharded()
     arguments = {"set_reshard_after_forward": (True,), "set_gradient_divide_factor": (2,)}

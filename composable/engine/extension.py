@@ -1,0 +1,476 @@
+"""Parameters that are gathered in a form of their own: FSDP2's extension protocol.
+
+A tensor with two methods says what of its shard is sent, and makes the whole of what came, in fewer
+bytes than the parameter has (fp8 of torchao, 4-bit `NF4Tensor`) or in another form:
+
+    fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
+    fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (whole, inner tensors)
+
+| | |
+|---|---|
+| at rest | a `DTensor(Shard(0))` around a local tensor with the protocol, cut by `torch.chunk` |
+| message | bytes; one row per rank, with room for each tensor of each parameter |
+| gathered | an `ElasticBuffer` per tensor |
+| compute | a parameter around the whole that `fsdp_post_all_gather` returned; it is made once |
+
+The whole is asked for once when the group is built, with undefined contents, and by `out=` after
+each gather: modules, hooks and autograd know one compute parameter as long as the group lives.
+Gradients are plain tensors and are reduced as all others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from composable.comm.base import Comm, Work
+from composable.comm.mesh_info import MeshInfo
+from composable.config import MixedPrecisionPolicy
+from composable.engine.gather import Gather
+from composable.engine.layout import Slot, round_up
+from composable.engine.param import ManagedParam, cut, memory_order
+from composable.engine.param_group import ParamGroup
+from composable.errors import AnnotationError, PhaseError, first_line
+from composable.memory.elastic import ElasticBuffer
+from composable.memory.torch_private import local_of, storage_key
+
+_PRE: Final = "fsdp_pre_all_gather"
+_POST: Final = "fsdp_post_all_gather"
+_ALIGN: Final = 16  # bytes; casts of bytes to any dtype start at multiples of it
+
+
+def has_protocol(tensor: Tensor) -> bool:
+    """Whether `tensor`, a shard or a parameter that is to be cut, is gathered by its own methods.
+
+    Raises:
+        AnnotationError: it has one of the two only.
+    """
+    pre, post = hasattr(tensor, _PRE), hasattr(tensor, _POST)
+    if pre != post:
+        raise AnnotationError(
+            f"a {type(tensor).__name__} has {_PRE if pre else _POST}() and no"
+            f" {_POST if pre else _PRE}(); a parameter that is gathered in its own form has both"
+        )
+    return pre
+
+
+@torch.no_grad()
+def pieces_of(whole: Tensor, ranks: int) -> list[Tensor]:
+    """The shards of a tensor with the protocol, cut by its own operators; empty ones are left out.
+
+    Raises:
+        AnnotationError: it cannot be cut into shards of the right shapes.
+    """
+    kind, size = type(whole).__name__, whole.shape[0] if whole.ndim else 0
+    rows = -(-size // ranks)
+    expected = [min(rows, size - start) for start in range(0, size, rows or 1)]
+    said = ""
+    try:
+        pieces = list(torch.chunk(whole, ranks, dim=0))
+        found = [tuple(piece.shape) for piece in pieces]
+        if found != [(each, *whole.shape[1:]) for each in expected] or not size:
+            said = f"torch.chunk gives shapes {found}"
+        elif not all(map(has_protocol, pieces)):
+            said = f"torch.chunk gives tensors without {_PRE}()"
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        said = f"torch.chunk raised {type(error).__name__}: {first_line(error)}"
+    if said:
+        raise AnnotationError(
+            f"a {kind} of shape {tuple(whole.shape)} cannot be cut along dimension 0 over {ranks}"
+            f" ranks, {size} rows with {rows} each: {said}"
+        )
+    return pieces
+
+
+@torch.no_grad()
+def shard_of(whole: Tensor, ranks: int, rank: int) -> Tensor:
+    """A copy of this rank's piece, so that the whole is freed."""
+    pieces = pieces_of(whole, ranks)
+    if rank >= len(pieces):
+        return whole.new_zeros((0, *whole.shape[1:]))
+    # Not `clone`: that of an `NF4Tensor` quantises again.
+    shard = whole.new_zeros(pieces[rank].shape)
+    shard.copy_(pieces[rank])
+    return shard
+
+
+@torch.no_grad()
+def whole_like(local: Tensor, value: Tensor) -> Tensor:
+    """`value`, which may be plain, as a tensor of the class of a shard."""
+    if type(value) is type(local):
+        return value
+    whole = local.new_zeros(value.shape, device=value.device)
+    whole.copy_(value)
+    return whole
+
+
+@dataclass(slots=True)
+class _Sent:
+    """One tensor of a parameter in the message.
+
+    Attributes:
+        buffer: memory of all ranks'.
+        output: its view that `fsdp_post_all_gather` is given.
+        start, nbytes: in a row of the message.
+    """
+
+    buffer: ElasticBuffer
+    output: Tensor
+    start: int
+    nbytes: int
+
+
+class _Extended:
+    """A parameter with the protocol, as its group gathers it.
+
+    Attributes:
+        local: its shard.
+        rows: of the largest shard.
+        sent: empty on the meta device.
+        compute: the parameter around what `fsdp_post_all_gather` returned; None on the meta device.
+        inner: storages of other tensors that it returned to be freed, with their bytes.
+    """
+
+    def __init__(
+        self,
+        param: ManagedParam,
+        slot: Slot,
+        local: Tensor,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self.name, self.local, self._dtype = param.fqn, local, dtype
+        self._shape = torch.Size(slot.shape)
+        self.rows = slot.local_shape(0)[0]
+        strides = torch.empty(slot.shape, device="meta").stride()
+        # torch's first form of the protocol takes the mesh alone
+        self._is_plain = not has_protocol(local)
+        alone = not self._is_plain and _takes_one(getattr(local, _PRE))
+        self._args: tuple[Any, ...] = (
+            (mesh,) if alone else (mesh, self._shape, strides, param.info.places[0].module, policy)
+        )
+        self._trains = param.registered is not None and param.registered.requires_grad
+        self._metadata: Any = None
+        self.sent: list[_Sent] = []
+        self.inner: list[tuple[torch.UntypedStorage, int]] = []
+        self.compute: nn.Parameter | None = None
+
+    def ask(self) -> list[Tensor]:
+        """What this rank sends."""
+        if self._is_plain:
+            return [self.local.to(self._dtype)]
+        tensors, self._metadata = getattr(self.local, _PRE)(*self._args)
+        return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+    def describe(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [(tuple(tensor.shape), tensor.dtype) for tensor in self.ask()]
+
+    def make(self, said: Sequence[tuple[tuple[int, ...], torch.dtype]], comm: Comm) -> None:
+        """Make the memory and the compute parameter.
+
+        Args:
+            said: shapes and dtypes of the tensors that the largest rank sends.
+        """
+        for shape, dtype in said:
+            numel = math.prod(shape)
+            buffer = ElasticBuffer(numel * comm.size, dtype, comm.device)
+            buffer.allocate()
+            rows = shape[0] * comm.size if shape else comm.size
+            # Padding is between the last rows and the end; nobody sees it.
+            if shape and shape[0] == self.rows:
+                rows = self._shape[0]
+            output = buffer.tensor.data.view(-1, *shape[1:])[:rows]
+            self.sent.append(_Sent(buffer, output, 0, numel * dtype.itemsize))
+        outputs = tuple(each.output for each in self.sent)
+        whole, inner = (
+            (outputs[0], ())
+            if self._is_plain
+            else getattr(self.local, _POST)(outputs, self._metadata, self._dtype)
+        )
+        if whole.shape != self._shape or (self._trains and whole.dtype != self._dtype):
+            raise AnnotationError(
+                f"{_POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype},"
+                f" where the parameter has {tuple(self._shape)} and computes in {self._dtype}"
+            )
+        self._metadata = None
+        self.compute = nn.Parameter(
+            whole.detach(), requires_grad=whole.is_floating_point() or whole.is_complex()
+        )
+        ours = {storage_key(each.buffer.tensor) for each in self.sent}
+        for tensor in inner:
+            storage = tensor.untyped_storage()
+            if (key := storage_key(tensor)) not in ours and storage.nbytes():
+                ours.add(key)
+                self.inner.append((storage, storage.nbytes()))
+
+    def fill(self) -> None:
+        """All tensors are there: let the compute parameter have their values."""
+        if self._is_plain:
+            return
+        for storage, nbytes in self.inner:
+            storage.resize_(nbytes)
+        metadata, self._metadata = self._metadata, None
+        outputs = tuple(each.output for each in self.sent)
+        getattr(self.local, _POST)(outputs, metadata, self._dtype, out=self.compute)
+
+    def free(self) -> None:
+        for storage, _ in self.inner:
+            storage.resize_(0)
+
+
+class ExtendedGather(Gather):
+    """A `Gather` of parameters with the protocol; see there, and the top of this file."""
+
+    def __init__(self, params: Sequence[_Extended], comm: Comm, device: torch.device) -> None:
+        self._params, self._comm = params, comm
+        self.full = self.late = None
+        self.buffers: tuple[ElasticBuffer, ...] = ()
+        if device.type == "meta":
+            return
+        self._make()
+        sent = [each for param in params for each in param.sent]
+        ends = 0
+        for each in sent:
+            each.start = ends
+            ends = round_up(each.start + each.nbytes, _ALIGN)
+        self.buffers = tuple(each.buffer for each in sent)
+        self._row = ElasticBuffer(ends, torch.uint8, device)
+        self._received = ElasticBuffer(comm.size * ends, torch.uint8, device)
+        self._pairs = [(self._received.tensor.data, self._row.tensor.data)]
+        # What lies between two tensors is copied to nowhere.
+        starts = [*(each.start for each in sent), ends]
+        self._sizes, self._targets = [], []
+        for each, (start, after) in zip(sent, pairwise(starts), strict=True):
+            octets = each.buffer.tensor.data.view(torch.uint8)
+            self._sizes.append(each.nbytes)
+            self._targets.append(octets.view(comm.size, each.nbytes))
+            if gap := after - start - each.nbytes:
+                self._sizes.append(gap)
+                self._targets.append(octets.new_empty(comm.size, gap))
+        self.free()
+
+    @torch.no_grad()
+    def _make(self) -> None:
+        """Ask every rank what it sends, and make memory and compute parameters.
+
+        A failure on one rank is one on all.
+        """
+
+        def exchanged(said: list[tuple[Any, str]]) -> list[list[tuple[Any, str]]]:
+            label = "agreement on what parameters send in their own form"
+            every = self._comm.all_gather_objects(said, label)
+            return [list(each) for each in zip(*every, strict=True)]
+
+        asked = exchanged([_told(param.describe) for param in self._params])
+        for param, said in zip(self._params, asked, strict=True):
+            _refuse(param, said)
+        made = exchanged(
+            [
+                _told(
+                    partial(param.make, [_largest(each) for each in _by_tensor(said)], self._comm)
+                )
+                for param, said in zip(self._params, asked, strict=True)
+            ]
+        )
+        for param, said in zip(self._params, made, strict=True):
+            _refuse(param, said)
+
+    @torch.inference_mode(False)  # turns gradients on, too
+    @torch.no_grad()
+    def launch(self, label: str) -> Work | None:
+        try:
+            self._row.allocate()
+            self._received.allocate()
+            octets = self._row.tensor.data
+            for param in self._params:
+                tensors = param.ask()
+                self._check(param, tensors)
+                for tensor, sent in zip(tensors, param.sent, strict=True):
+                    source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+                    octets[sent.start : sent.start + source.numel()].copy_(source)
+            return self._comm.all_gather(self._pairs, label)
+        except BaseException:
+            self.free()
+            raise
+
+    def _check(self, param: _Extended, tensors: Sequence[Tensor]) -> None:
+        """What is sent must fit into what was asked for when the group was built."""
+        if [tensor.dtype for tensor in tensors] != [
+            each.output.dtype for each in param.sent
+        ] or any(
+            tensor.nbytes > each.nbytes for tensor, each in zip(tensors, param.sent, strict=True)
+        ):
+            raise PhaseError(
+                f"parameter '{param.name}': {_PRE}() returned tensors of other dtypes or sizes than"
+                " when the module was annotated. They must stay the same"
+            )
+
+    @torch.inference_mode(False)  # turns gradients on, too
+    @torch.no_grad()
+    def land(self) -> None:
+        self.end_sending()
+        for buffer in self.buffers:
+            buffer.allocate()
+        rows = self._received.tensor.data.view(self._comm.size, -1)
+        torch.split_with_sizes_copy(rows, self._sizes, dim=1, out=self._targets)
+        self._received.free()
+        for param in self._params:
+            param.fill()
+
+    def end_sending(self) -> None:
+        """The gather has read its input."""
+        self._row.free()
+
+    def free(self) -> None:
+        """Give all memory back. Nothing is in flight."""
+        for buffer in (self._row, self._received, *self.buffers):
+            buffer.free()
+        for param in self._params:
+            param.free()
+
+
+def _takes_one(method: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return [each.kind is not each.VAR_POSITIONAL for each in parameters] == [True]
+
+
+_Said = Sequence[tuple[Any, str]]  # of each rank: what it sends, and why it failed
+
+
+def _told(call: Callable[[], Any]) -> tuple[Any, str]:
+    """What a call returned, and of an error its text: all ranks are told of it."""
+    try:
+        return call(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {first_line(error)}"
+
+
+def _by_tensor(said: _Said) -> list[tuple[tuple[tuple[int, ...], torch.dtype], ...]]:
+    """Shape and dtype of each tensor of a parameter, on all ranks."""
+    return list(zip(*[tensors for tensors, _ in said], strict=True))
+
+
+def _largest(of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Any:
+    return max(of_ranks, key=lambda tensor: tensor[0])
+
+
+def _refuse(param: _Extended, said: _Said) -> None:
+    """Raise, on all ranks alike, if a rank failed, or if what ranks send does not fit together."""
+    what = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
+    found = [tensors for tensors, _ in said if tensors is not None]
+    if not what and len({tuple(dtype for _, dtype in tensors) for tensors in found}) > 1:
+        what = f"ranks send tensors of different dtypes, {found}"
+    for of_ranks in () if what or not found else _by_tensor(said):
+        shapes = list(dict.fromkeys(shape for shape, _ in of_ranks))
+        rows = {shape[:1] for shape in shapes}
+        if len({shape[1:] for shape in shapes}) > 1 or (
+            len(rows) > 1 and max(rows) != (param.rows,)
+        ):
+            what = f"ranks send tensors of different shapes, {shapes}"
+    if what:
+        raise AnnotationError(
+            f"parameter '{param.name}' cannot be gathered in its own form: {what}"
+        )
+
+
+def travelling_together(
+    params: Sequence[ManagedParam],
+) -> tuple[list[ManagedParam], list[ManagedParam]]:
+    """Parameters with the protocol, with plain ones that can share their message; and the rest."""
+    if not any(map(_is_extended, params)):
+        return [], list(params)
+    together = [param for param in params if _is_extended(param) or _may_join(param)]
+    return together, [param for param in params if param not in together]
+
+
+def _is_extended(param: ManagedParam) -> bool:
+    """A plain parameter's attributes are not its shards', so that it has no protocol."""
+    registered = param.registered
+    assert registered is not None
+    if type(registered) is nn.Parameter or param.info.model is not None:
+        return False
+    return has_protocol(local_of(registered) if isinstance(registered, DTensor) else registered)
+
+
+def _may_join(param: ManagedParam) -> bool:
+    """Whether its shards are rows in memory order."""
+    registered = param.registered
+    rows = param.info.model is None and param.info.shard_dim == 0
+    return rows and registered is not None and not memory_order(registered)
+
+
+class ExtendedGroup(ParamGroup):
+    """A group of parameters with the protocol, and others. They have memory of their own."""
+
+    extended = True
+
+    def __init__(self, *args: Any, policy: MixedPrecisionPolicy, **options: Any) -> None:
+        self._policy = policy
+        super().__init__(*args, **options)
+
+    @override
+    def _make_shards(self) -> None:
+        found: list[Tensor] = []
+        for param, slot in zip(self.params, self.slots, strict=True):
+            registered = param.registered
+            assert registered is not None
+            if isinstance(registered, DTensor):
+                found.append(local_of(registered))
+            elif type(registered) is nn.Parameter:
+                found.append(cut(registered.data, slot, self.comm.rank).clone())
+            else:
+                found.append(shard_of(registered, self.comm.size, self.comm.rank))
+        self._memory = tuple(found)
+
+    @override
+    def _local(self, slot: Slot) -> Tensor:
+        return self._memory[self.slots.index(slot)]
+
+    @override
+    def _make_gather(self) -> None:
+        self._post_forward_shard = None
+        mesh = _mesh_of_shards(self.mesh_info)
+        self._extended = [
+            _Extended(param, slot, local, self.precision.compute, mesh, self._policy)
+            for param, slot, local in zip(self.params, self.slots, self._memory, strict=True)
+        ]
+        self.gather = ExtendedGather(self._extended, self.comm, self.device)
+
+    @override
+    def _aliased(self, slot: Slot) -> bool:
+        return False
+
+    @override
+    def _plain_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        compute = self._extended[self.slots.index(slot)].compute
+        if compute is not None:
+            return compute
+        dtype = self.precision.compute
+        return nn.Parameter(torch.empty(slot.shape, dtype=dtype, device="meta"), False)
+
+    def has_moved(self, param: ManagedParam, local: Tensor) -> bool:
+        """Whether the user has given the at-rest parameter another local tensor."""
+        return local is not self._memory[self.params.index(param)]
+
+
+def _mesh_of_shards(info: MeshInfo) -> DeviceMesh:
+    """The dimension of the mesh that parameters are sharded over."""
+    mesh = info.mesh
+    assert mesh is not None
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names:
+        return mesh[mesh.mesh_dim_names[info.shard_dim]]
+    return DeviceMesh.from_group(mesh.get_group(info.shard_dim), mesh.device_type)

@@ -1,0 +1,156 @@
+"""Tensors that cannot be gathered in a form of their own: one error on every rank, nothing
+changed; and the nearest programs that can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from composable import average_parameters, fully_shard, offload_to_host
+from composable.errors import AnnotationError, PhaseError
+from tests.extensions.rows import Net, Rows, with_rows
+from tests.helpers.world import spmd
+
+
+class Halved(Tensor):
+    """A subclass with one of the two methods."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise AssertionError
+
+
+class Without(Tensor):
+    """A subclass without the protocol."""
+
+
+class Blocks(Rows):
+    """Inner tensors that have a size of their own, as an `NF4Tensor`'s."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.split.Tensor:
+            assert args[0].values.numel() % 32 == 0, "the blocks of 32 elements do not divide"
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class ForgetsRows(Rows):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        return made[:-1] if func is torch.ops.aten.split.Tensor else made
+
+
+class OnRankOne(Rows):
+    """One whose method fails on one rank."""
+
+    def fsdp_pre_all_gather(self, *args: Any) -> Any:
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("no scales here")
+        return super().fsdp_pre_all_gather(*args)
+
+
+class OtherDtypes(Rows):
+    def fsdp_pre_all_gather(self, *args: Any) -> Any:
+        (octets, scales), metadata = super().fsdp_pre_all_gather(*args)
+        return (octets, scales.to((torch.float32, torch.float64)[torch.distributed.get_rank()])), (
+            metadata
+        )
+
+
+class PaddedWhole(Rows):
+    def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
+        whole, inner = super().fsdp_post_all_gather(*args, out=out)
+        return nn.functional.pad(whole, (0, 0, 0, 1)), inner
+
+
+def _subclass(kind: type[Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda values: values.as_subclass(kind)
+
+
+_REFUSED: Final[dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any], str]]] = {
+    "half of the protocol": (_subclass(Halved), {}, r"and no fsdp_post_all_gather\(\)"),
+    "no protocol": (_subclass(Without), {}, "is of class Without; only a plain"),
+    "inner sizes": (Blocks, {}, "over 2 ranks.*the blocks of 32 elements do not divide"),
+    "lost rows": (ForgetsRows, {}, r"over 2 ranks.*torch.chunk gives shapes \["),
+    "another dimension": (
+        Rows,
+        {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
+        "cannot be cut along dimension 1",
+    ),
+    "a number of ranks": (Rows, {"reshard_after_forward": 2}, "cannot be kept over 2 ranks"),
+    "one rank fails": (OnRankOne, {}, "rank 1: ValueError: no scales here"),
+    "ranks differ": (OtherDtypes, {}, "ranks send tensors of different dtypes"),
+    "another shape": (PaddedWhole, {}, r"rank 0: .*returned a tensor of shape \(\d+, \d+\)"),
+}
+
+
+@pytest.mark.unsampled
+@spmd(ranks=2)
+def test_what_does_not_fit_is_refused_on_every_rank() -> None:
+    for make, options, match in _REFUSED.values():
+        model = Net(hidden=5)
+        for linear in model.linears():
+            linear.weight = nn.Parameter(make(linear.weight.detach()))
+        before = dict(model.named_parameters())
+        with pytest.raises(AnnotationError, match=match) as caught:
+            fully_shard(model, **options)
+        assert "'blocks.0.0.weight'" in str(caught.value)
+        after = dict(model.named_parameters())
+        assert all(after[name] is parameter for name, parameter in before.items())
+    fully_shard(with_rows(Net(hidden=5)), reshard_after_forward=False)
+    sixteen = nn.Linear(8, 8)
+    sixteen.weight = nn.Parameter(Blocks(sixteen.weight.detach()))
+    fully_shard(sixteen)
+
+
+@spmd(ranks=2)
+def test_what_needs_plain_shards_is_refused_by_name() -> None:
+    model = fully_shard(with_rows(Net(hidden=5)))
+    with pytest.raises(AnnotationError, match=r"offload_to_host: .*in a form of their own"):
+        offload_to_host(model)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(with_rows(Net(hidden=5)), mesh=mesh)
+    with pytest.raises(AnnotationError, match=r"averages of parameters: .*in a form of their own"):
+        average_parameters(model)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
+    spread = nn.Linear(4, 4)
+    local = Rows(torch.ones(2, 4))
+    spread.weight = nn.Parameter(DTensor(local, _spec_of(mesh), requires_grad=False))
+    with pytest.raises(
+        AnnotationError, match="around a Rows that is gathered in a form of its own"
+    ):
+        fully_shard(spread, mesh=mesh["dp"], sync_module_states="off")
+
+
+def _spec_of(mesh: Any) -> Any:
+    return DTensor.from_local(torch.ones(2, 4), mesh["tp"], [Shard(0)], run_check=False)._spec
+
+
+class Grows(Rows):
+    extra = 0
+
+    def fsdp_pre_all_gather(self, *args: Any) -> Any:
+        (octets, scales), metadata = super().fsdp_pre_all_gather(*args)
+        return (octets, torch.cat([scales, scales[:1].expand(self.extra)])), metadata
+
+
+@spmd(ranks=2)
+def test_a_message_that_grows_is_refused_where_it_is_sent() -> None:
+    model = fully_shard(with_rows(Net(hidden=6), Grows))
+    x = torch.ones(2, 6)
+    model(x).sum().backward()
+    Grows.extra = 1
+    try:
+        with pytest.raises(
+            PhaseError, match=r"'blocks.0.0.weight': fsdp_pre_all_gather\(\) returned"
+        ):
+            model(x)
+    finally:
+        Grows.extra = 0

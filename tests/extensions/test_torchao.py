@@ -1,0 +1,130 @@
+"""float8 linears and 4-bit weights of torchao, sharded, against one process and FSDP2."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+
+from composable import full_state_dict, fully_shard, remove, reshard, unshard
+from tests.helpers.world import spmd
+
+pytestmark = [
+    pytest.mark.beyond_sim("FSDP2 does not know the device"),
+    pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed"),
+]
+
+
+def _train(
+    model: nn.Module, steps: int, after: Callable[[nn.Module], None], *, alone: bool = False
+) -> list[Tensor]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(8, 64, generator=generator)).square().mean()
+        loss.backward()
+        for parameter in model.parameters() if alone else ():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(model)
+        losses.append(loss.detach())
+    return losses
+
+
+def _nothing(model: nn.Module) -> None:
+    pass
+
+
+def _annotate(verb: Any, model: nn.Sequential, **options: Any) -> nn.Sequential:
+    for index in (0, 2):
+        verb(model[index], **options)
+    verb(model, **options)
+    return model
+
+
+@spmd(ranks=2)
+def test_float8_linears_train_as_one_process_and_as_fsdp2() -> None:
+    from torchao.float8 import (  # noqa: PLC0415 - seconds
+        Float8LinearConfig,
+        convert_to_float8_training,
+        precompute_float8_dynamic_scale_for_fsdp,
+    )
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor  # noqa: PLC0415
+
+    def made(*, gathers: bool = True) -> Any:
+        torch.manual_seed(0)
+        # with biases: FSDP2 over gloo cannot send a message of fp8 alone
+        layers = nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, emulate=True)
+        return convert_to_float8_training(nn.Sequential(*layers), config=config)
+
+    for after in (_nothing, precompute_float8_dynamic_scale_for_fsdp):
+        alone = _train(made(gathers=False), 3, _nothing, alone=True)
+        model = _annotate(fully_shard, made())
+        found = _train(model, 3, after)
+        torch.testing.assert_close(found, alone)
+        theirs = _train(_annotate(fsdp.fully_shard, made()), 3, after)
+        torch.testing.assert_close(found, theirs, rtol=0, atol=0)
+    x = torch.ones(2, 64)
+    before = model(x)
+    for module in (model, model[2], model[0]):
+        remove(module, fully_shard)
+    assert type(model[0].weight.data) is WeightWithDynamicFloat8CastTensor
+    torch.testing.assert_close(model(x), before)
+
+
+@spmd(ranks=2)
+def test_adapters_train_beside_4_bit_weights_as_one_process_and_as_fsdp2() -> None:
+    from torchao.quantization import NF4Tensor  # noqa: PLC0415 - seconds
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4  # noqa: PLC0415
+
+    class WithAdapter(nn.Module):
+        def __init__(self, columns: int, rows: int) -> None:
+            super().__init__()
+            weight = to_nf4(torch.randn(rows, columns) / 8, 64, 16)
+            self.weight = nn.Parameter(weight, requires_grad=False)
+            self.down = nn.Parameter(torch.randn(4, columns) / 8)
+            self.up = nn.Parameter(torch.randn(rows, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight) + x @ self.down.t() @ self.up.t()
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(WithAdapter(64, 128), nn.ReLU(), WithAdapter(128, 64))
+
+    model = _annotate(fully_shard, made())
+    found = _train(model, 3, _nothing)
+    torch.testing.assert_close(found, _train(made(), 3, _nothing, alone=True))
+    torch.testing.assert_close(found, _train(_annotate(fsdp.fully_shard, made()), 3, _nothing))
+    low = {"mp_policy": fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+    found, theirs = (
+        _train(_annotate(verb, made(), **low), 3, _nothing)
+        for verb in (fully_shard, fsdp.fully_shard)
+    )
+    torch.testing.assert_close(found, theirs)
+    assert type(model[0].weight._local_tensor) is NF4Tensor
+    x = torch.ones(2, 64)
+    before = model(x)
+    for state in (model.state_dict(), full_state_dict(model, rank0_only=False)):
+        for assign in (False, True):
+            model.load_state_dict(state, assign=assign)
+            torch.testing.assert_close(model(x), before)
+    torch.testing.assert_close(copy.deepcopy(model)(x), before)
+    unshard(model)
+    reshard(model)
+    for module in (model, model[2], model[0]):
+        remove(module, fully_shard)
+    assert type(model[0].weight.data) is NF4Tensor
+    torch.testing.assert_close(model(x), before)
