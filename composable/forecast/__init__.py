@@ -2,6 +2,19 @@
 
 from composable.forecast.devices import DEVICES, Device, calibrate
 from composable.forecast.forecast import forecast
+from composable.forecast.plans import Comparison, Plan, Suggestion, compare, suggest
 from composable.forecast.result import Collective, Forecast
 
-__all__ = ["DEVICES", "Collective", "Device", "Forecast", "calibrate", "forecast"]
+__all__ = [
+    "DEVICES",
+    "Collective",
+    "Comparison",
+    "Device",
+    "Forecast",
+    "Plan",
+    "Suggestion",
+    "calibrate",
+    "compare",
+    "forecast",
+    "suggest",
+]

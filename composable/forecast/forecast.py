@@ -31,7 +31,7 @@ from composable.contract.contract import registry
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.reduction import Reduction, ReductionState
 from composable.engine.unit import units_below
-from composable.errors import ForecastError, first_line
+from composable.errors import ForecastError
 from composable.forecast.devices import Device, device_of
 from composable.forecast.machine import (
     BACKEND,
@@ -118,14 +118,7 @@ def forecast(
             stack.enter_context(AsOnAccelerators())
         model.to_empty(device="cpu")
         stack.enter_context(_places(machine, model))
-        try:
-            return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
-        except NotImplementedError as error:
-            raise ForecastError(
-                f"forecast: {machine.place or 'the step'} runs an operation whose shapes torch does"
-                f" not know without values: {first_line(error)}. Put a stand-in of the same shapes"
-                " in its place for the forecast"
-            ) from error
+        return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
 
 
 def _check(ranks: int, sizes: Mapping[str, int], steps: int) -> None:
@@ -177,7 +170,7 @@ def _pretended(machine: Machine) -> Iterator[None]:
         mock.patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", foreach),
         mock.patch.object(Reduction, "land", _land),
         mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
-        mock.patch.object(engine_root, "warn_of_equal_shards", lambda units: None),
+        mock.patch.object(engine_root, "warn_of_equal_shards", return_value=None),
         mock.patch.object(engine_root, "release_idle_memory", machine.release_idle),
     ):
         yield

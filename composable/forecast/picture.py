@@ -13,6 +13,7 @@ from composable.forecast.devices import GIB
 from composable.forecast.machine import KINDS
 
 if TYPE_CHECKING:
+    from composable.forecast.plans import Comparison
     from composable.forecast.result import Forecast
 
 INK: Final = "#22303c"
@@ -96,3 +97,25 @@ def _joined(bars: list[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             found.append((start, end))
     return found
+
+
+@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
+def draw_comparison(path: Path, comparison: Comparison) -> None:
+    """Draw peak and time of each plan; the best one is dark, what does not fit is pale."""
+    names = list(comparison.forecasts)
+    figure = Figure(figsize=(10, 1.2 + 0.45 * len(names)), layout="constrained")
+    peaks, times = figure.subplots(1, 2, sharey=True)
+    fits = [each.peak <= comparison.memory for each in comparison.forecasts.values()]
+    colors = [
+        COLORS[0] if name == comparison.best else COLORS[1] if fit else "#d9dfe3"
+        for name, fit in zip(names, fits, strict=True)
+    ]
+    found = list(comparison.forecasts.values())
+    peaks.barh(names, [each.peak / GIB for each in found], color=colors)
+    peaks.axvline(comparison.memory / GIB, color="#d1622b", linestyle="--", linewidth=1)
+    peaks.set(xlabel="peak of memory, GiB (dashed: what there is)")
+    peaks.invert_yaxis()
+    times.barh(names, [each.seconds * 1e3 for each in found], color=colors)
+    times.barh(names, [each.exposed * 1e3 for each in found], color="#d1622b", height=0.3)
+    times.set(xlabel="step, ms (narrow: waiting for messages)")
+    figure.savefig(path)

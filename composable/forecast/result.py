@@ -152,7 +152,7 @@ def by_name(totals: Sequence[int]) -> dict[str, int]:
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.1f} MiB"
 
 
 def _ms(seconds: float) -> str:

@@ -28,7 +28,6 @@ _MADE: Final = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
 )  # fmt: skip
 _READS: Final = ("_local_scalar_dense", "equal", "is_nonzero", "item")
-_UNSEEN: Final = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 class NoValues(TorchDispatchMode):
@@ -89,8 +88,6 @@ class NoValues(TorchDispatchMode):
                 for tensor in _tensors(made):
                     self._hold(tensor)
                 return made
-        if any(tag in func.tags for tag in _UNSEEN):
-            raise _refused(self.machine, f"the shape of what {func.name()} returns")
         return self._skip(func, name, returns, given, args, kwargs)
 
     def _skip(
@@ -134,7 +131,11 @@ class NoValues(TorchDispatchMode):
                 options = dict(kwargs)
                 if options.get("device") is not None or not _tensors((args, kwargs)):
                     options["device"] = torch.device("meta")
-                like = func(*_meta_of(args), **_meta_of(options))
+                try:
+                    like = func(*_meta_of(args), **_meta_of(options))
+                except NotImplementedError as error:  # `nonzero`, and what picks by a mask
+                    said = f"the shape of what {func.name()} returns"
+                    raise _refused(self.machine, said) from error
             products = _flops(func, args, kwargs, like)
             dtype = next((t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()), None)
             found = like, products / self.machine.device.flops_of(dtype or torch.float32)
