@@ -108,8 +108,7 @@ def forecast(
         stack.enter_context(_pretended(machine))
         model = _made(make_model)
         made = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        takes_mesh = len(inspect.signature(annotate).parameters) > 1
-        annotated = annotate(model, made) if takes_mesh else annotate(model)
+        annotated = annotate(model, made) if _takes_mesh(annotate) else annotate(model)
         if isinstance(annotated, nn.Module):
             model = annotated
         values = NoValues(machine)
@@ -119,6 +118,12 @@ def forecast(
         model.to_empty(device="cpu")
         stack.enter_context(_places(machine, model))
         return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
+
+
+def _takes_mesh(annotate: Callable[..., object]) -> bool:
+    """Whether it must have a second argument; verbs have one that may be left out."""
+    parameters = list(inspect.signature(annotate).parameters.values())
+    return len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
 
 
 def _check(ranks: int, sizes: Mapping[str, int], steps: int) -> None:
