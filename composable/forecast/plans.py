@@ -22,6 +22,7 @@ from composable.forecast.result import Forecast
 from composable.policies.rules import CustomPolicy
 
 MARGIN: Final = 0.05  # of the memory, which no forecast counts
+SHOWN: Final = 8  # rows of a table
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Comparison:
 
     def __str__(self) -> str:
         rows = [("", "peak, GiB", "step, ms", "waits, ms", "messages", "")]
-        best = self.best
-        for name, found in self.forecasts.items():
+        best, left = self.best, len(self.forecasts) - SHOWN
+        for name, found in list(self.forecasts.items())[:SHOWN]:
             fits = found.peak <= self.memory
             note = "best" if name == best else "" if fits else "does not fit"
             rows.append(
