@@ -8,6 +8,7 @@ from importlib import import_module
 
 from composable import __version__
 from composable.demo.options import DemoError, OneLineParser, Options, add_arguments
+from composable.forecast import command as forecast_command
 
 
 def main(command_line: Sequence[str]) -> int:
@@ -23,7 +24,15 @@ def main(command_line: Sequence[str]) -> int:
     about = "train a small language model on real text over several processes"
     command = commands.add_parser("demo", help=about, description=f"{about[0].upper()}{about[1:]}.")
     add_arguments(command)
+    about = "say what training needs, without the devices: memory, messages, time"
+    forecast = commands.add_parser(
+        "forecast", help=about, description=f"{about[0].upper()}{about[1:]}."
+    )
+    forecast_command.add_arguments(forecast)
+    forecast.set_defaults(forecasts=True)
     options = parser.parse_args(command_line, Options())
+    if getattr(options, "forecasts", False):
+        return forecast_command.run(options)
     try:
         # Imported here, because its dependencies are an extra of the package, and `--help` works
         # without them.

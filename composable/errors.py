@@ -57,6 +57,10 @@ class UnsupportedError(ComposableError, NotImplementedError):
     """The caller's: FSDP2 can do this, and composable cannot; nothing is changed."""
 
 
+class ForecastError(ComposableError, RuntimeError):
+    """The caller's: a program cannot be run without values, or not in this process."""
+
+
 class OptimizerError(ComposableError, ValueError):
     """The caller's: an optimizer cannot do what was asked of it; it is as it was before."""
 

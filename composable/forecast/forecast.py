@@ -1,0 +1,319 @@
+"""One rank of a pretended world trains for a few steps, and what it takes is told."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.optim.optimizer as torch_optimizer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._pytree import tree_leaves
+
+import composable.comm.base as comm_base
+import composable.engine.root as engine_root
+import composable.memory.elastic as elastic
+from composable.comm import Comm, comms_wrapped_by
+from composable.contract.contract import registry
+from composable.engine.grad_bucket import GradBucket
+from composable.engine.reduction import Reduction, ReductionState
+from composable.engine.unit import units_below
+from composable.errors import ForecastError
+from composable.forecast.devices import Device, device_of
+from composable.forecast.machine import (
+    BACKEND,
+    COMPUTE,
+    Kind,
+    Machine,
+    VirtualComm,
+    form_group,
+    traits_of,
+)
+from composable.forecast.result import Collective, Forecast, by_name
+from composable.forecast.tensors import AsOnAccelerators, NoValues
+from composable.memory.torch_private import local_of
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def forecast(
+    make_model: Callable[[], nn.Module],
+    annotate: Callable[..., object],
+    make_batch: Callable[[], Any],
+    *,
+    ranks: int,
+    mesh: Mapping[str, int] | None = None,
+    device: str | Device = "h100",
+    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW,
+    loss: Loss | None = None,
+    steps: int = 2,
+) -> Forecast:
+    """Say what training takes, without the devices: memory, messages and time of one rank's step.
+
+    The program runs as it is, as rank 0 of `ranks`; nothing is computed, and no more memory is used
+    than for the names of things. Where it ran out of memory on a device, or what it waits for, is
+    seen on one's own computer.
+
+    Args:
+        make_model: makes the model; its parameters are on the meta device, whatever it says.
+        annotate: what your program calls on the model: `fully_shard`, `replicate`, `checkpoint`. It
+            gets the model, and the mesh if it takes two arguments.
+        make_batch: one rank's input of one step. A dict is passed to the model by name, a tuple by
+            position.
+        ranks: of the world.
+        mesh: names and sizes of the dimensions of the mesh, e.g. `{"replicate": 4, "shard": 16}`.
+            None: one dimension over all ranks.
+        device: a name in `DEVICES`, or a `Device`.
+        optimizer: makes the optimizer of the parameters; None: forward and backward only.
+        loss: of the model and a batch, a scalar. None: `.loss` of what the model returns, else the
+            sum of its first tensor.
+        steps: the last one counts. Orders are recorded in the first.
+
+    Raises:
+        ForecastError: the program reads a value of a tensor, in the message with the module; or a
+            process group is there already.
+        ValueError: `ranks`, `mesh` or `device` make no sense.
+
+    Example:
+        >>> print(
+        ...     forecast(
+        ...         lambda: Llama(config),
+        ...         lambda model: fully_shard(model, policy={Block}),
+        ...         lambda: torch.zeros(1, 4096, dtype=torch.int64),
+        ...         ranks=64,
+        ...     )
+        ... )
+
+    The idea is that of `torch.distributed._tools` (memory and run-time estimation over fake
+    tensors), with the library's own streams and messages.
+    """
+    found = device_of(device)
+    sizes = dict(mesh or {"ranks": ranks})
+    _check(ranks, sizes, steps)
+    machine = Machine(found)
+    with _world(machine, ranks), ExitStack() as stack:
+        stack.enter_context(_pretended(machine))
+        model = _made(make_model)
+        made = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        annotated = annotate(model, made) if _takes_mesh(annotate) else annotate(model)
+        if isinstance(annotated, nn.Module):
+            model = annotated
+        values = NoValues(machine)
+        stack.enter_context(values)
+        if found.accelerator:
+            stack.enter_context(AsOnAccelerators())
+        model.to_empty(device="cpu")
+        stack.enter_context(_places(machine, model))
+        return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
+
+
+def _takes_mesh(annotate: Callable[..., object]) -> bool:
+    """Whether it must have a second argument; verbs have one that may be left out."""
+    parameters = list(inspect.signature(annotate).parameters.values())
+    return len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
+
+
+def _check(ranks: int, sizes: Mapping[str, int], steps: int) -> None:
+    product = 1
+    for size in sizes.values():
+        product *= size
+    if ranks < 1 or steps < 1:
+        raise ValueError(f"forecast: ranks={ranks} and steps={steps} must be at least 1")
+    if product != ranks:
+        raise ValueError(f"forecast: mesh={dict(sizes)} has {product} ranks, not ranks={ranks}")
+    if dist.is_initialized():
+        raise ForecastError(
+            "forecast: this process has a process group already. A forecast makes a pretended one:"
+            " call it before init_process_group(), or in a process of its own (python -m composable"
+            " forecast)"
+        )
+
+
+@contextmanager
+def _world(machine: Machine, ranks: int) -> Iterator[None]:
+    form_group(machine, ranks)
+    try:
+        yield
+    finally:
+        gc.collect()  # what holds the group
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _pretended(machine: Machine) -> Iterator[None]:
+    """The library as it is on the device: messages laid out for it, over the machine's clocks."""
+    device = machine.device
+    comms: WeakKeyDictionary[Any, VirtualComm] = WeakKeyDictionary()
+
+    def virtual(comm: Comm) -> Comm:
+        if comm.group is None:
+            return comm
+        if comm.group not in comms:
+            comms[comm.group] = VirtualComm(comm.group, machine, traits_of(device, comm.size))
+        return comms[comm.group]
+
+    # as NCCL, whose means cost nothing, and whose storages are resized
+    averaging = (BACKEND,) if device.accelerator else ()
+    foreach = (lambda: ["cpu"]) if device.accelerator else (lambda: ["cuda"])
+    with (
+        comms_wrapped_by(virtual),
+        mock.patch.object(comm_base, "_AVERAGING", averaging),
+        mock.patch.object(elastic, "CAN_SWAP", False),
+        mock.patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", foreach),
+        mock.patch.object(Reduction, "land", _land),
+        mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
+        mock.patch.object(engine_root, "warn_of_equal_shards", return_value=None),
+        mock.patch.object(engine_root, "release_idle_memory", machine.release_idle),
+    ):
+        yield
+
+
+def _land(reduction: Reduction) -> list[float]:
+    """As `Reduction.land` where all ranks have the gradients that this one has: no message says."""
+    reduction.advance()
+    reduction.wait()
+    reduction.state = ReductionState.LANDED
+    return [float(each not in reduction.missing) for each in reduction.plan.layout.trainable]
+
+
+def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        model = make_model()
+    return model.to(device="meta")
+
+
+@contextmanager
+def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
+    """Keep `machine.place`: the unit that computes, by what is annotated."""
+    units = {module: name or "(root)" for name, module in model.named_modules() if registry(module)}
+    within: list[str] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if module in units:
+            within.append(units[module])
+            machine.unit = within[-1]
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        if module in units:
+            name = within.pop()
+            machine.unit = within[-1] if within else "(root)"
+            tensor = next((t for t in _tensors(output) if t.grad_fn is not None), None)
+            if tensor is not None:
+                tensor.register_hook(lambda _: setattr(machine, "unit", name))
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _label_resting(machine: Machine, model: nn.Module) -> None:
+    for unit in units_below([model]):
+        for group in unit.groups:
+            if group.is_sharded and group.home is None:
+                machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)
+            for buffer in () if group.gather is None else group.gather.buffers:
+                machine.hold_for(buffer.tensor.untyped_storage(), Kind.UNSHARDED)
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage = _local(tensor).untyped_storage()
+        if machine.kind_of(storage) is not None:  # else it is a part of the unit's shards
+            machine.hold_for(storage, Kind.PARAMETERS)
+
+
+def _train(
+    machine: Machine,
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    make_batch: Callable[[], Any],
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+    loss: Loss,
+    steps: int,
+) -> Forecast:
+    stepping = None if optimizer is None else optimizer(model.parameters())
+    batch = make_batch()
+    for _ in range(steps):
+        model.zero_grad()
+        _label_resting(machine, model)  # the first forward moves them
+        machine.phase = "forward"
+        start, at_rest = machine.begin_step(), machine.held
+        value = loss(model, batch)
+        machine.phase = "backward"
+        value.backward()
+        machine.phase = "optimizer"
+        if stepping is not None:
+            stepping.step()
+            for state in stepping.state.values():
+                for tensor in _tensors(state):
+                    machine.hold_for(_local(tensor).untyped_storage(), Kind.OPTIMIZER)
+        end = machine.end_step()
+        del value
+    return _told(machine, mesh, at_rest, start, end)
+
+
+def _told(
+    machine: Machine, mesh: Mapping[str, int], at_rest: Sequence[int], start: float, end: float
+) -> Forecast:
+    sums: dict[tuple[str, str, int], list[int]] = {}
+    for message in machine.messages:
+        unit = message.label.partition("of unit '")[2].partition("'")[0]
+        kind = message.kind.replace("_", "-")
+        sums.setdefault((kind, unit, message.ranks), []).append(message.nbytes)
+    spans = [replace(s, start=s.start - start, end=s.end - start) for s in machine.spans]
+
+    def taken(*, computing: bool) -> float:
+        return sum(s.end - s.start for s in spans if (s.stream == COMPUTE) is computing)
+
+    return Forecast(
+        device=machine.device,
+        mesh=mesh,
+        peak=machine.peak.total,
+        at_peak=by_name(machine.peak.by_kind),
+        where=machine.peak.where,
+        peaks=dict(machine.peaks),
+        at_rest=by_name(at_rest),
+        seconds=end - start,
+        computing=taken(computing=True),
+        communicating=taken(computing=False),
+        exposed=machine.exposed,
+        host=machine.host - start,
+        collectives=tuple(
+            Collective(kind, unit, ranks, len(sizes), sum(sizes))
+            for (kind, unit, ranks), sizes in sums.items()
+        ),
+        memory=tuple((moment - start, sizes) for moment, sizes in machine.samples),
+        streams=tuple(spans),
+    )
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        found = model(**batch)
+    elif isinstance(batch, tuple):
+        found = model(*batch)
+    else:
+        found = model(batch)
+    said = getattr(found, "loss", None)
+    return _tensors(found)[0].sum() if said is None else said
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,464 @@
+"""A machine that computes nothing and keeps time and memory; knows no model.
+
+Note [Virtual time]
+Programs run as they are, in one process, over tensors of the host whose memory nobody touches.
+Every operation and every collective is skipped; what it would take on the device is added to the
+clock of the stream that it was given to. An operation starts when its stream is free, what the
+stream was told to wait for is over, and the host has launched it. What is modelled, and with which
+figures, says `Device`. Collectives of one process group run one after the other, in the order in
+which they were launched, whatever their streams, as NCCL's do on one communicator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import partial
+from typing import Any, Final
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, HashStore
+
+from composable.comm.accelerator import ON_ACCELERATOR
+from composable.comm.base import GroupComm, Traits, Work
+from composable.comm.choose import PAIRS_UP_TO
+from composable.comm.host import GenericComm, PointToPointComm
+from composable.forecast.devices import Device
+
+COMPUTE: Final = "compute"
+BACKEND: Final = "virtual"
+
+
+class Kind(IntEnum):
+    """What memory is for."""
+
+    PARAMETERS = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    UNSHARDED = 3
+    MESSAGES = 4
+    ACTIVATIONS = 5
+    IDLE = 6
+
+
+KINDS: Final = {
+    Kind.PARAMETERS: "parameters, buffers",
+    Kind.OPTIMIZER: "optimizer state",
+    Kind.GRADIENTS: "gradients",
+    Kind.UNSHARDED: "unsharded parameters",
+    Kind.MESSAGES: "messages",
+    Kind.ACTIVATIONS: "activations, temporaries",
+    Kind.IDLE: "idle blocks of the host",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that ran on a stream."""
+
+    stream: str
+    start: float
+    end: float
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A collective.
+
+    Attributes:
+        label: e.g. "all-gather of unit 'layers.3'".
+        kind: "all_gather", "reduce_scatter" or "all_reduce".
+        ranks: how many take part.
+        nbytes: of the whole: what is gathered, or reduced.
+    """
+
+    label: str
+    kind: str
+    ranks: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Block:
+    storage: Any  # a weak reference
+    nbytes: int
+    kind: Kind
+
+
+@dataclass
+class Peak:
+    """The most memory at one time.
+
+    Attributes:
+        total: bytes.
+        by_kind: bytes of each `Kind`.
+        where: the phase, and the unit.
+    """
+
+    total: int = 0
+    by_kind: tuple[int, ...] = (0,) * len(Kind)
+    where: str = ""
+
+
+@dataclass
+class Machine:
+    """The clocks: of the host, of each stream, and of the links; and memory, storage by storage.
+
+    Attributes:
+        exposed: how long the compute stream had work, and waited for another stream.
+        samples: moments, and bytes by kind, whenever they moved by a three-hundredth of the peak.
+        phase: "forward", "backward" or "optimizer".
+        unit: that computes.
+    """
+
+    device: Device
+    host: float = 0.0
+    links: dict[int, float] = field(default_factory=dict)
+    current: str = COMPUTE
+    ready: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0})
+    exposed: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    peak: Peak = field(default_factory=Peak)
+    peaks: dict[str, int] = field(default_factory=dict)  # bytes at most, by phase
+    phase: str = ""
+    unit: str = "(root)"
+    _ended: float = 0.0  # the last operation on the compute stream
+    _held: list[int] = field(default_factory=lambda: [0] * len(Kind))
+    _blocks: dict[int, _Block] = field(default_factory=dict)
+    _idle: Counter[int] = field(default_factory=Counter)  # a host's blocks of buffers, by size
+    _sampled: int = 0
+
+    @property
+    def place(self) -> str:
+        """What runs, e.g. "backward of unit 'layers.3'"."""
+        return "optimizer" if self.phase == "optimizer" else f"{self.phase} of unit '{self.unit}'"
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def run(self, seconds: float, what: str, links: int | None = None) -> None:
+        """An operation is launched on the current stream.
+
+        Args:
+            links: which it needs, by a number of their group.
+        """
+        self.host += self.device.host
+        ready = self.ready[self.current]
+        start = max(ready, self.host)
+        if links is not None:
+            start = max(start, self.links.get(links, 0.0))
+            self.links[links] = start + seconds
+        if self.current == COMPUTE:
+            self.exposed += max(0.0, ready - max(self._ended, self.host))
+            self._ended = start + seconds
+        self.ready[self.current] = start + seconds
+        self.spans.append(Span(self.current, start, start + seconds, what))
+
+    def wait_until(self, moment: float) -> None:
+        """The current stream waits for a moment of another one."""
+        self.ready[self.current] = max(self.ready[self.current], moment)
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        self.ready.setdefault(stream, 0.0)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def begin_step(self) -> float:
+        """Everything is over, and nothing is noted; when that is."""
+        now = max(self.host, *self.links.values(), *self.ready.values())
+        self.host = self._ended = now
+        self.links = dict.fromkeys(self.links, now)
+        self.ready = dict.fromkeys(self.ready, now)
+        self.spans, self.messages, self.samples, self.exposed = [], [], [], 0.0
+        self.peak, self.peaks = Peak(), {}
+        self._sampled = 0
+        self._note_memory()
+        return now
+
+    def end_step(self) -> float:
+        """When whoever reads the results on the compute stream can go on."""
+        self.exposed += max(0.0, self.ready[COMPUTE] - max(self._ended, self.host))
+        self._sampled = -self.peak.total
+        self._note_memory()
+        return max(self.ready[COMPUTE], self.host)
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Bytes of each `Kind`."""
+        return tuple(self._held)
+
+    def hold(self, storage: torch.UntypedStorage, kind: Kind = Kind.ACTIVATIONS) -> None:
+        """A storage has got memory, or another amount; what it was for stays."""
+        key, nbytes = storage._cdata, storage.nbytes()
+        block = self._blocks.get(key)
+        if block is None:
+            block = _Block(ref(storage, partial(self._forget, key)), 0, kind)
+            self._blocks[key] = block
+        self._change(block, nbytes)
+
+    def hold_for(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+        """Say what a storage is for; it may have no memory yet."""
+        self.hold(storage, kind)
+        block = self._blocks[storage._cdata]
+        if block.kind is not kind:
+            self._held[block.kind] -= block.nbytes
+            block.kind = kind
+            self._held[kind] += block.nbytes
+
+    def keeps_idle(self, before: int, after: int) -> None:
+        """The buffer of a host gives its block to the idle ones, or takes one of them."""
+        if before:
+            self._idle[before] += 1
+            self._held[Kind.IDLE] += before
+        if after and self._idle[after]:
+            self._idle[after] -= 1
+            self._held[Kind.IDLE] -= after
+
+    def release_idle(self) -> None:
+        self._held[Kind.IDLE] -= sum(nbytes * count for nbytes, count in self._idle.items())
+        self._idle.clear()
+
+    def kind_of(self, storage: torch.UntypedStorage) -> Kind | None:
+        block = self._blocks.get(storage._cdata)
+        return None if block is None else block.kind
+
+    def _forget(self, key: int, _: Any) -> None:
+        if (block := self._blocks.pop(key, None)) is not None:
+            self._change(block, 0)
+
+    def _change(self, block: _Block, nbytes: int) -> None:
+        if nbytes != block.nbytes:
+            self._held[block.kind] += nbytes - block.nbytes
+            block.nbytes = nbytes
+            self._note_memory()
+
+    def _note_memory(self) -> None:
+        total = sum(self._held)
+        peak = self.peak
+        if total > self.peaks.get(self.phase, 0):
+            self.peaks[self.phase] = total
+        if total > peak.total:
+            peak.total, peak.by_kind, peak.where = total, tuple(self._held), self.place
+        if abs(total - self._sampled) * 300 >= peak.total:
+            self._sampled = total
+            self.samples.append((max(self.ready[COMPUTE], self.host), tuple(self._held)))
+
+
+# --- streams ------------------------------------------------------------------------------------
+
+
+class Streams:
+    """The machine's streams, as the library asks for them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    @contextmanager
+    def fork(self, name: str) -> Iterator[None]:
+        machine = self._machine
+        now = machine.ready[machine.current]
+        with machine.on(name):
+            machine.wait_until(now)
+            yield
+
+    def mark(self) -> Event:
+        return Event(self._machine).record()
+
+
+class Event:
+    """A moment of a stream."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.moment = 0.0
+
+    def record(self, stream: Any = None) -> Event:
+        self.moment = self._machine.ready[self._machine.current if stream is None else stream.name]
+        return self
+
+    def join(self) -> None:
+        self._machine.wait_until(self.moment)
+
+    wait = join
+
+
+# --- collectives --------------------------------------------------------------------------------
+
+
+class VirtualComm(GroupComm):
+    """Collectives that take time on the machine's links and bring nothing."""
+
+    def __init__(self, group: dist.ProcessGroup, machine: Machine, traits: Traits) -> None:
+        self.traits = traits
+        super().__init__(group, torch.device("cpu"))
+        self._machine = machine
+        self._streams = Streams(machine)
+        self._ranks = dist.get_process_group_ranks(group)
+
+    def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
+        return list(values), list(values)
+
+    def _rows(self, numbers: Tensor, label: str) -> list[list[int]]:
+        return [numbers.tolist()] * self.size
+
+    def _broadcast(self, message: Tensor, src: int) -> None:
+        return None
+
+    def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
+        machine = self._machine
+        wholes = tensors[1] if kind == "reduce_scatter" else tensors[0]
+        nbytes = sum(whole.nbytes for whole in wholes)
+        machine.messages.append(Message(label, kind, self.size, nbytes))
+        for tensor in (part for parts in tensors for part in parts):
+            storage = tensor.untyped_storage()
+            if machine.kind_of(storage) is Kind.ACTIVATIONS:
+                lands = kind != "all_gather" and any(tensor is out for out in tensors[0])
+                machine.hold_for(storage, Kind.GRADIENTS if lands else Kind.MESSAGES)
+        seconds = seconds_of(machine.device, kind, nbytes, len(wholes), self._ranks)
+        if not self.traits.on_stream:  # a host computes nothing while messages move
+            machine.run(seconds, label, id(self._group))
+            pairs = self.traits is PointToPointComm.traits and kind == "reduce_scatter"
+            return _Received(machine, (nbytes - nbytes // self.size) if pairs else 0)
+        with self._streams.fork(kind):
+            machine.run(seconds, label, id(self._group))
+            return _Joined(self._streams.mark(), tensors)
+
+
+class _Received:
+    """What a host receives of the other ranks before it adds up."""
+
+    __slots__ = ("_kept", "_machine")
+
+    def __init__(self, machine: Machine, nbytes: int) -> None:
+        self._machine = machine
+        machine.keeps_idle(0, nbytes)
+        self._kept: Tensor | None = torch.empty(nbytes, dtype=torch.uint8)
+        machine.hold_for(self._kept.untyped_storage(), Kind.MESSAGES)
+
+    def wait(self) -> None:
+        if self._kept is not None:
+            self._machine.keeps_idle(self._kept.nbytes, 0)
+            self._kept = None
+
+
+class _Joined:
+    __slots__ = ("_kept", "_mark")
+
+    def __init__(self, mark: Event, kept: object) -> None:
+        self._mark = mark
+        self._kept = kept  # as the comm of accelerators keeps what its stream uses
+
+    def wait(self) -> None:
+        self._mark.join()
+        self._kept = None
+
+
+def seconds_of(device: Device, kind: str, nbytes: int, parts: int, ranks: list[int]) -> float:
+    """What a collective among `ranks` takes, a ring's: every rank sends all but its own part of the
+    whole, twice to reduce what all get.
+    """
+    passes = 2 if kind == "all_reduce" else 1
+    sent = passes * nbytes * (len(ranks) - 1) / len(ranks)
+    return device.latency + device.part * parts + sent / device.bandwidth(ranks)
+
+
+class VirtualGroup(dist.ProcessGroup):
+    """Rank 0 of `size`, for who calls torch's collectives. What is sent takes time and brings
+    nothing; numbers of checks are this rank's.
+    """
+
+    machine: Machine
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._num = size
+
+    def _nothing(self, *_: Any) -> dist.Work:
+        return FakeWork()
+
+    broadcast = barrier = _nothing  # type: ignore[assignment]
+
+    def _take(self, kind: str, wholes: Sequence[Tensor]) -> dist.Work:
+        machine, nbytes = self.machine, sum(whole.nbytes for whole in wholes)
+        ranks = dist.get_process_group_ranks(self)
+        machine.messages.append(Message("", kind, self._num, nbytes))
+        machine.run(
+            seconds_of(machine.device, kind, nbytes, len(wholes), ranks),
+            kind.replace("_", "-"),
+            id(self),
+        )
+        return FakeWork()
+
+    def allreduce(self, tensors: list[Tensor], *_: Any) -> dist.Work:  # type: ignore[override]
+        if tensors[0].dtype is torch.int64:
+            return FakeWork()
+        return self._take("all_reduce", tensors)
+
+    def _gather(self, output: Tensor, part: Tensor, *_: Any) -> dist.Work:
+        if output.dtype is torch.int64:
+            output.view(self._num, -1).copy_(part.clone().view(1, -1))
+            return FakeWork()
+        return self._take("all_gather", [output])
+
+    def _gathers(self, outputs: list[Tensor], parts: list[Tensor], *_: Any) -> dist.Work:
+        return self._take("all_gather", outputs)
+
+    def _scatter(self, output: Tensor, whole: Tensor, *_: Any) -> dist.Work:
+        return self._take("reduce_scatter", [whole])
+
+    def _scatters(self, outputs: list[Tensor], wholes: list[Tensor], *_: Any) -> dist.Work:
+        return self._take("reduce_scatter", wholes)
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def group_name(self) -> Any:
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+
+for _names, _method in (  # the second names from torch 2.13 on
+    (("_allgather_base", "all_gather_single"), VirtualGroup._gather),
+    (("_reduce_scatter_base", "reduce_scatter_single"), VirtualGroup._scatter),
+    (
+        ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+        VirtualGroup._gathers,
+    ),
+    (
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+        VirtualGroup._scatters,
+    ),
+):
+    for _name in _names:
+        setattr(VirtualGroup, _name, _method)
+
+
+def form_group(machine: Machine, size: int) -> None:
+    """Make a process group of `size` ranks, of which this is the first."""
+    VirtualGroup.machine = machine
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            BACKEND, lambda _, rank, size, __: VirtualGroup(rank, size), devices=["cpu"]
+        )
+    dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=size)
+
+
+def traits_of(device: Device, size: int) -> Traits:
+    """How messages are laid out among `size` ranks of the device."""
+    if device.accelerator:
+        return ON_ACCELERATOR
+    return (PointToPointComm if size <= PAIRS_UP_TO else GenericComm).traits

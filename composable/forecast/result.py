@@ -1,0 +1,159 @@
+"""What a forecast says: a table to read, a dict to keep, a picture to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from composable.forecast.devices import GIB, Device
+from composable.forecast.machine import KINDS, Kind, Span
+
+NOT_KNOWN: Final = (
+    "not in it: the driver's and the communicators' own memory, kernels' workspaces, and holes"
+    " between the allocator's blocks"
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind in one step, in sum.
+
+    Attributes:
+        kind: "all-gather", "reduce-scatter" or "all-reduce".
+        unit: whose; empty for what no unit launches.
+        ranks: how many take part.
+        count: messages.
+        nbytes: in sum, of what is gathered or reduced, as a whole.
+    """
+
+    kind: str
+    unit: str
+    ranks: int
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One rank's step, as `forecast` found it.
+
+    Attributes:
+        device: on which it would run.
+        mesh: names and sizes of the dimensions.
+        peak: bytes at the peak of the step.
+        at_peak: of them, by what they are for.
+        where: the phase and the unit in which the peak is.
+        peaks: bytes at the peak of each phase.
+        at_rest: bytes between steps, without gradients, by what they are for.
+        seconds: of the step. Of them:
+        computing: seconds in which the device computes;
+        communicating: seconds in which messages move;
+        exposed: seconds in which the device waits for messages.
+        host: seconds that the host takes to launch everything.
+        collectives: of one step, by unit and kind.
+        memory: moments, in seconds from the beginning of the step, and bytes by kind.
+        streams: what ran when, on which stream.
+    """
+
+    device: Device
+    mesh: Mapping[str, int]
+    peak: int
+    at_peak: Mapping[str, int]
+    where: str
+    peaks: Mapping[str, int]
+    at_rest: Mapping[str, int]
+    seconds: float
+    computing: float
+    communicating: float
+    exposed: float
+    host: float
+    collectives: tuple[Collective, ...]
+    memory: tuple[tuple[float, tuple[int, ...]], ...] = field(repr=False)
+    streams: tuple[Span, ...] = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is below the memory of the device."""
+        return self.peak <= self.device.capacity
+
+    @property
+    def messages(self) -> int:
+        """Collectives of one step."""
+        return sum(each.count for each in self.collectives)
+
+    def __str__(self) -> str:
+        sizes = " x ".join(f"{size} {name}" for name, size in self.mesh.items())
+        kinds = self.collectives_by_kind()
+        rows = [
+            ("peak of memory", _gib(self.peak), f"of {_gib(self.device.capacity)}; {self.where}"),
+            *((f"  {name}", _gib(size), "") for name, size in self.at_peak.items() if size),
+            ("at rest", _gib(sum(self.at_rest.values())), "between steps, without gradients"),
+            ("step", _ms(self.seconds), ""),
+            ("  computing", _ms(self.computing), ""),
+            ("  waiting for messages", _ms(self.exposed), f"of {_ms(self.communicating)}"),
+            ("  launching, on the host", _ms(self.host), ""),
+            *(
+                (f"{each.kind} of {each.ranks} ranks", _gib(each.nbytes), f"{each.count} messages")
+                for each in kinds
+            ),
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(2)]
+        lines = [
+            f"{name:<{widths[0]}}  {value:>{widths[1]}}  {note}".rstrip()
+            for name, value, note in rows
+        ]
+        verdict = "fits" if self.fits else "DOES NOT FIT"
+        return "\n".join([f"{self.device.name}, {sizes}: {verdict}", *lines, f"({NOT_KNOWN})"])
+
+    def collectives_by_kind(self) -> list[Collective]:
+        """As `collectives`, added up over the units."""
+        found: dict[tuple[str, int], list[Collective]] = {}
+        for each in self.collectives:
+            found.setdefault((each.kind, each.ranks), []).append(each)
+        return [
+            Collective(kind, "", ranks, sum(e.count for e in group), sum(e.nbytes for e in group))
+            for (kind, ranks), group in found.items()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the samples of memory and streams, for `json`."""
+        return {
+            "device": self.device.name,
+            "mesh": dict(self.mesh),
+            "fits": self.fits,
+            "peak": self.peak,
+            "at_peak": dict(self.at_peak),
+            "where": self.where,
+            "peaks": dict(self.peaks),
+            "at_rest": dict(self.at_rest),
+            "seconds": self.seconds,
+            "computing": self.computing,
+            "communicating": self.communicating,
+            "exposed": self.exposed,
+            "host": self.host,
+            "collectives": [asdict(each) for each in self.collectives],
+        }
+
+    def plot(self, path: str | Path) -> None:
+        """Draw memory over the step, by what it is for, and below it what each stream does.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not there (`pip install 'torch-composable[demo]'`).
+        """
+        from composable.forecast.picture import draw  # noqa: PLC0415 - matplotlib is an extra
+
+        draw(Path(path), self)
+
+
+def by_name(totals: Sequence[int]) -> dict[str, int]:
+    return {KINDS[kind]: totals[kind] for kind in Kind}
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.1f} MiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

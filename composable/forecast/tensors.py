@@ -1,0 +1,268 @@
+"""Tensors without values: operations take time on the machine, and memory, and compute nothing.
+
+Outputs are tensors of the host whose pages nobody touches, so that storages, views and version
+counters are real ones. Small numbers that no skipped operation made are computed, since programs
+read them: counters of steps, sizes, indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from composable.errors import ForecastError
+from composable.forecast.machine import Kind, Machine
+from composable.memory.elastic import is_elastic
+
+_SMALL: Final = 1000  # elements of numbers that are computed
+_REAL: Final = ("set_", "resize_", "_unsafe_view", "_fused_sdp_choice", "is_pinned", "lift")
+_MADE: Final = (
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
+)  # fmt: skip
+_READS: Final = ("_local_scalar_dense", "equal", "is_nonzero", "item")
+
+
+class NoValues(TorchDispatchMode):
+    """Operations of the body take time and leave memory as it is."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.machine = machine
+        self._resize = torch.UntypedStorage.resize_
+        self._outputs_of: dict[Any, Any] = {}
+
+    def __enter__(self) -> Any:
+        resize, machine = self._resize, self.machine
+
+        def noted(storage: torch.UntypedStorage, size: int) -> Any:
+            before = storage.nbytes()
+            found = resize(storage, size)
+            if not machine.device.accelerator and is_elastic(storage):
+                machine.keeps_idle(before, size)
+            machine.hold(storage)
+            return found
+
+        torch.UntypedStorage.resize_ = noted  # type: ignore[method-assign, assignment]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # what it does to local tensors comes here again
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        returns = func._schema.returns
+        if name in _READS:
+            return self._read(func, name, args)
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        if func.namespace == "profiler" or name in _REAL or views:
+            if name == "detach" and _accumulates():
+                self._relabel(args[0], Kind.GRADIENTS)
+            return func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        # its input is a part of its output, which its schema does not say
+        if name == "all_gather_copy_in":
+            self._take(name, 2 * _bytes_of(args[0]), 0.0)
+            return args[1].narrow(0, args[3] * args[4], args[3]), args[1]
+        if torch.device("meta") == kwargs.get("device") or any(t.is_meta for t in given):
+            return self._on_meta(func, args, kwargs)
+        if name in _MADE:
+            made = func(*args, **kwargs)
+            self._hold(made)
+            return made
+        if all(t.numel() < _SMALL and not self._is_unknown(t) for t in given):
+            asked = _numel_asked(func, args, kwargs) if not given else 0
+            if asked < _SMALL:
+                made = func(*args, **kwargs)
+                for tensor in _tensors(made):
+                    self._hold(tensor)
+                return made
+        return self._skip(func, name, returns, given, args, kwargs)
+
+    def _skip(
+        self, func: Any, name: str, returns: Any, given: Sequence[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        fresh = bool(returns) and not all(r.alias_info for r in returns)
+        made, products = self._outputs(func, args, kwargs, fresh)
+        written = [
+            a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        ]
+        outputs = _tensors(made)
+        for tensor in outputs:
+            self._hold(tensor, unknown=True)
+        targets = _written(func, args, kwargs, written) if written else None
+        for tensor in _tensors(targets):
+            self._note_unknown(tensor)
+        self._take(name, _bytes_of(given) + _bytes_of(outputs), products)
+        return made if fresh else targets if returns else None
+
+    def _outputs(self, func: Any, args: Any, kwargs: Any, fresh: bool) -> tuple[Any, float]:
+        """What the operation returns, without values, and the operations of its products.
+
+        Models repeat themselves: shapes are worked out once for each kind of call.
+        """
+        leaves, tree = tree_flatten((args, kwargs))
+        key: Any = (
+            func,
+            tree,
+            *[
+                (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ],
+        )
+        try:
+            found = self._outputs_of.get(key)
+        except TypeError:  # an argument that has no hash, or a symbolic one
+            key = found = None
+        if found is None:
+            like = None
+            if fresh:
+                options = dict(kwargs)
+                if options.get("device") is not None or not _tensors((args, kwargs)):
+                    options["device"] = torch.device("meta")
+                try:
+                    like = func(*_meta_of(args), **_meta_of(options))
+                except NotImplementedError as error:  # `nonzero`, and what picks by a mask
+                    said = f"the shape of what {func.name()} returns"
+                    raise _refused(self.machine, said) from error
+            products = _flops(func, args, kwargs, like)
+            dtype = next((t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()), None)
+            found = like, products / self.machine.device.flops_of(dtype or torch.float32)
+            if key is not None:
+                self._outputs_of[key] = found
+        like, seconds = found
+        return tree_map_only(Tensor, _hollow, like) if fresh else None, seconds
+
+    def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
+        for tensor in _tensors(made):
+            if not tensor.is_meta:  # it gets memory
+                self._hold(tensor, unknown=True)
+        return made
+
+    def _take(self, what: str, nbytes: float, products: float) -> None:
+        """It takes `products` seconds, or as long as its bytes."""
+        device = self.machine.device
+        moves = nbytes / (device.memory * device.memory_reached)
+        self.machine.run(device.launch + max(moves, products), what)
+
+    # --- what is known of values -----------------------------------------------------------------
+
+    def _hold(self, tensor: Tensor, *, unknown: bool = False) -> None:
+        self.machine.hold(tensor.untyped_storage())
+        if unknown:
+            self._note_unknown(tensor)
+
+    def _relabel(self, tensor: Tensor, kind: Kind) -> None:
+        storage = tensor.untyped_storage()
+        if self.machine.kind_of(storage) is Kind.ACTIVATIONS:
+            self.machine.hold_for(storage, kind)
+
+    def _note_unknown(self, tensor: Tensor) -> None:
+        if tensor.numel() < _SMALL:  # large ones are never read
+            storage = tensor.untyped_storage()
+            storage._composable_unknown = True  # type: ignore[attr-defined]
+
+    def _is_unknown(self, tensor: Tensor) -> bool:
+        return getattr(tensor.untyped_storage(), "_composable_unknown", False)
+
+    def _read(self, func: Any, name: str, args: Any) -> Any:
+        for tensor in _tensors(args):
+            if tensor.numel() >= _SMALL or self._is_unknown(tensor):
+                raise _refused(self.machine, f"a value ({name})")
+        return func(*args)
+
+
+class AsOnAccelerators(TorchFunctionMode):
+    """Functions that run other kernels on a host, and keep other things for backward, run those of
+    accelerators.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.dropout:
+            probability, training = args[1], args[2]
+            if training and 0.0 < probability < 1.0:
+                return torch.native_dropout(args[0], probability, True)[0]
+        if func is torch.rms_norm:
+            weight = args[2] if len(args) > 2 else kwargs.get("weight")
+            eps = args[3] if len(args) > 3 else kwargs.get("eps")
+            if weight is None or weight.dtype == args[0].dtype:
+                return torch.ops.aten._fused_rms_norm(args[0], list(args[1]), weight, eps)[0]
+        return func(*args, **kwargs)
+
+
+def _refused(machine: Machine, what: str) -> ForecastError:
+    return ForecastError(
+        f"forecast: the program reads {what} in {machine.place or 'the step'}, and tensors have no"
+        " values here. Leave the reading out for the forecast (a flag of the model, a loss that is"
+        " not printed), or give the part a fixed shape"
+    )
+
+
+def _accumulates() -> bool:
+    node: Any = torch._C._current_autograd_node()  # None outside of backward
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _hollow(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+
+
+def _meta_of(value: Any) -> Any:
+    return tree_map_only(
+        Tensor,
+        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
+        value,
+    )
+
+
+def _numel_asked(func: Any, args: Any, kwargs: Any) -> int:
+    """Elements that a factory is asked for."""
+    made = func(*args, **{**kwargs, "device": torch.device("meta")})
+    return sum(tensor.numel() for tensor in _tensors(made))
+
+
+def _written(func: Any, args: Any, kwargs: Any, written: Sequence[Any]) -> Any:
+    places = {argument.name: k for k, argument in enumerate(func._schema.arguments)}
+    found = [args[k] if (k := places[a.name]) < len(args) else kwargs[a.name] for a in written]
+    return found[0] if len(func._schema.returns) <= 1 else tuple(found)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return (
+        [tensor for item in value for tensor in _tensors(item)]
+        if isinstance(value, (list, tuple))
+        else []
+    )
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    name = func.overloadpacket.__name__
+    if "flash_attention_for_cpu" in name:  # causal: half of the products
+        backward = "backward" in name
+        query, key = args[1 if backward else 0], args[2 if backward else 1]
+        batch, heads, length, width = query.shape
+        products: float = 2.0 * batch * heads * length * key.shape[2] * width
+        return products * (2.5 if backward else 1.0)
+    count: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
+    return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0

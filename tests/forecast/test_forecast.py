@@ -1,0 +1,315 @@
+"""What a forecast says is what a real run does: messages exactly, memory within its limit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from composable import checkpoint, fully_shard, replicate
+from composable.__main__ import main
+from composable.comm import Comm, comms_wrapped_by
+from composable.demo.memory import measure_step
+from composable.errors import ForecastError
+from composable.forecast import DEVICES, Forecast, compare, forecast, suggest
+from composable.forecast.machine import Kind
+from tests.helpers.communicators import Around
+from tests.helpers.world import Pool
+
+TOKENS = (2, 64)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(self.norm(x)).view(*x.shape[:2], 3, 4, -1).unbind(2)
+        mixed = F.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (query, key, value)), is_causal=True
+        )
+        x = x + mixed.transpose(1, 2).reshape(x.shape)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, width: int = 96, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(250, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 250)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, policy={Block}, mesh=mesh)
+
+
+def kept(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard(model, policy={Block}, mesh=mesh, reshard_after_forward=False)
+
+
+def recomputed(model: nn.Module, mesh: DeviceMesh) -> None:
+    checkpoint(model, policy={Block})
+    fully_shard(model, policy={Block}, mesh=mesh)
+
+
+def replicated(model: nn.Module, mesh: DeviceMesh) -> None:
+    replicate(model, mesh=mesh)
+
+
+ANNOTATE: dict[str, tuple[Callable[..., None], dict[int, dict[str, int]]]] = {
+    "sharded": (sharded, {2: {"ranks": 2}, 4: {"ranks": 4}}),
+    "kept": (kept, {2: {"ranks": 2}}),
+    "recomputed": (recomputed, {2: {"ranks": 2}}),
+    "hybrid": (sharded, {4: {"replicate": 2, "shard": 2}}),
+    "replicated": (replicated, {2: {"ranks": 2}}),
+}
+CASES = [(name, ranks) for name, (_, meshes) in ANNOTATE.items() for ranks in meshes]
+
+
+def batch() -> Tensor:
+    return torch.zeros(TOKENS, dtype=torch.int64)
+
+
+# --- a real step --------------------------------------------------------------------------------
+
+
+class Counting(Around):
+    """Notes each collective: kind, label, ranks, and bytes of the whole."""
+
+    def __init__(self, comm: Comm, seen: list[tuple[str, str, int, int]]) -> None:
+        super().__init__(comm)
+        self._seen = seen
+
+    def _note(self, kind: str, label: str, wholes: Any) -> None:
+        nbytes = sum(whole.nbytes for whole in wholes)
+        self._seen.append((kind, label, self.size, nbytes))
+
+    def all_gather(self, pairs: Any, label: str) -> Any:
+        self._note("all-gather", label, [whole for whole, _ in pairs])
+        return super().all_gather(pairs, label)
+
+    def reduce_scatter(self, pairs: Any, label: str, scale: float = 1.0) -> Any:
+        self._note("reduce-scatter", label, [whole for _, whole in pairs])
+        return super().reduce_scatter(pairs, label, scale)
+
+    def all_reduce(self, tensors: Any, label: str, scale: float = 1.0) -> Any:
+        self._note("all-reduce", label, tensors)
+        return super().all_reduce(tensors, label, scale)
+
+
+def real_step(name: str, sizes: dict[str, int]) -> tuple[list[Any], int, int]:
+    """Messages of the second step, its peak, and bytes at rest before it."""
+    seen: list[tuple[str, str, int, int]] = []
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    torch.manual_seed(0)
+    model, tokens = Decoder(), torch.randint(250, TOKENS)
+    with comms_wrapped_by(partial(Counting, seen=seen)):
+        ANNOTATE[name][0](model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(tokens).backward()
+    optimizer.step()
+    seen.clear()
+    trace = measure_step(model, optimizer, lambda: model(tokens), ignore=[tokens])
+    peak = max(map(sum, trace.totals))
+    return seen, peak, sum(trace.totals[0])
+
+
+def told(name: str, ranks: int, device: str = "cpu", **options: Any) -> Forecast:
+    annotate, meshes = ANNOTATE[name]
+    return forecast(
+        Decoder, annotate, batch, ranks=ranks, mesh=meshes[ranks], device=device, **options
+    )
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize(("name", "ranks"), CASES)
+def test_messages_are_those_of_a_real_run_and_memory_is_within_five_percent(
+    pool: Pool, name: str, ranks: int
+) -> None:
+    seen, peak, rests = pool.run(ranks, real_step, name, ANNOTATE[name][1][ranks])[0]
+    found = told(name, ranks)
+    counts: dict[tuple[str, str, int], list[int]] = {}
+    for kind, label, size, nbytes in seen:
+        unit = label.partition("of unit '")[2].partition("'")[0]
+        counts.setdefault((kind, unit, size), []).append(nbytes)
+    expected = {key: (len(sizes), sum(sizes)) for key, sizes in counts.items()}
+    assert {
+        (each.kind, each.unit, each.ranks): (each.count, each.nbytes) for each in found.collectives
+    } == expected
+    # the meter does not see blocks that no buffer uses
+    used = max(sum(sizes[: Kind.IDLE]) for _, sizes in found.memory)
+    assert used == pytest.approx(peak, rel=0.05), found
+    assert used <= found.peak
+    assert sum(found.at_rest.values()) == pytest.approx(rests, rel=0.05)
+
+
+def test_a_table_says_whether_it_fits_where_the_peak_is_and_what_is_sent() -> None:
+    found = told("sharded", 4, device="h100")
+    said = str(found)
+    assert said.startswith("H100, 4 ranks: fits\npeak of memory")
+    assert "backward of unit" in found.where
+    gathered = sum(each.nbytes for each in found.collectives if each.kind == "all-gather")
+    assert f"all-gather of 4 ranks {gathered / 2**20:.1f} MiB" in " ".join(said.split())
+    kept = json.loads(json.dumps(found.to_dict()))
+    assert kept["peak"] == found.peak == sum(found.at_peak.values())
+    assert found.exposed <= found.seconds
+    assert found.computing <= found.seconds
+    small = replace(DEVICES["h100"], name="Small", capacity=found.peak - 1)
+    assert "Small, 4 ranks: DOES NOT FIT" in str(told("sharded", 4, device=small))
+
+
+def test_what_saves_memory_costs_what_it_costs() -> None:
+    plain, kept, recomputed = (told(n, 2, device="h100") for n in ("sharded", "kept", "recomputed"))
+    assert kept.peak > plain.peak > recomputed.peak
+    assert kept.messages < plain.messages == recomputed.messages
+    assert recomputed.computing > plain.computing
+
+
+def test_links_between_nodes_are_slower_than_inside_of_them() -> None:
+    h100 = DEVICES["h100"]
+    assert h100.bandwidth(list(range(8))) == h100.links
+    assert h100.bandwidth(list(range(0, 64, 8))) == h100.network
+    assert h100.network < h100.bandwidth(list(range(64))) <= h100.links
+
+
+def test_pictures_are_drawn(tmp_path: Path) -> None:
+    plans = {name: ANNOTATE[name][0] for name in ("sharded", "replicated")}
+    both = compare(Decoder, plans, batch, ranks=2, device="h100")
+    for name, drawn in (("one", both.forecasts["sharded"]), ("both", both)):
+        drawn.plot(tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_plans_that_fit_come_first_and_the_fastest_of_them_is_the_best() -> None:
+    plans = {name: ANNOTATE[name][0] for name in ("replicated", "sharded", "recomputed")}
+    options: dict[str, Any] = {"ranks": 2, "device": "h100"}
+    both = compare(Decoder, plans, batch, **options)
+    assert both.best == next(iter(both.forecasts))
+    times = [each.seconds for each in both.forecasts.values()]
+    assert times == sorted(times)
+    limit = both.forecasts["sharded"].peak
+    tight = compare(Decoder, plans, batch, memory=limit, **options)
+    assert tight.best in ("sharded", "recomputed")
+    assert "replicated" in str(tight).splitlines()[-1]
+    assert str(tight).splitlines()[-1].endswith("does not fit")
+
+
+def test_a_suggestion_fits_and_its_code_does_what_was_forecast() -> None:
+    roomy = suggest(Decoder, batch, ranks=2)
+    assert roomy.plan.verb in roomy.code
+    tight = suggest(Decoder, batch, ranks=2, memory=int(roomy.forecast.peak * 0.8))
+    assert tight.forecast.peak <= roomy.forecast.peak * 0.8
+    assert tight.forecast.seconds >= roomy.forecast.seconds
+
+    def pasted(model: nn.Module) -> None:
+        exec(tight.code, {**globals(), "model": model})
+
+    assert forecast(Decoder, pasted, batch, ranks=2).peak == tight.forecast.peak
+    with pytest.raises(ForecastError, match="nothing that was tried fits into"):
+        suggest(Decoder, batch, ranks=2, memory=1000)
+
+
+# --- what cannot be run without values ----------------------------------------------------------
+
+
+class Reads(Decoder):
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss = super().forward(tokens)
+        return loss * loss.item()
+
+
+class Looks(Decoder):
+    """By numbers, which is legal: the shape is that of the numbers."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss = super().forward(tokens)
+        return loss + self.head.weight[tokens.flatten()].sum()
+
+
+class Picks(Decoder):
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss = super().forward(tokens)
+        return loss + self.head.weight[self.head.weight > 0].sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Reads, r"reads a value \(_local_scalar_dense\) in forward of unit '\(root\)'"),
+        (
+            Picks,
+            r"reads the shape of what aten::index.Tensor returns in forward of unit '\(root\)'",
+        ),
+    ],
+)
+def test_a_program_that_reads_values_is_refused_by_the_module_and_a_forecast_follows(
+    model: type[nn.Module], message: str
+) -> None:
+    annotate = ANNOTATE["sharded"][0]
+    with pytest.raises(ForecastError, match=message):
+        forecast(model, annotate, batch, ranks=2)
+    assert not dist.is_initialized()
+    assert forecast(Looks, annotate, batch, ranks=2).fits
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"ranks": 0}, ValueError, "ranks=0 and steps=2 must be at least 1"),
+        ({"ranks": 4, "mesh": {"a": 3}}, ValueError, r"mesh={'a': 3} has 3 ranks, not ranks=4"),
+        ({"ranks": 4, "device": "h1000"}, ValueError, "no device 'h1000' is known, only a100"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        forecast(Decoder, ANNOTATE["sharded"][0], batch, **options)
+
+
+def test_a_process_with_a_group_is_told_to_use_another_one(pool: Pool) -> None:
+    pool.run(1, refused_with_a_group)
+
+
+def refused_with_a_group() -> None:
+    with pytest.raises(ForecastError, match="this process has a process group already"):
+        told("sharded", 2)
+
+
+def test_the_command_prints_a_table_for_a_configuration_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100,
+        "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    shared = ["forecast", "--hf", str(path), "--ranks", "8", "--tokens", "32"]
+    assert main(shared) == 0
+    assert capsys.readouterr().out.startswith("H100, 8 ranks: fits")
+    assert main([*shared, "--policy", "Block"]) == 1
+    assert "--policy Block: the model has" in capsys.readouterr().err
+    assert main([*shared, "--suggest", "--memory", "1GB"]) == 0
+    assert "replicate(model)" in capsys.readouterr().out
