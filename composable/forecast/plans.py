@@ -45,7 +45,7 @@ class Comparison:
 
     def __str__(self) -> str:
         rows = [("", "peak, GiB", "step, ms", "waits, ms", "messages", "")]
-        best, left = self.best, len(self.forecasts) - SHOWN
+        best, more = self.best, len(self.forecasts) - SHOWN
         for name, found in list(self.forecasts.items())[:SHOWN]:
             fits = found.peak <= self.memory
             note = "best" if name == best else "" if fits else "does not fit"
@@ -56,14 +56,13 @@ class Comparison:
                 )
             )  # fmt: skip
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        return "\n".join(
-            f"{row[0]:<{widths[0]}}  "
-            + "  ".join(
-                f"{cell:>{width}}" for cell, width in zip(row[1:5], widths[1:], strict=True)
-            )
-            + f"  {row[5]}".rstrip()
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]]
+            ).rstrip()
             for row in rows
-        )
+        ]
+        return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
 
     def plot(self, path: str | Path) -> None:
         """Draw peak and time of each plan; needs matplotlib."""
