@@ -345,14 +345,11 @@ class ParamGroup:
 
     def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         plain, model = self._plain_form(param, slot), param.info.model
-        if model is None:
+        if model is None or plain is param.own:
             return plain
         # Only what is not gathered shares the counter of the shards; torch.compile refuses views.
         local = plain.detach() if self._aliased(slot) else plain.data
-        return dtensor_parameter(
-            local, model.mesh, model.placements, model.like.shape, model.like.stride(),
-            requires_grad=self._differentiable,
-        )  # fmt: skip
+        return model.compute_parameter(local, requires_grad=self._differentiable)
 
     def _plain_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         if not self.is_sharded and not self.precision.casts:

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, is_distributed
-from composable.compilation import is_compiled
 from composable.contract.hooks import hooks_attached
 from composable.contract.tree import (
     Place,
@@ -209,7 +208,6 @@ class Preparation:
             # computed with
             return
         _refuse_cast_in_forward(unit)
-        _refuse_compiled_spread(unit)
         if _adopt(unit, self._owners):
             if not root.in_step:
                 unit.reshard()
@@ -372,19 +370,6 @@ def _asks_for_other_gradients(at_rest: nn.Parameter, group: ParamGroup) -> bool:
         None,
         group.precision.gradient,
     )
-
-
-def _refuse_compiled_spread(unit: Unit) -> None:
-    """torch.compile cannot trace DTensors whose memory comes and goes; it fails inside of torch."""
-    spread = [param.fqn for param in unit.params if param.info.model is not None]
-    below = (each for module in unit.modules for each in module.modules()) if spread else ()
-    compiled = next((each for each in below if is_compiled(each)), None)
-    if compiled is not None:
-        raise PhaseError(
-            f"parameter '{spread[0]}' of unit '{unit.name}' is tensor parallel, and"
-            f" {type(compiled).__name__} is compiled; torch.compile cannot trace the two together."
-            " Leave compile() out for units with tensor-parallel parameters"
-        )
 
 
 def _refuse_cleared_hooks(unit: Unit) -> None:

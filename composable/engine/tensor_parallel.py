@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, comm_of
-from composable.memory.torch_private import local_of, waited_for
+from composable.memory.torch_private import local_of, parameter_around, set_local, waited_for
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,6 +64,19 @@ class ModelSpec:
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor` is spread as the user did, and not at rest."""
         return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
+
+    def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The parameter that modules compute with, around `local`, whose memory may come later."""
+        # A DTensor takes over the storage offset of what it is made around. torch.compile expects
+        # that of the local tensor; at-rest parameters have none, so that they can be copied.
+        like = self.like
+        made = DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False,
+            shape=like.shape, stride=like.stride(),
+        )  # fmt: skip
+        parameter = parameter_around(made, requires_grad=requires_grad)
+        set_local(parameter, local)
+        return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
         return self  # it holds process groups, and nothing of it changes
