@@ -54,6 +54,7 @@ from composable.memory.torch_private import (
     as_tensors,
     innermost,
     local_of,
+    locals_of,
     outside_transforms,
     split_backward_schedule,
 )
@@ -434,7 +435,8 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
             if _asks_for_other_gradients(at_rest, group):
                 param.grad_dtype, changed = chosen_grad_dtype(at_rest), True
             if own is not None:
-                changed = changed or not local.data_ptr() == own.data_ptr() == address
+                (own_local,) = locals_of([own])
+                changed = changed or not local.data_ptr() == own_local.data_ptr() == address
                 changed = (
                     changed
                     or local.device != group.device
@@ -521,7 +523,8 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__};"
             " only an nn.Parameter can be sharded"
         )
-    if param.info.model is not None and not isinstance(other, DTensor):
+    model = param.info.model
+    if model is not None and not model.is_plain and not isinstance(other, DTensor):
         raise ForeignParameterError(
             f"parameter '{name}' of unit '{unit.name}' is tensor parallel, and was replaced by a"
             " plain one; nothing would tell which part of it each rank has. Load it with"

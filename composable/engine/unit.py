@@ -47,7 +47,6 @@ from composable.engine.param import (
     copy_attributes,
     defer_hooks,
     drop_label,
-    dtensor_parameter,
     hear_arrivals,
     holds_unreduced,
     is_unreduced,
@@ -79,6 +78,7 @@ from composable.memory.torch_private import (
     hooks_after_accumulation,
     in_backward,
     local_of,
+    locals_of,
     next_node,
 )
 
@@ -449,7 +449,7 @@ class Unit:
         for undo in self._rebuild_undo:
             undo()
         self._rebuild_undo = []
-        alike: dict[tuple[Precision, torch.device, bool], list[ManagedParam]] = {}
+        alike: dict[tuple[Precision, torch.device, bool, bool], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
             if tensor is None:
@@ -465,15 +465,16 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            alike.setdefault((precision, device, sparse), []).append(param)
+            spread = not self.is_sharded and param.info.model is not None
+            alike.setdefault((precision, device, sparse, spread), []).append(param)
         self.groups = [
             ParamGroup(
                 members, precision, device, self.mesh_info,
                 kind=self.kind,
-                rest_mesh=None if sparse else self.rest_mesh,
+                rest_mesh=None if sparse or spread else self.rest_mesh,
                 offload=spec.offload,
             )
-            for (precision, device, sparse), members in alike.items()
+            for (precision, device, sparse, spread), members in alike.items()
         ]  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
@@ -1421,20 +1422,15 @@ def _restore_spread(
     """Register the tensor-parallel parameter again, around this rank's local tensors."""
     original, like = param.original(), model.like
 
-    def parameter(local: Tensor) -> nn.Parameter:
-        return dtensor_parameter(
-            local, model.mesh, model.placements, like.shape, like.stride(),
-            requires_grad=param.at_rest.requires_grad,
-        )  # fmt: skip
-
     spread = original
     if spread is None or spread.dtype != value.dtype or spread.device != value.device:
-        spread = parameter(value)
+        spread = model.compute_parameter(value, requires_grad=param.at_rest.requires_grad)
     else:
-        local_of(spread).copy_(value)  # type: ignore[arg-type]
+        locals_of([spread.detach()])[0].copy_(value)
     if gradient is not None:
-        local = gradient.to(param.grad_dtype or value.dtype)
-        gradient = wrap(local, model.mesh, model.placements, like.shape, like.stride())
+        gradient = gradient.to(param.grad_dtype or value.dtype)
+        if not model.is_plain:
+            gradient = wrap(gradient, model.mesh, model.placements, like.shape, like.stride())
     _restore(param, spread, gradient)
 
 
