@@ -88,10 +88,30 @@ def with_models(
         if joint is None:
             joint = joint_mesh(verb, own, spread, device)
             meshes.append((own, joint))
+            _refuse_different_placements(verb, own, parameters, device)
         plain = not isinstance(tensor, DTensor)
         shape = _whole_shape(verb, managed, own, placements, device) if plain else tensor.shape
         found.append(replace(info, model=ModelSpec(model_like(tensor, shape), joint, plain)))
     return tuple(found)
+
+
+def _refuse_different_placements(
+    verb: str, mesh: DeviceMesh, parameters: Sequence[Managed[nn.Parameter]], device: torch.device
+) -> None:
+    """Raise if the ranks of `mesh` spread a parameter over it in different ways."""
+    mine = [(each.fqn, str(spread_of(each.tensor))) for each in parameters]
+    for axis in range(mesh.ndim):
+        told = comm_of(mesh.get_group(axis), device).all_gather_objects(
+            mine, label=f"placements of parameters of {verb}()"
+        )
+        for rank, other in enumerate(told):
+            for first, second in zip(told[0], other, strict=False):
+                if first != second:
+                    raise RanksDisagreeError(
+                        f"{verb}: of the ranks over which parameters are tensor parallel, rank 0"
+                        f" has '{first[0]}' with {first[1]} and rank {rank} has '{second[0]}' with"
+                        f" {second[1]}. Spread parameters alike on every rank"
+                    )
 
 
 def _whole_shape(

@@ -89,7 +89,7 @@ class ModelSpec:
             shape=like.shape, stride=like.stride(),
         )  # fmt: skip
         parameter = parameter_around(made, requires_grad=requires_grad)
-        set_local(parameter, local)
+        set_local(parameter, local)  # type: ignore[arg-type]
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:

@@ -204,6 +204,7 @@ class _Gradients:
         self.dtype = torch.float64 if any(p.dtype in _DOUBLE for p in parameters) else torch.float32
         self._parts: dict[tuple[Any, ...], _Part] = {}
         self._meshes: dict[int, DeviceMesh] = {}  # of units
+        self._across: Groups = ()  # over which parameters of units are tensor parallel
         world = dist.get_world_size() if is_distributed() else 1
         last: tuple[Any, ...] = ()
         for parameter in parameters:
@@ -219,6 +220,7 @@ class _Gradients:
                 if label is None or world == 1
                 else (unit_mesh_of(parameter), model_group_of(parameter))
             )
+            unit_mesh = mesh
             if mesh is not None:
                 self._meshes[id(mesh)] = mesh
                 mesh = None if mesh.size() == world else mesh
@@ -227,6 +229,9 @@ class _Gradients:
             if last != (placed, mesh, group):
                 last = placed, mesh, group
                 groups, copies = _groups_and_copies(parameter, mesh)
+                if unit_mesh is not None:
+                    own = [unit_mesh.get_group(dim) for dim in range(unit_mesh.ndim)]
+                    self._across += tuple(group for group in groups if group not in own)
                 part = self._parts.setdefault(
                     (groups, mesh, group), _Part(groups, mesh, group, copies)
                 )
@@ -251,14 +256,14 @@ class _Gradients:
 
         Those others hold other experts. None if there is no such group. Besides the group of an
         annotation around the units, parameters in the same list tell of such groups. The groups of
-        a tensor parallel mesh are not among them: no group of `mesh["tp"]` contains one of
-        `mesh["dp"]`.
+        a tensor parallel mesh are not among them, of which each has one rank of `mesh["dp"]`, all
+        of them if there is one.
         """
         if part.mesh is None:
             return part.model_group
         ranks = set(part.mesh.mesh.flatten().tolist())
         known = [
-            *self.groups,
+            *(group for group in self.groups if group not in self._across),
             *(mesh.get_group() for mesh in self._meshes.values() if mesh.ndim == 1),
         ]
         larger = [

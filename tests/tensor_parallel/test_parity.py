@@ -86,7 +86,10 @@ def test_the_other_dimension_may_be_sharded() -> None:
 def test_one_of_the_dimensions_may_have_one_rank(shape: tuple[int, int]) -> None:
     mesh = mesh_of(*shape)
     annotate = partial(_annotate, tp=mesh["tp"], mesh=mesh["dp"])
-    assert_trains_as_one_process(GPT, annotate, mesh["dp"], optimizer="AdamW")
+    for clip in (None, clip_grad_norm_):
+        assert_trains_as_one_process(
+            GPT, annotate, mesh["dp"], optimizer="AdamW", clip=clip, steps=2
+        )
 
 
 @spmd(ranks=4)
