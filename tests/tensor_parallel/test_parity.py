@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from composable import checkpoint, clip_grad_norm_, fully_shard
 from tests.helpers.world import spmd
@@ -118,6 +118,32 @@ def test_hybrid_trains_as_one_process() -> None:
     assert isinstance(weight, DTensor)
     assert weight.placements == (Shard(0), Replicate(), Shard(0))
     assert weight.device_mesh.mesh_dim_names == ("tp", "replicate", "shard")
+
+
+@spmd(ranks=4)
+def test_the_model_may_be_spread_over_two_dimensions() -> None:
+    mesh = mesh_of(1, 2, 2, names=("dp", "ep", "tp"))
+    over = mesh["ep", "tp"]
+
+    class Linear(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not isinstance(self.weight, DTensor):
+                return super().forward(x)
+            spread = DTensor.from_local(x, self.weight.device_mesh, [Replicate()] * 2)
+            return super().forward(spread).full_tensor()
+
+    def annotate(model: nn.Module) -> None:
+        for name, placements in (("weight", [Shard(0), Shard(1)]), ("bias", [Replicate()] * 2)):
+            whole = getattr(model[0], name).detach()  # type: ignore[index]
+            setattr(model[0], name, nn.Parameter(distribute_tensor(whole, over, placements)))  # type: ignore[index]
+        fully_shard(model, mesh=mesh["dp"])
+        weight = model[0].weight  # type: ignore[index]
+        assert weight.device_mesh.mesh_dim_names == ("ep", "tp", "dp")
+
+    def kind() -> nn.Module:
+        return nn.Sequential(Linear(6, 5))
+
+    assert_trains_as_one_process(kind, annotate, mesh["dp"], clip=clip_grad_norm_)
 
 
 @spmd(ranks=4)
