@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import (
 from composable import clip_grad_norm_, describe, fully_shard
 
 BATCH = 24  # rows of all data-parallel ranks together
-STEPS = 20
 
 
 class Block(nn.Module):
@@ -48,7 +47,7 @@ def make_model(mesh):
     return fully_shard(model, mesh=mesh["dp"], policy={Block})
 
 
-def main(folder, tp):
+def main(folder, tp, steps):
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     dp, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()
@@ -69,7 +68,7 @@ def main(folder, tp):
         print(f"begins after step {step}: dp {dp} x tp {tp}")
         print(describe(model))
 
-    for number in range(step, step + STEPS):
+    for number in range(step, step + steps):
         generator = torch.Generator().manual_seed(number)
         batch = torch.randn(BATCH, 16, generator=generator)
         rows = batch.tensor_split(dp)[rank]  # tensor-parallel ranks have the same rows
@@ -85,10 +84,10 @@ def main(folder, tp):
                 print(f"step {number + 1:2}: loss {mean.item():.4f}")
 
     weights, state = get_state_dict(model, optimizer)
-    counter["step"].fill_(step + STEPS)
+    counter["step"].fill_(step + steps)
     dcp.save(
         {"model": weights, "optimizer": state, "counter": counter},
-        checkpoint_id=folder / f"step{step + STEPS:06}",
+        checkpoint_id=folder / f"step{step + steps:06}",
     )
     dist.barrier()  # all ranks have written before one leaves
     dist.destroy_process_group()
@@ -98,4 +97,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", nargs="?", type=Path, default=Path("runs/train_2d"))
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel ranks")
+    parser.add_argument("--steps", type=int, default=20)
     main(**vars(parser.parse_args()))
