@@ -113,7 +113,7 @@ def test_hybrid_trains_as_one_process() -> None:
     mesh = mesh_of(2, 2, 2, names=("replicate", "shard", "tp"))
     dp = mesh["replicate", "shard"]
     annotate = partial(_annotate, tp=mesh["tp"], mesh=dp)
-    model = assert_trains_as_one_process(GPT, annotate, dp, optimizer="AdamW")
+    model = assert_trains_as_one_process(GPT, annotate, dp, optimizer="AdamW", steps=2)
     weight = model.blocks[0].mlp.up.weight  # type: ignore[union-attr,index]
     assert isinstance(weight, DTensor)
     assert weight.placements == (Shard(0), Replicate(), Shard(0))
@@ -170,7 +170,7 @@ def test_clipping_counts_each_element_once(norm: float) -> None:
     for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
         if norm != 2.0 and clip is not clip_grad_norm_:
             continue  # torch's cannot take the largest of two dimensions
-        assert_trains_as_one_process(GPT, annotate, mesh["dp"], clip=clip, norm=norm)
+        assert_trains_as_one_process(GPT, annotate, mesh["dp"], clip=clip, norm=norm, steps=2)
 
 
 @spmd(ranks=4)
@@ -219,7 +219,7 @@ def test_it_trains_as_fsdp2_does_in_bf16_too() -> None:
             fsdp2(block, mesh=mesh["dp"], **options)
         fsdp2(other, mesh=mesh["dp"], **options)
         _annotate(model, mesh["tp"], mesh=mesh["dp"], **options)
-        inputs = batches(model, rank, 2)
+        inputs = batches(model, rank, 2, 2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # FSDP2 warns of an output that is a view
             expected = train(other, inputs)
