@@ -19,6 +19,7 @@ from composable.api.fully_shard import fully_shard
 from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
 from composable.api.scopes import keep_unsharded, register_forward_method, reset, reshard, unshard
+from composable.api.tensor_parallel import declare_part
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove
 from composable.optim.clip import clip_grad_norm_
@@ -67,6 +68,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "contract",
+    "declare_part",
     "describe",
     "errors",
     "export",

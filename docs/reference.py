@@ -11,7 +11,14 @@ import composable
 from composable import errors, fsdp2
 
 CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
-    "Verbs": ("fully_shard", "replicate", "checkpoint", "offload_activations", "remove"),
+    "Verbs": (
+        "fully_shard",
+        "replicate",
+        "declare_part",
+        "checkpoint",
+        "offload_activations",
+        "remove",
+    ),
     "Around annotated modules": (
         "unshard",
         "reshard",

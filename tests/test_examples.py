@@ -17,7 +17,9 @@ from tests.helpers.launched import launched
 from tests.helpers.world import Pool
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TRAIN, RESUME, LORA = (ROOT / "examples" / f"{name}.py" for name in ("train", "resume", "lora"))
+TRAIN, RESUME, LORA, TRAIN_2D = (
+    ROOT / "examples" / f"{name}.py" for name in ("train", "resume", "lora", "train_2d")
+)
 
 
 def by_torchrun(example: Path) -> str:
@@ -40,7 +42,9 @@ def losses_in(printed: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "example", [path for path in EXAMPLES if path != RESUME], ids=lambda path: path.stem
+    "example",
+    [path for path in EXAMPLES if path not in (RESUME, TRAIN_2D)],
+    ids=lambda path: path.stem,
 )
 def test_an_example_learns_and_describes_its_model(pool: Pool, example: Path) -> None:
     printed = by_torchrun(example) if example == TRAIN else launched(pool, 2, example)
@@ -75,6 +79,19 @@ def test_a_run_that_is_resumed_with_more_ranks_ends_as_one_that_is_not(
     alone = [losses_in(launched(pool, 1, RESUME, str(tmp_path / "one")))[0] for _ in range(2)]
     assert others < first  # who watches it sees that it goes on
     assert [*first, *others] == pytest.approx(alone, rel=1e-3)
+
+
+def test_a_run_that_is_resumed_with_other_parallel_sizes_ends_as_one_that_is_not(
+    pool: Pool, tmp_path: Path
+) -> None:
+    printed = [
+        launched(pool, 4, TRAIN_2D, str(tmp_path / "many"), "--tp", tp, "--steps", "10")
+        for tp in ("2", "4")
+    ]
+    alone = launched(pool, 1, TRAIN_2D, str(tmp_path / "one"), "--tp", "1", "--steps", "20")
+    assert losses_in("".join(printed)) == pytest.approx(losses_in(alone), rel=0.01)
+    assert "begins after step 10: dp 1 x tp 4" in printed[1]
+    assert "(root) " in printed[0]
 
 
 def test_every_example_says_how_to_run_it() -> None:

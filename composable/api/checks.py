@@ -27,6 +27,7 @@ from composable.contract.tree import REPLICATE, SHARD, Managed
 from composable.engine.extension import has_protocol, pieces_of
 from composable.engine.param import ParamInfo, describe_mesh, label_of
 from composable.engine.sparse import is_sparse_lookup
+from composable.engine.tensor_parallel import spread_of
 from composable.engine.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
 from composable.memory.torch_private import hooks_after_accumulation, local_of
@@ -154,42 +155,45 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
 
 
 def refuse_spread(verb: str, managed: Managed[nn.Parameter], mesh: DeviceMesh | None) -> None:
-    """Raise for a DTensor that is no tensor-parallel parameter beside the dimensions of `mesh`."""
-    name, parameter = full_name(managed), managed.tensor
-    if not isinstance(parameter, DTensor):
+    """Raise for what is no tensor-parallel parameter beside the dimensions of `mesh`."""
+    name, parameter, given = full_name(managed), managed.tensor, spread_of(managed.tensor)
+    if given is None:
         return
-    spread = f"parameter '{name}' is a DTensor already ({parameter.placements})"
-    if verb == REPLICATE:
+    own_mesh, placements = given
+    spread = f"parameter '{name}' is a DTensor already ({placements})"
+    if not isinstance(parameter, DTensor):
+        spread = f"parameter '{name}' is declared as a part ({placements})"
+        if verb == REPLICATE:
+            raise AnnotationError(
+                f"{spread}; replicate() would leave a plain tensor, and state dicts would take it"
+                " for the whole. Call fully_shard(), or make it a DTensor"
+            )
+    if mesh is None or own_mesh.get_coordinate() is None:
         raise AnnotationError(
-            f"{spread}; replicate() takes plain parameters only. Call fully_shard(), which takes"
-            " tensor-parallel ones, or leave it out with ignored_params"
-        )
-    if mesh is None or parameter.device_mesh.get_coordinate() is None:
-        raise AnnotationError(
-            f"{spread}, over {describe_mesh(parameter.device_mesh)}, of which this rank is none."
+            f"{spread}, over {describe_mesh(own_mesh)}, of which this rank is none."
             " Leave it out with ignored_params"
         )
-    if any(type(placement) not in (Shard, Replicate) for placement in parameter.placements):
+    if any(type(placement) not in (Shard, Replicate) for placement in placements):
         raise AnnotationError(
             f"{spread}; a tensor-parallel parameter is Shard or Replicate over each dimension of"
             " its mesh. Redistribute it before, or leave it out with ignored_params"
         )
-    own, ranks = parameter.device_mesh.mesh.flatten().tolist(), mesh.mesh.flatten().tolist()
+    own, ranks = own_mesh.mesh.flatten().tolist(), mesh.mesh.flatten().tolist()
     both = [rank for rank in own if rank in ranks]
     if both != [dist.get_rank()]:
         raise AnnotationError(
-            f"{spread} over {describe_mesh(parameter.device_mesh)}, and {verb} was to spread it"
+            f"{spread} over {describe_mesh(own_mesh)}, and {verb} was to spread it"
             f" over {describe_mesh(mesh)}, which share ranks {both}. Make it a DTensor over"
             " another dimension of one mesh, as parallelize_module(model, mesh['tp'], plan) does,"
             " and pass mesh=mesh['dp']; or leave it out with ignored_params"
         )
-    if _half_or_all(name, local_of(parameter)):
+    if isinstance(parameter, DTensor) and _half_or_all(name, local_of(parameter)):
         raise AnnotationError(
             f"{spread}, around a {type(local_of(parameter)).__name__} that is gathered in a form of"
             " its own; tensor-parallel parameters are gathered as they are. Leave it out with"
             " ignored_params"
         )
-    if not local_of(parameter).is_contiguous():
+    if isinstance(parameter, DTensor) and not local_of(parameter).is_contiguous():
         raise AnnotationError(
             f"{spread}, whose local tensor is not contiguous; it cannot be cut. Make it contiguous"
             " before distributing it"
@@ -284,7 +288,7 @@ def refuse_spread_offload(
     parameters: Sequence[Managed[nn.Parameter]], device: torch.device
 ) -> None:
     """Raise for tensor-parallel parameters that were to rest on the host, beside `device`."""
-    spread = [managed for managed in parameters if isinstance(managed.tensor, DTensor)]
+    spread = [managed for managed in parameters if spread_of(managed.tensor) is not None]
     if spread and device.type != "cpu":
         raise AnnotationError(
             f"parameter '{full_name(spread[0])}' is tensor parallel, and offload_policy was passed:"

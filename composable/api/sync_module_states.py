@@ -28,6 +28,7 @@ from composable.comm import Comm
 from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
 from composable.engine.param import copy_attributes
+from composable.engine.tensor_parallel import spread_of
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.memory.torch_private import local_of
 
@@ -79,11 +80,8 @@ def _describe(entry: Managed[Tensor]) -> str:
         if len(entry.places) > 1
         else ""
     )
-    spread = (
-        f", {entry.tensor.placements} over a {tuple(entry.tensor.device_mesh.shape)} mesh"
-        if isinstance(entry.tensor, DTensor)
-        else ""
-    )
+    found = spread_of(entry.tensor)
+    spread = "" if found is None else f", {found[1]} over a {tuple(found[0].shape)} mesh"
     return f"'{entry.fqn}' {tuple(entry.tensor.shape)} {dtype}{frozen}{tied}{spread}"
 
 

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.mesh import Spread, joint_mesh
 from composable.api.selection import ids_of_ignored
 from composable.comm import Comm, comm_of
 from composable.contract.tree import Managed, managed_parameters
-from composable.engine.param import ParamInfo
-from composable.engine.tensor_parallel import ModelSpec, model_like
-from composable.errors import RanksDisagreeError, first_line
+from composable.engine.param import ParamInfo, describe_mesh
+from composable.engine.tensor_parallel import PART, ModelSpec, model_like, spread_of
+from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 
 @contextmanager
@@ -37,9 +38,9 @@ def told_across(
     with suppress(Exception):  # of which the validation tells
         ignored = ids_of_ignored(modules, ignored_params)
     for managed in managed_parameters(modules, ignored=ignored):
-        tensor = managed.tensor
-        if isinstance(tensor, DTensor) and tensor.device_mesh not in meshes:
-            meshes.append(tensor.device_mesh)
+        found = spread_of(managed.tensor)
+        if found is not None and found[0] not in meshes:
+            meshes.append(found[0])
     comms = [
         comm_of(mesh.get_group(dim), device)
         for mesh in meshes
@@ -84,14 +85,122 @@ def with_models(
     meshes: list[tuple[DeviceMesh, Spread, DeviceMesh]] = []
     found = []
     for info, managed, spread in zip(infos, parameters, spreads, strict=True):
-        tensor = managed.tensor
-        if not isinstance(tensor, DTensor) or spread is None:
+        tensor, given = managed.tensor, spread_of(managed.tensor)
+        if given is None or spread is None:
             found.append(info)
             continue
-        own = tensor.device_mesh
+        own, placements = given
         joint = next((each[2] for each in meshes if each[:2] == (own, spread)), None)
         if joint is None:
             joint = joint_mesh(verb, own, spread, device)
             meshes.append((own, spread, joint))
-        found.append(replace(info, model=ModelSpec(model_like(tensor), joint)))
+            _refuse_different_placements(verb, own, parameters, device)
+        plain = not isinstance(tensor, DTensor)
+        shape = _whole_shape(verb, managed, own, placements, device) if plain else tensor.shape
+        found.append(replace(info, model=ModelSpec(model_like(tensor, shape), joint, plain)))
     return tuple(found)
+
+
+def _refuse_different_placements(
+    verb: str, mesh: DeviceMesh, parameters: Sequence[Managed[nn.Parameter]], device: torch.device
+) -> None:
+    """Raise if the ranks of `mesh` spread a parameter over it in different ways."""
+    mine = [(each.fqn, str(spread_of(each.tensor))) for each in parameters]
+    for axis in range(mesh.ndim):
+        told = comm_of(mesh.get_group(axis), device).all_gather_objects(
+            mine, label=f"placements of parameters of {verb}()"
+        )
+        for rank, other in enumerate(told):
+            for first, second in zip(told[0], other, strict=False):
+                if first != second:
+                    raise RanksDisagreeError(
+                        f"{verb}: of the ranks over which parameters are tensor parallel, rank 0"
+                        f" has '{first[0]}' with {first[1]} and rank {rank} has '{second[0]}' with"
+                        f" {second[1]}. Spread parameters alike on every rank"
+                    )
+
+
+def _whole_shape(
+    verb: str,
+    managed: Managed[nn.Parameter],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    device: torch.device,
+) -> torch.Size:
+    """Return the shape of the tensor of which each rank of `mesh` has a part.
+
+    All of them call this.
+    """
+    shape = list(managed.tensor.shape)
+    for axis in reversed(range(mesh.ndim)):  # the innermost cut first
+        told = comm_of(mesh.get_group(axis), device).all_gather_objects(
+            tuple(shape), label=f"shapes of parts of {verb}()"
+        )
+        placement = placements[axis]
+        dim = placement.dim % len(shape) if isinstance(placement, Shard) else None
+        sizes = [0 if dim is None else each[dim] for each in told]
+        whole = sum(sizes)
+        chunk = -(-whole // len(sizes))  # as DTensor cuts
+        cuts = [max(0, min(chunk, whole - chunk * rank)) for rank in range(len(sizes))]
+        rests = [tuple(n for axis, n in enumerate(each) if axis != dim) for each in told]
+        if sizes != cuts or any(each != rests[0] for each in rests):
+            raise AnnotationError(
+                f"parameter '{managed.fqn}' was declared to be a part with placements"
+                f" {tuple(placements)}, and its ranks have parts of the shapes {told}, which"
+                " torch.chunk does not give. Let every rank have as many rows, and the last ones"
+                " the rest"
+            )
+        if dim is not None:
+            shape[dim] = whole
+    return torch.Size(shape)
+
+
+def declare_part(
+    parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> nn.Parameter:
+    """Say that a plain parameter is this rank's part of a whole, as in a Megatron-like model.
+
+    `fully_shard` over other dimensions of the same mesh then shards what each rank has, and modules
+    compute with plain tensors as before. At rest the parameter is a `DTensor` that knows the whole:
+    state dicts, `torch.distributed.checkpoint`, `full_state_dict`, `export` and `clip_grad_norm_`
+    are right without more. Where a gradient is to be summed over `mesh`, the model does that.
+
+    Args:
+        parameter: of this rank. Declared before `fully_shard`.
+        mesh: the ranks that have the parts, such as `mesh["tp"]`.
+        placements: one per dimension of `mesh`: `Shard(dim)` for a part, cut as `torch.chunk` does,
+            and `Replicate()` for a parameter that all of its ranks hold alike.
+
+    Returns:
+        `parameter`.
+
+    Raises:
+        AnnotationError: it is no plain parameter, the mesh does not hold this rank, or the
+            placements do not fit.
+
+    Example:
+        >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))  # doctest: +SKIP
+        >>> declare_part(column, tp, [Shard(0)])  # doctest: +SKIP
+    """
+    if type(parameter) is not nn.Parameter or not isinstance(mesh, DeviceMesh):
+        raise AnnotationError(
+            "declare_part takes a plain nn.Parameter and a DeviceMesh, got"
+            f" {type(parameter).__name__} and {type(mesh).__name__}"
+        )
+    dims = [each.dim for each in placements if isinstance(each, Shard)]
+    if (
+        mesh.get_coordinate() is None
+        or len(placements) != mesh.ndim
+        or any(type(each) not in (Shard, Replicate) for each in placements)
+        or any(not -parameter.ndim <= dim < parameter.ndim for dim in dims)
+    ):
+        raise AnnotationError(
+            f"declare_part: placements {tuple(placements)} do not fit a parameter of shape"
+            f" {tuple(parameter.shape)} over {describe_mesh(mesh)}. Pass Shard(dim) or Replicate()"
+            " for each dimension of a mesh that holds this rank"
+        )
+    where = tuple(
+        Shard(each.dim % parameter.ndim) if isinstance(each, Shard) else each for each in placements
+    )
+    setattr(parameter, PART, (mesh, where))
+    return parameter

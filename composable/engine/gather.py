@@ -21,7 +21,7 @@ from composable.engine.param import ManagedParam
 from composable.engine.precision import Precision
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import ComingShards, HostHome
-from composable.memory.torch_private import innermost, storage_key
+from composable.memory.torch_private import innermost, locals_of, storage_key
 
 
 class Gather:
@@ -116,7 +116,7 @@ class Gather:
             else:
                 assert param.own is not None
                 targets.append(self._room(slot).view(slot.shape))
-                own = param.own.data
+                (own,) = locals_of([param.own.data])
                 sources.append(own.permute(slot.order) if slot.order else own)
         if sent is not None:
             targets.append(sent.tensor.data)

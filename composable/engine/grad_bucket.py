@@ -52,6 +52,7 @@ from composable.memory.torch_private import (
     gradient_hooks,
     local_of,
     locals_of,
+    placed_alike,
 )
 
 _is_sparse: Final = attrgetter("is_sparse")
@@ -143,6 +144,7 @@ class GradBucket:
         self.in_place = all(map(is_, self.at_rest, self.compute))
         # What is added to a gradient that is there must not be in its memory already.
         keeps = keeps and self.in_place and precision.reduce == precision.gradient
+        keeps = keeps and not any(self.models)
         self.reducer = Reducer(
             self.at_rest, slots, precision, device, mesh_info,
             offloaded=home is not None, keeps=keeps,
@@ -283,11 +285,11 @@ class GradBucket:
             if gradient is not None:
                 if held is not None and first:
                     self._refuse_hooks_twice(index)
-                at_rest.grad = (
-                    gradient.to(self.reducer.precision.gradient)
-                    if held is None
-                    else held.add_(gradient)
-                )
+                if held is None:
+                    gradient = gradient.to(self.reducer.precision.gradient)
+                    at_rest.grad = gradient_like(gradient, at_rest)
+                else:
+                    locals_of([held])[0].add_(gradient)
             if first:
                 set_holds_unreduced(at_rest, holds=True)
 
@@ -320,7 +322,7 @@ class GradBucket:
             ):
                 continue
             if self._marks or _is_whole(held, self.models[index]):
-                fresh, local = gradients[index], held if self._marks else local_of(held)  # type: ignore[arg-type]
+                fresh, (local,) = gradients[index], locals_of([held])
                 gradients[index] = local if fresh is None else local.add_(fresh)
             else:
                 carried.append((index, local_of(held)))  # type: ignore[arg-type]
@@ -463,8 +465,11 @@ class GradBucket:
                 grad = parameter.grad  # a hook may have changed it
             if grad is None or self.reducer.keeps:
                 parameter.grad = gradient
-            elif self.in_place:
-                grad.copy_(gradient)  # it was part of the sum
+            elif self.in_place:  # it was part of the sum
+                if placed_alike([grad], [gradient]):
+                    grad.copy_(gradient)
+                else:
+                    parameter.grad = gradient
             else:
                 _add(parameter, grad, gradient)
         if self._hooks_wait and after:

@@ -244,7 +244,10 @@ class ParamGroup:
         for param in self.params:
             registered, known = param.registered, False
             assert registered is not None
-            if param.own is not None and registered is param.at_rest:
+            model = param.info.model
+            if model is not None:  # it rests as the user made it, next to shards, too
+                own = registered
+            elif param.own is not None and registered is param.at_rest:
                 own, known = param.own, True
                 local = local_of(registered) if isinstance(registered, DTensor) else own
                 # torch gives no memory to what was made on the meta device
@@ -348,14 +351,11 @@ class ParamGroup:
 
     def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         plain, model = self._plain_form(param, slot), param.info.model
-        if model is None:
+        if model is None or model.is_plain or plain is param.own:
             return plain
         # Only what is not gathered shares the counter of the shards; torch.compile refuses views.
         local = plain.detach() if self._aliased(slot) else plain.data
-        return dtensor_parameter(
-            local, model.mesh, model.placements, model.like.shape, model.like.stride(),
-            requires_grad=self._differentiable,
-        )  # fmt: skip
+        return model.compute_parameter(local, requires_grad=self._differentiable)
 
     def _plain_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         if not self.is_sharded and not self.precision.casts:

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, is_distributed
-from composable.compilation import is_compiled
 from composable.contract.hooks import hooks_attached
 from composable.contract.tree import (
     Place,
@@ -56,6 +55,7 @@ from composable.memory.torch_private import (
     as_tensors,
     innermost,
     local_of,
+    locals_of,
     outside_transforms,
     split_backward_schedule,
 )
@@ -210,7 +210,6 @@ class Preparation:
             # computed with
             return
         _refuse_cast_in_forward(unit)
-        _refuse_compiled_spread(unit)
         if _adopt(unit, self._owners):
             if not root.in_step:
                 unit.reshard()
@@ -375,19 +374,6 @@ def _asks_for_other_gradients(at_rest: nn.Parameter, group: ParamGroup) -> bool:
     )
 
 
-def _refuse_compiled_spread(unit: Unit) -> None:
-    """torch.compile cannot trace DTensors whose memory comes and goes; it fails inside of torch."""
-    spread = [param.fqn for param in unit.params if param.info.model is not None]
-    below = (each for module in unit.modules for each in module.modules()) if spread else ()
-    compiled = next((each for each in below if is_compiled(each)), None)
-    if compiled is not None:
-        raise PhaseError(
-            f"parameter '{spread[0]}' of unit '{unit.name}' is tensor parallel, and"
-            f" {type(compiled).__name__} is compiled; torch.compile cannot trace the two together."
-            " Leave compile() out for units with tensor-parallel parameters"
-        )
-
-
 def _refuse_cleared_hooks(unit: Unit) -> None:
     for module in unit.modules:
         if not hooks_attached(module):
@@ -450,7 +436,8 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
             if _asks_for_other_gradients(at_rest, group):
                 param.grad_dtype, changed = chosen_grad_dtype(at_rest), True
             if own is not None:
-                changed = changed or not local.data_ptr() == own.data_ptr() == address
+                (own_local,) = locals_of([own])
+                changed = changed or not local.data_ptr() == own_local.data_ptr() == address
                 changed = (
                     changed
                     or local.device != group.device
@@ -540,7 +527,8 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__};"
             " only an nn.Parameter can be sharded"
         )
-    if param.info.model is not None and not isinstance(other, DTensor):
+    model = param.info.model
+    if model is not None and not model.is_plain and not isinstance(other, DTensor):
         raise ForeignParameterError(
             f"parameter '{name}' of unit '{unit.name}' is tensor parallel, and was replaced by a"
             " plain one; nothing would tell which part of it each rank has. Load it with"

@@ -17,7 +17,6 @@ from composable.engine.param import (
     ManagedParam,
     copy_attributes,
     drop_label,
-    dtensor_parameter,
     keep_gradients_in,
     set_label,
     unsharded_of,
@@ -25,7 +24,7 @@ from composable.engine.param import (
 )
 from composable.engine.param_hooks import move_hooks
 from composable.engine.tensor_parallel import ModelSpec
-from composable.memory.torch_private import can_take_data, local_of
+from composable.memory.torch_private import can_take_data, local_of, locals_of
 
 # A value and its gradient.
 Whole = tuple[Tensor, Tensor | None]
@@ -99,15 +98,13 @@ def _restore_spread(
     """Register the tensor-parallel parameter again, around this rank's local tensors."""
     spread, like = param.original(), model.like
     if spread is None or spread.dtype != value.dtype or spread.device != value.device:
-        spread = dtensor_parameter(
-            value, model.mesh, model.placements, like.shape, like.stride(),
-            requires_grad=param.at_rest.requires_grad,
-        )  # fmt: skip
+        spread = model.compute_parameter(value, requires_grad=param.at_rest.requires_grad)
     else:
-        local_of(spread).copy_(value)  # type: ignore[arg-type]
+        locals_of([spread.detach()])[0].copy_(value)
     if gradient is not None:
-        local = gradient.to(param.grad_dtype or value.dtype)
-        gradient = wrap(local, model.mesh, model.placements, like.shape, like.stride())
+        gradient = gradient.to(param.grad_dtype or value.dtype)
+        if not model.is_plain:
+            gradient = wrap(gradient, model.mesh, model.placements, like.shape, like.stride())
     _restore(param, spread, gradient)
 
 

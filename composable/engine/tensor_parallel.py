@@ -1,4 +1,5 @@
-"""Parameters that are tensor parallel: `DTensor`s of the user's, on other dimensions of the mesh.
+"""Parameters that are tensor parallel: `DTensor`s of the user's, on other dimensions of the mesh,
+or plain tensors of which `declare_part` says that they are one rank's part of a whole.
 
 The engine shards, gathers and reduces the local tensor of such a parameter, as it does a plain
 parameter: it is of one shape along the data-parallel dimensions. This file says what is around it:
@@ -11,23 +12,30 @@ parameter: it is of one shape along the data-parallel dimensions. This file says
 | gradient accumulated under `no_sync` | (tp, dp) | the user's, then `Partial` |
 
 A DTensor applies its placements from left to right, so shards of local tensors are exact with tp
-first: plain `Shard`, also where both cut one dimension.
+first: plain `Shard`, also where both cut one dimension. Declared parts are plain tensors while
+modules compute, and so are their gradients; all else is as for a `DTensor`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, comm_of
-from composable.memory.torch_private import local_of, waited_for
+from composable.memory.torch_private import (
+    local_of,
+    locals_of,
+    parameter_around,
+    set_local,
+    waited_for,
+)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,10 +46,12 @@ class ModelSpec:
         like: a DTensor on the meta device with its mesh, placements, shape and stride.
         joint: the mesh that it rests on: the dimensions of its own one, and then those of the
             unit's.
+        is_plain: modules compute with plain tensors (`declare_part`).
     """
 
     like: DTensor
     joint: DeviceMesh
+    is_plain: bool = False
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -63,20 +73,50 @@ class ModelSpec:
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor` is spread as the user did, and not at rest."""
+        if self.is_plain:
+            return not isinstance(tensor, DTensor)
         return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
+
+    def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The parameter that modules compute with, around `local`, whose memory may come later."""
+        if self.is_plain:
+            return nn.Parameter(local, requires_grad=requires_grad)
+        # A DTensor takes over the storage offset of what it is made around. torch.compile expects
+        # that of the local tensor; at-rest parameters have none, so that they can be copied.
+        like = self.like
+        made = DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False,
+            shape=like.shape, stride=like.stride(),
+        )  # fmt: skip
+        parameter = parameter_around(made, requires_grad=requires_grad)
+        set_local(parameter, local)  # type: ignore[arg-type]
+        return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSpec:
         return self  # it holds process groups, and nothing of it changes
 
 
-def model_like(parameter: DTensor) -> DTensor:
-    """A DTensor on the meta device that is spread as `parameter` is."""
-    local = local_of(parameter)
+PART: Final = "_composable_part"  # the attribute that `declare_part` sets
+
+
+def spread_of(parameter: Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+    """How the user spread `parameter`; None for a plain one."""
+    if isinstance(parameter, DTensor):
+        return parameter.device_mesh, tuple(parameter.placements)
+    return getattr(parameter, PART, None)
+
+
+def model_like(parameter: Tensor, shape: torch.Size) -> DTensor:
+    """A DTensor on the meta device that is spread as `parameter`, and whole has `shape`."""
+    spread = spread_of(parameter)
+    assert spread is not None
+    mesh, placements = spread
+    (local,) = locals_of([parameter])
     bare = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-    return DTensor.from_local(
-        bare, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    stride = parameter.stride()
+    if not isinstance(parameter, DTensor):
+        stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local_gradients(

@@ -439,7 +439,7 @@ class Unit:
         """(Re)build groups and buckets around the parameters that are registered now."""
         spec = self.spec
         self._undo_build()
-        alike: dict[tuple[Precision, torch.device, bool, int], list[ManagedParam]] = {}
+        alike: dict[tuple[Precision, torch.device, bool, bool, int], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
             if tensor is None:
@@ -455,10 +455,11 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            key = (precision, device, sparse, id(param.info.mesh_info))
+            spread = not self.is_sharded and param.info.model is not None
+            key = (precision, device, sparse, spread, id(param.info.mesh_info))
             alike.setdefault(key, []).append(param)
         self.groups = []
-        for (precision, device, sparse, _), members in alike.items():
+        for (precision, device, sparse, spread, _), members in alike.items():
             extended, plain = travelling_together(members) if self.is_sharded else ([], members)
             mesh_info = self.mesh_info_of(members[0])
             if extended:
@@ -473,7 +474,7 @@ class Unit:
                     ParamGroup(
                         plain, precision, device, mesh_info,
                         kind=self.kind,
-                        rest_mesh=None if sparse else self.rest_mesh,
+                        rest_mesh=None if sparse or spread else self.rest_mesh,
                         offload=spec.offload,
                     )
                 )  # fmt: skip

@@ -205,6 +205,7 @@ class _Gradients:
         self.dtype = torch.float64 if any(p.dtype in _DOUBLE for p in parameters) else torch.float32
         self._parts: dict[tuple[Any, ...], _Part] = {}
         self._meshes: dict[int, tuple[DeviceMesh, object]] = {}  # of units, and their trees
+        self._across: Groups = ()  # over which parameters of units are tensor parallel
         world = dist.get_world_size() if is_distributed() else 1
         last: tuple[Any, ...] = ()
         for parameter in parameters:
@@ -218,6 +219,7 @@ class _Gradients:
             mesh, tree, group = None, None, None
             if label is not None and world > 1:
                 (mesh, tree), group = unit_mesh_of(parameter), model_group_of(parameter)
+            unit_mesh = mesh
             if mesh is not None:
                 self._meshes[id(mesh)] = mesh, tree
                 if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > mesh.ndim:
@@ -228,6 +230,9 @@ class _Gradients:
             if last != (placed, mesh, group, tree):
                 last = placed, mesh, group, tree
                 groups, copies = _groups_and_copies(parameter, mesh)
+                if unit_mesh is not None:
+                    own = [unit_mesh.get_group(dim) for dim in range(unit_mesh.ndim)]
+                    self._across += tuple(group for group in groups if group not in own)
                 part = self._parts.setdefault(
                     (groups, mesh, group, id(tree)), _Part(groups, mesh, group, copies, tree)
                 )
@@ -252,19 +257,20 @@ class _Gradients:
 
         Those others hold other experts. None if there is no such group. Besides the group of an
         annotation around the units, parameters in the same list tell of such groups. The groups of
-        a tensor parallel mesh are not among them: no group of `mesh["tp"]` contains one of
-        `mesh["dp"]`. Nor is a group of the same tree, where the annotation around decides: experts
-        may be on more ranks than the parameters around them.
+        a tensor parallel mesh are not among them, of which each has one rank of `mesh["dp"]`, all
+        of them if there is one. Nor is a group of the same tree, where the annotation around
+        decides: experts may be on more ranks than the parameters around them.
         """
         if part.mesh is None:
             return None
         ranks = set(part.mesh.mesh.flatten().tolist())
         known = [
             *(
-                g
+                group
                 for each in self._parts.values()
                 if each.tree is not part.tree
-                for g in each.groups
+                for group in each.groups
+                if group not in self._across
             ),
             *(
                 mesh.get_group()

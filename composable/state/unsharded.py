@@ -162,7 +162,8 @@ def _show(
     if offload_to_cpu:
         value = value.cpu()
         whole_gradient = None if whole_gradient is None else whole_gradient.cpu()
-    if model is not None:  # modules of a tensor-parallel model compute with DTensors
+    # modules of a tensor-parallel model compute with DTensors
+    if model is not None and not model.is_plain:
         value = wrap_like(value, model)
         whole_gradient = None if whole_gradient is None else wrap_like(whole_gradient, model)
     whole = whole_parameter(value, at_rest)
@@ -213,11 +214,13 @@ def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
 
 def _check_edit(each: _Shown) -> None:
     managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
-    if (whole.shape, whole.dtype) != (at_rest.shape, at_rest.dtype):
+    model = managed.param.info.model
+    shape = model.local.shape if model is not None and model.is_plain else at_rest.shape
+    if (whole.shape, whole.dtype) != (shape, at_rest.dtype):
         raise ForeignParameterError(
             f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape"
             f" {tuple(whole.shape)} and is {whole.dtype} after the scope; before it was"
-            f" {tuple(at_rest.shape)} and {at_rest.dtype}. To change a shape, register a new"
+            f" {tuple(shape)} and {at_rest.dtype}. To change a shape, register a new"
             " parameter in its place; cast a model outside of the scope"
         )
     if whole is not at_rest and (gradient_hooks(whole) or hooks_after_accumulation(whole)):

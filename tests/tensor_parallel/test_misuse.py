@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from composable import CPUOffloadPolicy, fully_shard, replicate
+from composable import CPUOffloadPolicy, fully_shard
 from composable.api.checks import refuse_spread_offload
 from composable.contract.tree import managed_parameters
 from composable.errors import AnnotationError, ForeignParameterError, MeshError, RanksDisagreeError
@@ -111,15 +111,6 @@ def test_a_failure_on_one_rank_is_raised_on_all() -> None:
     error: type[Exception] = AnnotationError if dist.get_rank() == 0 else RanksDisagreeError
     _refused(model, error, match, mesh=mesh["dp"], prefetch=prefetch)
     fully_shard(model, mesh=mesh["dp"])
-
-
-@spmd(ranks=4)
-def test_replicate_refuses_and_a_plain_model_is_replicated() -> None:
-    mesh = mesh_of(2, 2)
-    model = made(MLP)
-    parallelize_mlp(model, mesh["tp"])
-    _refused(model, AnnotationError, "takes plain parameters only", replicate, mesh=mesh["dp"])
-    replicate(made(MLP), mesh=mesh["dp"])
 
 
 @spmd(ranks=4)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from composable import checkpoint, clip_grad_norm_, fully_shard
 from tests.helpers.world import spmd
@@ -86,7 +86,10 @@ def test_the_other_dimension_may_be_sharded() -> None:
 def test_one_of_the_dimensions_may_have_one_rank(shape: tuple[int, int]) -> None:
     mesh = mesh_of(*shape)
     annotate = partial(_annotate, tp=mesh["tp"], mesh=mesh["dp"])
-    assert_trains_as_one_process(GPT, annotate, mesh["dp"], optimizer="AdamW")
+    for clip in (None, clip_grad_norm_):
+        assert_trains_as_one_process(
+            GPT, annotate, mesh["dp"], optimizer="AdamW", clip=clip, steps=2
+        )
 
 
 @spmd(ranks=4)
@@ -110,11 +113,37 @@ def test_hybrid_trains_as_one_process() -> None:
     mesh = mesh_of(2, 2, 2, names=("replicate", "shard", "tp"))
     dp = mesh["replicate", "shard"]
     annotate = partial(_annotate, tp=mesh["tp"], mesh=dp)
-    model = assert_trains_as_one_process(GPT, annotate, dp, optimizer="AdamW")
+    model = assert_trains_as_one_process(GPT, annotate, dp, optimizer="AdamW", steps=2)
     weight = model.blocks[0].mlp.up.weight  # type: ignore[union-attr,index]
     assert isinstance(weight, DTensor)
     assert weight.placements == (Shard(0), Replicate(), Shard(0))
     assert weight.device_mesh.mesh_dim_names == ("tp", "replicate", "shard")
+
+
+@spmd(ranks=4)
+def test_the_model_may_be_spread_over_two_dimensions() -> None:
+    mesh = mesh_of(1, 2, 2, names=("dp", "ep", "tp"))
+    over = mesh["ep", "tp"]
+
+    class Linear(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not isinstance(self.weight, DTensor):
+                return super().forward(x)
+            spread = DTensor.from_local(x, self.weight.device_mesh, [Replicate()] * 2)
+            return super().forward(spread).full_tensor()
+
+    def annotate(model: nn.Module) -> None:
+        for name, placements in (("weight", [Shard(0), Shard(1)]), ("bias", [Replicate()] * 2)):
+            whole = getattr(model[0], name).detach()  # type: ignore[index]
+            setattr(model[0], name, nn.Parameter(distribute_tensor(whole, over, placements)))  # type: ignore[index]
+        fully_shard(model, mesh=mesh["dp"])
+        weight = model[0].weight  # type: ignore[index]
+        assert weight.device_mesh.mesh_dim_names == ("ep", "tp", "dp")
+
+    def kind() -> nn.Module:
+        return nn.Sequential(Linear(6, 5))
+
+    assert_trains_as_one_process(kind, annotate, mesh["dp"], clip=clip_grad_norm_)
 
 
 @spmd(ranks=4)
@@ -141,7 +170,7 @@ def test_clipping_counts_each_element_once(norm: float) -> None:
     for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
         if norm != 2.0 and clip is not clip_grad_norm_:
             continue  # torch's cannot take the largest of two dimensions
-        assert_trains_as_one_process(GPT, annotate, mesh["dp"], clip=clip, norm=norm)
+        assert_trains_as_one_process(GPT, annotate, mesh["dp"], clip=clip, norm=norm, steps=2)
 
 
 @spmd(ranks=4)
@@ -190,7 +219,7 @@ def test_it_trains_as_fsdp2_does_in_bf16_too() -> None:
             fsdp2(block, mesh=mesh["dp"], **options)
         fsdp2(other, mesh=mesh["dp"], **options)
         _annotate(model, mesh["tp"], mesh=mesh["dp"], **options)
-        inputs = batches(model, rank, 2)
+        inputs = batches(model, rank, 2, 2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # FSDP2 warns of an output that is a view
             expected = train(other, inputs)

@@ -1,0 +1,115 @@
+"""`replicate` over tensor-parallel parameters, which rest as the user made them."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable import (
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    full_state_dict,
+    fully_shard,
+    no_sync,
+    remove,
+    replicate,
+    unsharded,
+)
+from tests.helpers.world import spmd
+from tests.tensor_parallel.models import (
+    GPT,
+    MLP,
+    assert_trains_as_one_process,
+    batches,
+    full,
+    loss_of,
+    made,
+    mesh_of,
+    parallelize_gpt,
+    parallelize_mlp,
+    train,
+)
+
+
+def _annotate(model: nn.Module, mesh: Any, **options: Any) -> None:
+    parallelize_gpt(model, mesh["tp"]) if isinstance(model, GPT) else parallelize_mlp(
+        model, mesh["tp"]
+    )
+    before = dict(model.named_parameters())
+    replicate(model, mesh=mesh["dp"], **options)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_cap_mb": 1e-5}, {"gradient_as_bucket_view": True}]
+)
+@spmd(ranks=4)
+def test_it_trains_as_one_process(options: dict[str, Any]) -> None:
+    mesh = mesh_of(2, 2)
+    kind = MLP if "gradient_as_bucket_view" in options else partial(GPT, tied=bool(options))
+    for clip in (None, clip_grad_norm_) if not options else (None,):
+        assert_trains_as_one_process(
+            kind, partial(_annotate, mesh=mesh, **options), mesh["dp"], optimizer="AdamW", clip=clip
+        )
+
+
+@spmd(ranks=4)
+def test_gradients_are_accumulated_and_shown_reduced() -> None:
+    mesh = mesh_of(2, 2)
+    model, alone = made(GPT), made(GPT)
+    _annotate(model, mesh)
+    inputs, whole = batches(model, mesh["dp"].get_local_rank(), 2), batches(alone, -1, 2)
+    for batch in whole:
+        loss_of(alone, batch).backward()
+    loss_of(model, inputs[0]).backward()
+    with no_sync(model):
+        loss_of(model, inputs[1]).backward()
+    loss_of(model, inputs[2]).backward()
+    for (name, parameter), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert parameter.grad.placements == parameter.placements, name  # type: ignore[union-attr, attr-defined]
+        torch.testing.assert_close(full(parameter.grad), plain.grad)  # type: ignore[arg-type]
+    with unsharded(model):
+        pass
+    for found in (full_state_dict(model, rank0_only=False), model.state_dict()):
+        torch.testing.assert_close({n: full(t) for n, t in found.items()}, dict(alone.state_dict()))
+    remove(model, replicate)
+    assert model.norm.weight.grad is not None
+
+
+@spmd(ranks=4)
+def test_they_may_stand_beside_shards() -> None:
+    mesh = mesh_of(2, 2)
+
+    def annotate(model: nn.Module) -> None:
+        for block in model:  # type: ignore[attr-defined]
+            parallelize_mlp(block, mesh["tp"])
+        replicate(model[0], mesh=mesh["dp"])  # type: ignore[index]
+        fully_shard(model, mesh=mesh["dp"])
+
+    for clip in (None, clip_grad_norm_):
+        assert_trains_as_one_process(
+            lambda: nn.Sequential(MLP(), MLP()), annotate, mesh["dp"], clip=clip
+        )
+
+
+@spmd(ranks=4)
+def test_it_computes_in_bf16_as_shards_do() -> None:
+    mesh = mesh_of(2, 2)
+    model = made(GPT).float()
+    other = copy.deepcopy(model)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    parallelize_gpt(other, mesh["tp"])  # type: ignore[arg-type]
+    fully_shard(other, mesh=mesh["dp"], mp_policy=policy)
+    _annotate(model, mesh, mp_policy=policy)
+    inputs = batches(model, mesh["dp"].get_local_rank(), 2)
+    for each in (model, other):
+        with no_sync(each):
+            loss_of(each, inputs[0]).backward()
+    torch.testing.assert_close(train(model, inputs), train(other, inputs))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(full(one), full(two))
