@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("tests.helpers.compare")
 
 ACCELERATOR: Final = Path(__file__).parent / "accelerator"  # whose tests run on nothing else
 
-FEW: Final = 2  # cases of one test that `--sample` runs at least
+FEW: Final = 1  # cases of one test that `--sample` runs at least
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
