@@ -174,6 +174,10 @@ class MixedPrecisionPolicy:
     def keeps_dtype_of(self, parameter: nn.Parameter, fqn: str) -> bool:
         """Whether `param_dtype_override_fn` says that a parameter computes in its own dtype.
 
+        Args:
+            parameter: that the function is asked about.
+            fqn: by which an error calls it.
+
         Raises:
             AnnotationError: it returned a third dtype.
         """

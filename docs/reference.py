@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import composable
-from composable import errors, fsdp2
+from composable import errors, forecast, fsdp2
 
 CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Verbs": (
@@ -92,6 +92,10 @@ def reference() -> str:
     lines += ["## traversal", "", *_paragraphs(composable.traversal), ""]
     for name in composable.traversal.__all__:
         lines += _entry(f"traversal.{name}", getattr(composable.traversal, name))
+    lines += ["## forecast", "", *_paragraphs(forecast), ""]
+    for name in forecast.__all__:
+        if name != "DEVICES":
+            lines += _entry(f"forecast.{name}", getattr(forecast, name))
     lines += ["## fsdp2", "", *_paragraphs(fsdp2), ""]
     for name in FSDP2:
         lines += _entry(f"fsdp2.{name}", getattr(fsdp2, name))

@@ -23,7 +23,13 @@ from composable.state.whole import require_at_rest
 
 
 class HostOffload:
-    """What `offload_to_host` returns: a model that rests on the host. A context manager, too."""
+    """What `offload_to_host` returns: a model that rests on the host. A context manager, too.
+
+    Args:
+        model: whose buffers rest there.
+        units: whose shards do.
+        optimizers: whose state does.
+    """
 
     def __init__(
         self, model: nn.Module, units: list[Unit], optimizers: tuple[Optimizer, ...]
