@@ -185,7 +185,8 @@ def install() -> None:
     # told to the other ranks; a tensor of the mesh has no numbers here
     spread.rows = property(lambda self: torch.empty(0))
     comm_of_all, spread.comm_of_all = spread.comm_of_all, lambda *args: _unfaked(comm_of_all, *args)
-    units.refuse_unfit = lambda *_: None  # parameters are of another class
+    # parameters are of another class
+    units.refuse_unfit = units.refuse_unfit_extension = lambda *_: None
     info_of, units.mesh_info_of_shards = (
         units.mesh_info_of_shards,
         lambda *args, **options: _unfaked(info_of, *args, **options),

@@ -32,7 +32,7 @@ from composable.errors import CommunicationError, PhaseError
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
 
 
-class Iteration(Protocol):
+class Backward(Protocol):
     """The root's, as far as this file looks."""
 
     builds_graph: bool
@@ -114,7 +114,7 @@ class Buckets:
         is_open: a backward is under way.
     """
 
-    def __init__(self, units: Sequence[Unit], iteration: Callable[[], Iteration | None]) -> None:
+    def __init__(self, units: Sequence[Unit], iteration: Callable[[], Backward | None]) -> None:
         self._units = list(units)
         self._iteration = iteration
         self.is_open = self._by_arrival = False

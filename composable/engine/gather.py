@@ -4,8 +4,8 @@ What is made once: the memory, pairs of tensors for the communicator, casts, and
 parameters to their places. A launch allocates, casts and sends; `land` puts what came where modules
 compute with it.
 
-A message in another form (fewer bits, with scales) or in memory that a communicator supplies would
-be another class with these methods.
+`ExtendedGather` (extension.py) sends a message in another form, fewer bits with scales for example.
+Memory that a communicator supplies would be another class with these methods.
 """
 
 from __future__ import annotations

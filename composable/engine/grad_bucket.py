@@ -482,6 +482,8 @@ class GradBucket:
 
     def _hold_on(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
         """Accumulate gradients that are reduced over the shard dimension only."""
+        if self.home is not None and any(self.at_rest[index].grad is not None for index in indices):
+            wait_for_traffic()  # the host adds to them
         for index, local in zip(indices, fresh, strict=True):
             at_rest = self.at_rest[index]
             before = at_rest.grad

@@ -186,6 +186,7 @@ def _held_after_reduced(model: nn.Module, step: int) -> None:
 def _held_as_shards(model: nn.Module, step: int) -> None:
     with no_sync(model, level="replicate"):
         one_batch(model, 2 * step)
+        one_batch(model, 2 * step + 2)
     one_batch(model, 2 * step + 1)
 
 

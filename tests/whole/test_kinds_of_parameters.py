@@ -139,5 +139,6 @@ def test_a_parameter_of_a_class_of_its_own_is_refused_by_name() -> None:
     assert (
         refused(model, lambda: fully_shard(model, policy={nn.Linear}, sync_module_states="off"))
         == "AnnotationError: parameter '1.weight' is of class Own; only a plain nn.Parameter can be"
-        " cut, and what its class adds would be lost. Leave it out with ignored_params"
+        " cut, and what its class adds would be lost. Leave it out with ignored_params, or give the"
+        " class fsdp_pre_all_gather() and fsdp_post_all_gather()"
     )
