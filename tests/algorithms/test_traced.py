@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.fx_passes.bucketing import bucket_all_reduce
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from composable import (
     MixedPrecisionPolicy,
@@ -361,6 +366,12 @@ def _hybrid(model: nn.Module) -> None:
     fully_shard(model, mesh=mesh, policy={nn.Linear})
 
 
+def _spread(model: nn.Module) -> None:
+    mesh = init_device_mesh(current_device().type, (2, 1), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    replicate(model, mesh=mesh["dp"])
+
+
 def _counted(model: nn.Module) -> None:
     replicate(model)
     local_steps(
@@ -380,6 +391,7 @@ REFUSED: Final[dict[str, tuple[Callable[[nn.Module], object], str]]] = {
         "mixed precision policy",
     ),
     "steps in backward that are counted": (_counted, "local_steps counts the backwards"),
+    "tensor parallel": (_spread, "has tensor-parallel parameters"),
     "sparse gradients": (_looked_up, "has sparse gradients"),
     "mixed precision": (
         lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float32)),
