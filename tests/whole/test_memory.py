@@ -28,10 +28,19 @@ SLACK_BYTES: Final = 4 << 20
 
 
 def _live() -> tuple[int, int]:
-    """How many tensors, and how many objects that could hold some, are alive."""
-    gc.collect()
-    objects = gc.get_objects()
-    return sum(issubclass(type(item), torch.Tensor) for item in objects), len(objects)
+    """How many tensors, and how many objects that could hold some, are alive.
+
+    The least of some counts: a thread of the backend lets go of the last message a moment after
+    its result was seen, and what leaks is in every count.
+    """
+    counts = []
+    for _ in range(8):
+        dist.barrier()  # those threads get a turn
+        gc.collect()
+        objects = gc.get_objects()
+        counts.append((sum(issubclass(type(item), torch.Tensor) for item in objects), len(objects)))
+        del objects
+    return min(counts)
 
 
 def _resident_bytes() -> int:
@@ -95,7 +104,7 @@ def test_nothing_grows_over_two_hundred_steps(scheme: str) -> None:
             hooks,
         ),
     ) = seen
-    assert tensors <= tensors_before + 8  # of the worker itself; a leak has one for each step
+    assert tensors <= tensors_before
     assert objects <= objects_before + 50  # caches of the interpreter; a leak would be one per step
     assert resident <= resident_before + SLACK_BYTES
     assert hooks == hooks_before
