@@ -316,12 +316,8 @@ class Buckets:
         """The step is lost: forget local gradients that were not reduced."""
         failed: list[CommunicationError] = []
         for each in self._buckets:
-            if self.is_open and not each.launched and each.bucket.in_place:
-                each.bucket.accumulated.backwards = (
-                    1  # autograd may have left local gradients there
-                )
             try:
-                each.bucket.drop()
+                each.bucket.drop(begun=self.is_open and not each.launched)
             except CommunicationError as error:
                 failed.append(error)
             each.close()

@@ -511,16 +511,21 @@ class GradBucket:
 
     # --- giving up -------------------------------------------------------------------------------
 
-    def drop(self) -> None:
+    def drop(self, *, begun: bool = False) -> None:
         """A step is lost: wait for what is in flight, and forget unreduced and accumulated
         gradients.
+
+        Args:
+            begun: backward has come here and nothing is reduced since, so that gradients in place
+                are this rank's own.
         """
         reduction, self.reduction = self.reduction, None
         try:
             if reduction is not None:
                 reduction.wait()
         finally:
-            lost = self.accumulated.backwards or reduction is not None
+            local = begun and self.in_place
+            lost = local or self.accumulated.backwards or reduction is not None
             self._undecided, self._earlier, self._unhooked = [], [], {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None

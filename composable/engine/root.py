@@ -1087,8 +1087,9 @@ class Root:
         for unit in dict.fromkeys([*launched, *self.units]):
             unit.kept_by.pop(BY_HAND, None)
             unit.drop_step()
+            begun = iteration is not None and unit in iteration.to_reduce
             gradients = [
-                *(bucket.drop for bucket in unit.buckets),
+                *(partial(bucket.drop, begun=begun) for bucket in unit.buckets),
                 *(sparse.drop for sparse in unit.sparse),
             ]
             for drop in (*gradients, unit.swap_out, unit.reshard):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable import (
     MixedPrecisionPolicy,
@@ -95,6 +95,52 @@ def test_they_may_stand_beside_shards() -> None:
         assert_trains_as_one_process(
             lambda: nn.Sequential(MLP(), MLP()), annotate, mesh["dp"], clip=clip
         )
+
+
+class _Stops(torch.autograd.Function):
+    """Raises in the first backward, when the layers behind it have their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: list[int]) -> Tensor:
+        ctx.steps = steps
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.steps.append(1)
+        if len(ctx.steps) == 1:
+            raise ZeroDivisionError
+        return gradient, None
+
+
+class _Stopping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.steps = nn.Linear(6, 6), MLP(), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(_Stops.apply(self.first(x), self.steps))
+        return y
+
+
+@pytest.mark.parametrize("beside_shards", [False, True])
+@spmd(ranks=2)
+def test_a_lost_step_leaves_no_gradients_of_this_rank_alone(beside_shards: bool) -> None:
+    torch.manual_seed(0)
+    model, mesh = _Stopping(), mesh_of(2, 1)
+    alone = copy.deepcopy(model)
+    alone.steps.append(1)
+    parallelize_mlp(model.inner, mesh["tp"])
+    replicate(model.inner, mesh=mesh["dp"])
+    (fully_shard if beside_shards else replicate)(model, mesh=mesh["dp"])
+    x = torch.randn(2, 3, 6)
+    mine = x[mesh["dp"].get_local_rank()]
+    with pytest.raises(ZeroDivisionError):
+        model(mine).square().mean().backward()
+    model(mine).square().mean().backward()  # nobody has cleared gradients
+    alone(x).square().mean().backward()
+    for (name, parameter), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter.grad), plain.grad, msg=name)  # type: ignore[arg-type]
 
 
 @spmd(ranks=4)
