@@ -1088,7 +1088,7 @@ class Root:
             unit.kept_by.pop(BY_HAND, None)
             unit.drop_step()
             begun = iteration is not None and unit in iteration.to_reduce
-            gradients = [
+            gradients: list[Callable[[], None]] = [
                 *(partial(bucket.drop, begun=begun) for bucket in unit.buckets),
                 *(sparse.drop for sparse in unit.sparse),
             ]

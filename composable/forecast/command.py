@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from composable.api.checkpoint import checkpoint
 from composable.api.fully_shard import fully_shard
 from composable.errors import ComposableError
-from composable.forecast.devices import DEVICES
+from composable.forecast.devices import DEVICES, device_of
 from composable.forecast.forecast import forecast
 from composable.forecast.plans import Plan, compare, repeated, suggest
 
@@ -28,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hf", type=Path, help="config.json of a transformers model, instead")
     parser.add_argument("--ranks", type=int, required=True, help="of the world")
     parser.add_argument("--policy", help="class name of the units (default: what repeats most)")
-    parser.add_argument("--checkpoint", action="store_true", help="recompute every unit")
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
     parser.add_argument("--tokens", type=int, default=2048, help="per sequence")
     parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)}")
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the parameters")
     parser.add_argument("--plot", type=Path, help="a picture, e.g. forecast.png")
     which = parser.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", action="store_true", help="recompute every unit")
     which.add_argument("--compare", action="store_true", help="the usual plans, side by side")
     which.add_argument("--suggest", action="store_true", help="search for the fastest that fits")
 
@@ -71,8 +72,11 @@ def run(options: Any) -> int:
     def say(plan: str) -> None:
         print(f"  trying: {plan}", file=sys.stderr, flush=True)
 
-    shared: dict[str, Any] = {"ranks": options.ranks, "device": options.device, "loss": loss}
     try:
+        device = device_of(options.device)
+        if options.memory is not None:
+            device = replace(device, capacity=options.memory)
+        shared: dict[str, Any] = {"ranks": options.ranks, "device": device, "loss": loss}
         with torch.device("meta"):
             block = _block_of(make(), options.policy)
         found: Any

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_leaves
 
-import composable.comm.base as comm_base
+import composable.api.tensor_parallel as tensor_parallel
 import composable.engine.root as engine_root
 import composable.memory.elastic as elastic
 from composable.comm import Comm, comms_wrapped_by
@@ -34,7 +34,6 @@ from composable.engine.unit import units_below
 from composable.errors import ForecastError
 from composable.forecast.devices import Device, device_of
 from composable.forecast.machine import (
-    BACKEND,
     COMPUTE,
     Kind,
     Machine,
@@ -165,13 +164,11 @@ def _pretended(machine: Machine) -> Iterator[None]:
             comms[comm.group] = VirtualComm(comm.group, machine, traits_of(device, comm.size))
         return comms[comm.group]
 
-    # as NCCL, whose means cost nothing, and whose storages are resized
-    averaging = (BACKEND,) if device.accelerator else ()
     foreach = (lambda: ["cpu"]) if device.accelerator else (lambda: ["cuda"])
     with (
         comms_wrapped_by(virtual),
-        mock.patch.object(comm_base, "_AVERAGING", averaging),
-        mock.patch.object(elastic, "CAN_SWAP", False),
+        mock.patch.object(elastic, "CAN_SWAP", False),  # storages are resized, as accelerators'
+        mock.patch.object(tensor_parallel, "joint_mesh", _refuse_spread),
         mock.patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", foreach),
         mock.patch.object(Reduction, "land", _land),
         mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
@@ -179,6 +176,14 @@ def _pretended(machine: Machine) -> Iterator[None]:
         mock.patch.object(engine_root, "release_idle_memory", machine.release_idle),
     ):
         yield
+
+
+def _refuse_spread(*_: object) -> NoReturn:
+    raise ForecastError(
+        "forecast: the model has tensor-parallel parameters, whose ranks tell each other where they"
+        " are; a pretended world has one rank that tells. Forecast the model with what one rank of"
+        " them has: layers of their share, and the data-parallel ranks alone"
+    )
 
 
 def _land(reduction: Reduction) -> list[float]:

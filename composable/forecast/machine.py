@@ -23,13 +23,13 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork, HashStore
 
 from composable.comm.accelerator import ON_ACCELERATOR
 from composable.comm.base import GroupComm, Traits, Work
 from composable.comm.choose import PAIRS_UP_TO
 from composable.comm.host import GenericComm, PointToPointComm
 from composable.forecast.devices import Device
+from composable.memory.torch_private import DoneWork, name_of_group
 
 COMPUTE: Final = "compute"
 BACKEND: Final = "virtual"
@@ -388,7 +388,7 @@ class VirtualGroup(dist.ProcessGroup):
         self._num = size
 
     def _nothing(self, *_: Any) -> dist.Work:
-        return FakeWork()
+        return DoneWork()
 
     broadcast = barrier = _nothing  # type: ignore[assignment]
 
@@ -401,17 +401,17 @@ class VirtualGroup(dist.ProcessGroup):
             kind.replace("_", "-"),
             id(self),
         )
-        return FakeWork()
+        return DoneWork()
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> dist.Work:  # type: ignore[override]
         if tensors[0].dtype is torch.int64:
-            return FakeWork()
+            return DoneWork()
         return self._take("all_reduce", tensors)
 
     def _gather(self, output: Tensor, part: Tensor, *_: Any) -> dist.Work:
         if output.dtype is torch.int64:
             output.view(self._num, -1).copy_(part.clone().view(1, -1))
-            return FakeWork()
+            return DoneWork()
         return self._take("all_gather", [output])
 
     def _gathers(self, outputs: list[Tensor], parts: list[Tensor], *_: Any) -> dist.Work:
@@ -428,7 +428,7 @@ class VirtualGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> Any:
-        return str(dist.distributed_c10d._world.pg_names[self])
+        return name_of_group(self)
 
 
 for _names, _method in (  # the second names from torch 2.13 on
@@ -454,7 +454,8 @@ def form_group(machine: Machine, size: int) -> None:
         dist.Backend.register_backend(
             BACKEND, lambda _, rank, size, __: VirtualGroup(rank, size), devices=["cpu"]
         )
-    dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=size)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(BACKEND, store=store, rank=0, world_size=size)
 
 
 def traits_of(device: Device, size: int) -> Traits:

@@ -265,7 +265,8 @@ def suggest(
             )  # fmt: skip
         return tried[plan].peak <= limit
 
-    for base in _bases(ranks, kind, half, found, replicates=3 * whole <= limit):
+    # with less than parameters and gradients no replicated step fits
+    for base in _bases(ranks, kind, half, found, replicates=2 * whole <= limit):
         if fits(base):
             continue
         every = _recomputing(base, count)

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from composable.errors import ForecastError
 from composable.forecast.machine import Kind, Machine
 from composable.memory.elastic import is_elastic
+from composable.memory.torch_private import accumulates
 
 _SMALL: Final = 1000  # elements of numbers that are computed
 _REAL: Final = ("set_", "resize_", "_unsafe_view", "_fused_sdp_choice", "is_pinned", "lift")
@@ -67,7 +68,7 @@ class NoValues(TorchDispatchMode):
             return self._read(func, name, args)
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if func.namespace == "profiler" or name in _REAL or views:
-            if name == "detach" and _accumulates():
+            if name == "detach" and accumulates():
                 self._relabel(args[0], Kind.GRADIENTS)
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
@@ -209,11 +210,6 @@ def _refused(machine: Machine, what: str) -> ForecastError:
         " values here. Leave the reading out for the forecast (a flag of the model, a loss that is"
         " not printed), or give the part a fixed shape"
     )
-
-
-def _accumulates() -> bool:
-    node: Any = torch._C._current_autograd_node()  # None outside of backward
-    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 def _hollow(like: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
@@ -42,12 +43,27 @@ from torch.nn.parallel import DistributedDataParallel
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# A work that is done, which process groups in Python must return (`composable.forecast`).
+DoneWork: Final = FakeWork
+
+
+def name_of_group(group: dist.ProcessGroup) -> Any:
+    """As torch knows it; a process group in Python does not have its name itself."""
+    return str(dist.distributed_c10d._world.pg_names[group])
+
+
 # --- autograd ------------------------------------------------------------------------------------
 
 # The number of the backward pass that this thread runs, -1 outside of one. A nested pass has a
 # number of its own. No public call tells a recomputation inside a backward from an ordinary
 # forward.
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def accumulates() -> bool:
+    """Whether autograd runs the node that accumulates a gradient; no public call tells the node."""
+    node: Any = torch._C._current_autograd_node()  # None outside of backward
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 def in_backward() -> bool:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable import checkpoint, fully_shard, replicate
 from composable.__main__ import main
@@ -279,6 +280,16 @@ def test_a_program_that_reads_values_is_refused_by_the_module_and_a_forecast_fol
     assert forecast(Looks, annotate, batch, ranks=2).fits
 
 
+def spread(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model.get_submodule("layers.0"), mesh["tp"], {"up": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def test_tensor_parallel_parameters_are_refused_by_what_is_missing() -> None:
+    with pytest.raises(ForecastError, match="the model has tensor-parallel parameters"):
+        forecast(Decoder, spread, batch, ranks=4, mesh={"dp": 2, "tp": 2})
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -316,6 +327,8 @@ def test_the_command_prints_a_table_for_a_configuration_of_transformers(
     shared = ["forecast", "--hf", str(path), "--ranks", "8", "--tokens", "32"]
     assert main(shared) == 0
     assert capsys.readouterr().out.startswith("H100, 8 ranks: fits")
+    assert main([*shared, "--memory", "0.1MB"]) == 0
+    assert capsys.readouterr().out.startswith("H100, 8 ranks: DOES NOT FIT")
     assert main([*shared, "--policy", "Block"]) == 1
     assert "--policy Block: the model has" in capsys.readouterr().err
     assert main([*shared, "--suggest", "--memory", "1GB"]) == 0
