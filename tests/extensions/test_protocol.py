@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from composable import (
@@ -45,6 +46,7 @@ def _train(
     model: nn.Module,
     steps: int = 3,
     *,
+    batch: Callable[[int], Tensor] = _batch,
     held: Callable[[], AbstractContextManager[Any]] | None = None,
     finish: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
@@ -55,7 +57,7 @@ def _train(
     losses = []
     for number in range(steps):
         with held() if held is not None and number % 2 == 0 else nullcontext():
-            loss = model(_batch(number)).float().square().mean()
+            loss = model(batch(number)).float().square().mean()
             loss.backward()
         losses.append(loss.detach())
         if held is None or number % 2:
@@ -148,6 +150,25 @@ def test_hybrid_trains_as_one_process_and_tells_the_dimension_of_shards() -> Non
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         model = _sharded(with_rows(Net(hidden=5)), mesh=mesh)
         torch.testing.assert_close(_train(model), _alone(Net(Emulated, 5)))
+
+
+@spmd(ranks=4)
+def test_they_may_be_on_another_mesh_than_the_rest_of_their_unit() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = with_rows(Net(hidden=5))
+    rows = {id(linear.weight) for linear in model.linears()}
+    _sharded(
+        model,
+        mesh=mesh,
+        dp_mesh_dims=SimpleNamespace(shard=("outer", "inner"), replicate=None),
+        shard_placement_fn=lambda p: (Shard(0), mesh["inner"]) if id(p) in rows else None,
+    )
+
+    def batch(number: int) -> Tensor:  # the same in both groups over which they are sharded
+        generator = torch.Generator().manual_seed(100 * number + dist.get_rank() % 2)
+        return torch.randn(4, 6, generator=generator)
+
+    torch.testing.assert_close(_train(model, batch=batch), _alone(Net(Emulated, 5), batch=batch))
 
 
 @spmd(ranks=2)

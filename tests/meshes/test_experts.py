@@ -227,6 +227,10 @@ _BORROWED: Final = {
 
 
 @pytest.mark.unsampled
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11's redistribution looks for dimensions of the mesh in another order",
+)
 @pytest.mark.parametrize("shape", _BORROWED)
 @spmd(ranks=4)
 def test_experts_are_over_ranks_that_are_tensor_parallel_elsewhere(

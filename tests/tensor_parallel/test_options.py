@@ -14,8 +14,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import composable.fsdp2 as fsdp2
 from composable import (
@@ -65,6 +70,25 @@ def test_compiled_blocks_train_as_one_process() -> None:
     train(model, batches(model, mesh["dp"].get_local_rank(), 2, 2))
     train(alone, batches(alone, -1, 2, 2))
     assert_same_parameters(model, alone)
+
+
+@spmd(ranks=4)
+def test_a_loss_of_sharded_outputs_has_the_gradients_of_one_process() -> None:
+    mesh = mesh_of(2, 2)
+    model = made(MLP)
+    alone = copy.deepcopy(model)
+    plan = {"up": ColwiseParallel(output_layouts=Replicate())}
+    plan["down"] = ColwiseParallel(use_local_output=False)  # each rank has scores of some classes
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    classes, rank = torch.tensor([0, 3, 5, 1]), mesh["dp"].get_local_rank()
+    mine = slice(2 * rank, 2 * rank + 2)
+    with loss_parallel():
+        nn.functional.cross_entropy(model(x[mine]), classes[mine]).backward()
+    nn.functional.cross_entropy(alone(x), classes).backward()
+    for (name, parameter), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter.grad), plain.grad, msg=name)  # type: ignore[arg-type]
 
 
 @spmd(ranks=4)
