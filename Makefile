@@ -23,12 +23,15 @@ demo: $(READY) ## train a small language model over two processes (ARGS="--help"
 # Tables of cases (ranks x verbs x options) take most of the time: a fifth of each runs, the same
 # one in every run, unless ARGS names tests.
 SAMPLE := $(if $(ARGS),,--sample)
+# Two processes take files of tests in turns, each with ranks of its own: where one waits for a
+# rank to start, the other computes.
+PARALLEL := $(if $(ARGS),,-n 2 --dist loadfile)
 
 test: $(READY) ## run all tests, on a fifth of large tables of cases (ARGS="-k name": some)
-	@$(PY) -m pytest $(SAMPLE) $(ARGS)
+	@$(PY) -m pytest $(SAMPLE) $(PARALLEL) $(ARGS)
 
 test-all: $(READY) ## run every case of every test: before a change of the engine lands
-	@$(PY) -m pytest
+	@$(PY) -m pytest $(PARALLEL)
 	@$(MAKE) test-accelerator SAMPLE=
 
 # What an accelerator may do otherwise than a host: streams, memory that is gone, waits of the host.
@@ -48,9 +51,9 @@ BY_CHOICES ?= tests/whole/test_parity.py tests/whole/test_hybrid.py tests/whole/
 NOT_BY_CHOICES := not launches_do_not_depend and not told_by_its_number and not bit_by_bit
 
 test-accelerator: $(READY) ## find missing waits of streams on a simulated accelerator; builds it first
-	@$(PY) -m pytest --device sim $(ON_ACCELERATOR) $(SAMPLE) $(ARGS)
+	@$(PY) -m pytest --device sim $(ON_ACCELERATOR) $(SAMPLE) $(PARALLEL) $(ARGS)
 	@COMPOSABLE_TEST_CHOICES=accelerator $(PY) -m pytest $(BY_CHOICES) -k "$(NOT_BY_CHOICES)" \
-		$(SAMPLE) $(ARGS)
+		$(SAMPLE) $(PARALLEL) $(ARGS)
 
 lint: $(READY) ## style and formatting
 	@$(PY) -m ruff check .
