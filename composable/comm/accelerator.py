@@ -77,11 +77,12 @@ class AcceleratorComm(GroupComm):
     def _works(
         self, group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]
     ) -> list[Any]:
-        # The tensors of one launch have one dtype.
+        # The tensors of one launch have one dtype, a real one.
         if (
             self._coalesces
             and len(tensors[0]) > 1
             and len({tensor.dtype for tensor in tensors[0]}) == 1
+            and not tensors[0][0].is_complex()
         ):
             try:
                 return [getattr(group, launcher.coalesced)(*tensors, launcher.coalesced_options)]

@@ -8,6 +8,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
@@ -179,27 +180,25 @@ class GroupComm(ABC):
     # --- collectives in flight -------------------------------------------------------------------
 
     def all_gather(self, pairs: Pairs, label: str) -> Work:
-        return self._launch(label, self._all_gather, pairs, label) if pairs else DONE
+        if not pairs:
+            return DONE
+        return self._launch(label, self._start, "all_gather", label, 1.0, *zip(*pairs, strict=True))
 
     def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
-        return self._launch(label, self._reduce_scatter, pairs, label, scale) if pairs else DONE
+        if not pairs:
+            return DONE
+        tensors = zip(*pairs, strict=True)
+        return self._launch(label, self._start, "reduce_scatter", label, scale, *tensors)
 
     def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
-        return self._launch(label, self._all_reduce, tensors, label, scale) if tensors else DONE
-
-    def _all_gather(self, pairs: Pairs, label: str) -> Work:
-        return self._start("all_gather", label, 1.0, *_unzip(pairs))
-
-    def _reduce_scatter(self, pairs: Pairs, label: str, scale: float) -> Work:
-        return self._start("reduce_scatter", label, scale, *_unzip(pairs))
-
-    def _all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float) -> Work:
-        return self._start("all_reduce", label, scale, [as_real(tensor) for tensor in tensors])
+        if not tensors:
+            return DONE
+        return self._launch(label, self._start, "all_reduce", label, scale, tensors)
 
     @abstractmethod
     def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
-        """Launch collectives of one kind, a key of `launchers`, for real outputs and inputs, or for
-        what is reduced in place.
+        """Launch collectives of one kind, a key of `launchers`, for outputs and inputs, or for what
+        is reduced in place.
         """
 
     def _launcher(self, kind: str, scale: float) -> tuple[Launcher, float]:
@@ -215,25 +214,25 @@ class GroupComm(ABC):
     def _launch(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call what launches a collective. All collectives go through here."""
         self._ledger.note(label)
-        if not profiled():  # a context that does nothing would be called, too
-            return self.guarded(label, call, *args, **kwargs)
-        with range_label(label):
-            return self.guarded(label, call, *args, **kwargs)
-
-    def guarded(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call what launches a collective or waits for it. An error of the backend's gets the
-        collective's name, what to do, and what every rank launched last.
-        """
         try:
-            return call(*args, **kwargs)
+            if not profiled():  # a context that does nothing would be called, too
+                return call(*args, **kwargs)
+            with range_label(label):
+                return call(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise  # of this rank alone
         except (RuntimeError, OSError) as error:
-            said = first_line(error) or type(error).__name__
-            raise CommunicationError(
-                f"rank {self._name}: the {label} failed:"
-                f" {said}\n{_cure(error)}\n{self._ledger.report()}"
-            ) from error
+            raise self.failure(label, error) from error
+
+    def failure(self, label: str, error: Exception) -> CommunicationError:
+        """An error of the backend's, at the launch of a collective or while it was waited for, with
+        the collective's name, what to do, and what every rank launched last.
+        """
+        said = first_line(error) or type(error).__name__
+        return CommunicationError(
+            f"rank {self._name}: the {label} failed:"
+            f" {said}\n{_cure(error)}\n{self._ledger.report()}"
+        )
 
     # --- checks and exchanges --------------------------------------------------------------------
 
@@ -286,25 +285,18 @@ class GroupComm(ABC):
         return rows
 
 
-def _unzip(pairs: Pairs) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    outputs, sources = zip(*pairs, strict=True)
-    if outputs[0].is_complex():  # all have one dtype
-        return list(map(as_real, outputs)), list(map(as_real, sources))
-    return outputs, sources
-
-
 def launch_each(
     group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]
 ) -> list[Any]:
     """Launch a collective per output and input, or per tensor that is reduced in place. Works that
     are done may be None.
     """
-    launch = getattr(group, launcher.single)
+    launch, options = getattr(group, launcher.single), repeat(launcher.options)
     if len(tensors) == 1:
-        return [launch([tensor], launcher.options) for tensor in tensors[0]]
-    return [
-        launch(output, source, launcher.options) for output, source in zip(*tensors, strict=True)
-    ]
+        return list(map(launch, [[as_real(tensor)] for tensor in tensors[0]], options))
+    if tensors[0][0].is_complex():  # all have one dtype
+        tensors = [list(map(as_real, each)) for each in tensors]
+    return list(map(launch, *tensors, options))
 
 
 def _cure(error: Exception) -> str:

@@ -9,7 +9,7 @@ collectives are faster.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Final
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.comm.base import GroupComm, Pairs, Traits, Work, launch_each, scale_sums
+from composable.comm.base import GroupComm, Traits, Work, launch_each, scale_sums
 from composable.comm.ledger import checksum
 from composable.errors import CommunicationError
 from composable.memory.elastic import borrow, give_back
@@ -52,13 +52,14 @@ class _HostWork:
             raise CommunicationError(self._failure)  # again, and without another report
         try:
             if not profiled():
-                self._comm.guarded(self._label, self._complete)
+                self._complete()
                 return
             with range_label(self._label, "wait for the "):
-                self._comm.guarded(self._label, self._complete)
-        except CommunicationError as error:
-            self._failure = str(error)
-            raise
+                self._complete()
+        except (RuntimeError, OSError) as error:
+            failure = self._comm.failure(self._label, error)
+            self._failure = str(failure)
+            raise failure from error
 
     def _complete(self) -> None:
         for work in self._works:
@@ -102,7 +103,14 @@ class PointToPointComm(GenericComm):
         # bottleneck.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
-    def _all_gather(self, pairs: Pairs, label: str) -> Work:
+    def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
+        if kind == "all_gather":
+            return self._all_gather(zip(*tensors, strict=True), label)
+        if kind == "reduce_scatter":
+            return self._reduce_scatter(zip(*tensors, strict=True), label, scale)
+        return super()._start(kind, label, scale, *tensors)
+
+    def _all_gather(self, pairs: Iterable[tuple[Tensor, Tensor]], label: str) -> Work:
         split = [(whole.split(shard.numel()), shard) for whole, shard in pairs if shard.numel()]
         works = self._exchange(
             label,
@@ -117,7 +125,9 @@ class PointToPointComm(GenericComm):
             )
         return _HostWork(self, label, works)
 
-    def _reduce_scatter(self, pairs: Pairs, label: str, scale: float) -> Work:
+    def _reduce_scatter(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], label: str, scale: float
+    ) -> Work:
         split = [(out, whole.split(out.numel())) for out, whole in pairs if out.numel()]
         lent = [borrow(len(self._peers) * out.numel(), out.dtype) for out, _ in split]
         received = [buffer.split(out.numel()) for buffer, (out, _) in zip(lent, split, strict=True)]

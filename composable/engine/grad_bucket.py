@@ -16,7 +16,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter, is_, is_not, or_
+from operator import is_, is_not, or_
 from typing import Final, TypeGuard
 
 import torch
@@ -55,7 +55,7 @@ from composable.memory.torch_private import (
     placed_alike,
 )
 
-_is_sparse: Final = attrgetter("is_sparse")
+_NO_COUNTS: Final = Counts()
 
 
 class SyncMode(enum.Enum):
@@ -209,18 +209,19 @@ class GradBucket:
         self._earlier = []
         if any(self.models):
             gradients = local_gradients(gradients, self.models)
-        there = [gradient for gradient in gradients if gradient is not None]
-        if any(map(_is_sparse, there)):  # `torch.nn.functional.embedding(..., sparse=True)`
+        # `torch.nn.functional.embedding(..., sparse=True)`; None is not sparse
+        if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             gradients = [
                 None if gradient is None else gradient.to_dense() for gradient in gradients
             ]
-            there = [gradient for gradient in gradients if gradient is not None]
             for parameter, gradient in zip(self.compute, gradients, strict=True):
                 if parameter.grad is not None:
                     # it stays, and the reduced gradient will be copied to it
                     parameter.grad = gradient
-        if self._factor != 1.0 and there:
-            torch._foreach_mul_(there, self._factor)
+        if self._factor != 1.0:
+            there = [gradient for gradient in gradients if gradient is not None]
+            if there:
+                torch._foreach_mul_(there, self._factor)
         return gradients
 
     # --- accumulation ----------------------------------------------------------------------------
@@ -302,19 +303,16 @@ class GradBucket:
             )
 
     def _hold_no_more(self) -> None:
-        if self.accumulated.backwards:
-            for at_rest in self.at_rest if self._marks else ():
-                set_holds_unreduced(at_rest, holds=False)
-            self.accumulated = Accumulated()
+        for at_rest in self.at_rest if self._marks else ():
+            set_holds_unreduced(at_rest, holds=False)
+        self.accumulated = Accumulated()
 
     def _take_held(self) -> tuple[list[Tensor | None], list[tuple[int, Tensor]]]:
-        """This backward's gradients together with what was accumulated; and what is reduced over
-        the shard dimension already.
+        """This backward's gradients together with what was accumulated beside them; and what is
+        reduced over the shard dimension already.
         """
         gradients = self._take()
         carried: list[tuple[int, Tensor]] = []
-        if not self.accumulated.backwards or self.in_place:
-            return gradients, carried
         for index, at_rest in enumerate(self.at_rest):
             held = at_rest.grad
             if held is None or not (
@@ -358,18 +356,24 @@ class GradBucket:
             return
         shards_only = shards_only and reducer.replica_comm is not None
         trainable = tuple(map(or_, left.wanted, self.trainable)) if left.wanted else self.trainable
-        absent = [index for index in absent if not left.backwards or index in left.absent]
-        counts = Counts()
+        counts = _NO_COUNTS
         if reducer.compares:
             counts = counts_of(reducer.label, left.backwards, self.forwards)
-        gradients, carried = self._take_held()
+        carried: Sequence[tuple[int, Tensor]] = ()
+        if left.backwards:
+            absent = [index for index in absent if index in left.absent]
+        if left.backwards and not self.in_place:
+            gradients, carried = self._take_held()
+        else:
+            gradients = self._take()
         if shards_only:
-            carried = []  # what is reduced over the shard dimension stays, and this is added to it
+            carried = ()  # what is reduced over the shard dimension stays, and this is added to it
             left.wanted, left.backwards = trainable, left.backwards + 1
         else:
             for index, _ in carried:
                 self.at_rest[index].grad = None
-            self._hold_no_more()
+            if left.backwards:
+                self._hold_no_more()
         plan = reducer.plan_of(trainable)
         self.reduction = Reduction(
             reducer, plan, gradients, counts,
@@ -452,7 +456,7 @@ class GradBucket:
 
     def _put(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add reduced gradients to those of the at-rest parameters, and call hooks of users."""
-        parameters = [self.at_rest[index] for index in indices]
+        parameters = list(map(self.at_rest.__getitem__, indices))
         with as_tensors():
             grads = list(map(gradient_of, parameters))
             hooked = any(map(gradient_hooks, parameters)) and not self.in_place
@@ -534,7 +538,8 @@ class GradBucket:
                     lost and self._marks and not self.reducer.is_alone
                 ):
                     parameter.grad = None
-            self._hold_no_more()
+            if self.accumulated.backwards:
+                self._hold_no_more()
 
 
 def _is_whole(gradient: Tensor | None, model: ModelSpec | None) -> TypeGuard[DTensor]:

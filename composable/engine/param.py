@@ -310,7 +310,7 @@ class ParameterSwap:
     where it is.
     """
 
-    __slots__ = ("_in", "_out")
+    __slots__ = ("_in", "_is_in", "_out")
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
         swapped = [param for param in params if param.at_rest is not param.compute]
@@ -320,6 +320,7 @@ class ParameterSwap:
             for p in swapped
             for place in p.by_setattr
         ]
+        self._is_in = False  # since the last `swap_out`
         self._in = tables, by_setattr
         self._out = (
             [(*at, after, before) for *at, before, after in tables],
@@ -328,11 +329,14 @@ class ParameterSwap:
 
     def swap_in(self) -> None:
         """Register the compute parameters."""
+        self._is_in = True
         _exchange(*self._in)
 
     def swap_out(self) -> None:
         """Register the at-rest parameters again."""
-        _exchange(*self._out)
+        if self._is_in:
+            _exchange(*self._out)
+            self._is_in = False
 
 
 def _exchange(tables: Sequence[Any], by_setattr: Sequence[Any]) -> None:

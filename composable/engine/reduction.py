@@ -11,7 +11,8 @@ State machine of a `Reduction`:
 
 The first stage sums over the shard dimension (reduce-scatter), the second over the replicate
 dimension (all-reduce); a message has the stages of its mesh. A gradient is copied in (cast to the
-reduce dtype, which the sum is computed in), reduced, and scaled so that the sum becomes a mean.
+reduce dtype, which the sum is computed in), reduced, and scaled so that the sum becomes a mean:
+`scales_of` has the table.
 
 Unused parameters. A rank without a gradient sends zeros and a zero flag, so that launches do not
 depend on which gradients arrived. The sum of the flags says whether any rank had one.
@@ -26,6 +27,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -112,6 +114,47 @@ def division_factors(dtype: torch.dtype, divisor: float) -> tuple[float, float]:
     return before, divisor / before
 
 
+class Scales(NamedTuple):
+    """What turns sums into a mean, by where it is applied, see `scales_of`."""
+
+    before: float
+    first: float
+    carried: float
+    second: float
+
+
+@cache
+def scales_of(
+    before: float, after: float, shards: int, replicas: int, *, is_mean: bool, by_hook: bool
+) -> Scales:
+    """Where one message is scaled, so that a mean over all ranks lands.
+
+    | stages                     | gradients  | first sum         | carried           | second sum |
+    |----------------------------|------------|-------------------|-------------------|------------|
+    | one                        | / `before` | / `after`         | -                 | -          |
+    | two                        | / `before` | -                 | shards / `before` | / `after`  |
+    | two, the first to a mean   | / `before` | `before` / shards | -                 | / replicas |
+    | the first is a user's hook | -          | the hook's        | -                 | / replicas |
+
+    `before` and `after` are `division_factors` of all ranks. Carried are means over the shard
+    dimension, of earlier backwards under `no_sync(level="replicate")`; they are added between the
+    stages. What must be a mean after the first stage is what such a backward accumulates, and what
+    a user's hook gets in place of the second stage. A hook makes a mean by itself. Where
+    `grad_reduce` asks for something else, the bucket multiplies gradients as they come.
+
+    Args:
+        is_mean: the first stage makes a mean over the shard dimension.
+        by_hook: the first stage is a user's hook.
+    """
+    if by_hook:
+        return Scales(1.0, 1.0, 1.0, 1.0 / replicas)
+    if is_mean:
+        return Scales(before, before / shards, 1.0, 1.0 / replicas)
+    if shards > 1 and replicas > 1:
+        return Scales(before, 1.0, shards / before, 1.0 / after)
+    return Scales(before, 1.0 / after, 1.0, 1.0)
+
+
 class Stage(Protocol):
     """What takes the place of a collective: a communication hook."""
 
@@ -144,6 +187,7 @@ class Reducer:
         label: in messages and traces.
         shard_comm: of the first stage; None if there is none.
         replica_comm: of the second stage, or of the only one for replicated parameters.
+        is_alone: one rank, so that there is nothing to reduce.
         before, after: what gradients are divided by before and after their sum.
         first_stage, second_stage: communication hooks in place of the collectives, see
             `composable.engine.hook_stages`.
@@ -171,17 +215,14 @@ class Reducer:
         self.label = "gradient reduction"
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
         self.replica_comm = mesh_info.replicate
-        ranks = mesh_info.shard.size * (1 if self.replica_comm is None else self.replica_comm.size)
-        self.before, self.after = division_factors(precision.reduce, ranks)
+        self.shards = mesh_info.shard.size
+        self.replicas = 1 if self.replica_comm is None else self.replica_comm.size
+        self.is_alone = self.shard_comm is None and self.replica_comm is None
+        self.before, self.after = division_factors(precision.reduce, self.shards * self.replicas)
         self.first_stage: Stage | None = None
         self.second_stage: Stage | None = None
         self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
         self.plans: dict[tuple[bool, tuple[bool, ...]], Plan] = {}
-
-    @property
-    def is_alone(self) -> bool:
-        """One rank: there is nothing to reduce."""
-        return self.shard_comm is None and self.replica_comm is None
 
     def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
         """The plan of a message while these parameters train."""
@@ -210,9 +251,11 @@ class Reducer:
 
 
 class Segment(NamedTuple):
-    """Where this rank's sum of one gradient is in the flat gradient buffer."""
+    """This rank's sum of one gradient: which of the pieces of the flat gradient buffer, and how it
+    is seen.
+    """
 
-    start: int
+    piece: int
     numel: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -222,7 +265,7 @@ class Plan:
     """How gradients travel while a given set of parameters trains.
 
     Attributes:
-        segments: of each trainable parameter, by index.
+        segments: by index, of each trainable parameter whose sum is in the flat buffer.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
         apart: parameters whose gradients are reduced where autograd made them.
         kept: where sums arrive in every step, and views of it; None where each message has new
@@ -247,17 +290,7 @@ class Plan:
             apart=self.apart,
         )
         layout = self.layout
-        begins = dict(layout.direct)
-        begins |= {index: layout.row_start + start for index, start, _ in layout.columns}
-        self.segments: dict[int, Segment] = {}
-        for index in layout.trainable:
-            slot = reducer.slots[index]
-            local = torch.empty(
-                slot.local_shape(info.shard.rank), dtype=torch.float32, device="meta"
-            )
-            local = as_parameter(local, slot)
-            shape, strides = tuple(local.shape), tuple(local.stride())
-            self.segments[index] = Segment(begins.get(index, 0), local.numel(), shape, strides)
+        self._plan_pieces(info.shard.rank)
         self.kept: Tensor | None = None
         self.kept_views: dict[int, Tensor] = {}
         self.specs: dict[int, Any] = {}
@@ -280,15 +313,43 @@ class Plan:
             and (slot.route is not Route.WHOLE or ranks == 1)
             for slot in (reducer.slots[index] for index, _, _ in layout.columns)
         )
-        # Zeros between two columns that start at multiples of the alignment.
-        ends = [start + numel for _, start, numel in layout.columns]
-        starts = [*(start for _, start, _ in layout.columns), layout.flags_start]
-        self._gaps = [after - end for end, after in zip(ends, starts[1:], strict=True)]
+        # What `chunk_cat` gets, as indices in gradients, zeros and flags: zeros are between two
+        # columns that start at multiples of the alignment.
+        self._order: list[int] = []
+        self._gaps: list[int] = []
+        ends = [*(start for _, start, _ in layout.columns[1:]), layout.flags_start]
+        for (index, start, numel), end in zip(layout.columns, ends, strict=False):
+            self._order.append(index)
+            if gap := end - start - numel:
+                self._order.append(len(reducer.slots) + len(self._gaps))
+                self._gaps.append(gap)
+        self._order.append(len(reducer.slots) + len(self._gaps))
+        self._all_used: dict[tuple[torch.dtype, Counts], list[Tensor]] = {}
+        self._zeros: dict[torch.dtype, list[Tensor]] = {}
+
+    def _plan_pieces(self, rank: int) -> None:
+        """Cut the flat gradient buffer into sums, the flags, and what is between them."""
+        layout = self.layout
+        begins = dict(layout.direct)
+        begins |= {index: layout.row_start + start for index, start, _ in layout.columns}
+        self.segments: dict[int, Segment] = {}
+        self._sizes: list[int] = []
+        end = 0
+        inside = [index for index in layout.trainable if index not in self.apart]
+        for index in sorted(inside, key=lambda index: begins.get(index, 0)):
+            slot, start = self._slots[index], begins.get(index, 0)
+            local = as_parameter(torch.empty(slot.local_shape(rank), device="meta"), slot)
+            if start > end:
+                self._sizes.append(start - end)
+            self.segments[index] = Segment(
+                len(self._sizes), local.numel(), tuple(local.shape), tuple(local.stride())
+            )
+            self._sizes.append(local.numel())
+            end = max(end, start + local.numel())
+        self._sizes.append(layout.numel - end)
         flags = len(layout.trainable) + _NUMBERS
         self._flags_at = layout.row_start + layout.flags_start, flags
         self._tail = layout.row_numel - layout.flags_start - flags
-        self._all_used: dict[tuple[torch.dtype, Counts], Tensor] = {}
-        self._zeros: dict[torch.dtype, list[Tensor | None]] = {}
 
     def make_flat(self, reducer: Reducer) -> Tensor:
         """Memory for the sums of one message."""
@@ -303,25 +364,18 @@ class Plan:
 
     def has_all(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all gradients are where sums arrive: autograd has added to them there."""
-        if not self.kept_views:
-            return False
         return all(gradients[index] is view for index, view in self.kept_views.items())
-
-    def gradients_in(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        """What lands on these parameters."""
-        if flat is self.kept:
-            return [self.kept_views[index] for index in indices]
-        return self.views(flat, indices)
 
     def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
-        segments, offset = self.segments, flat.storage_offset()
-        return [
-            flat.as_strided(
-                segments[index].shape, segments[index].strides, offset + segments[index].start
-            )
-            for index in indices
-        ]
+        if flat is self.kept and self.kept_views:
+            return [self.kept_views[index] for index in indices]
+        pieces, found = flat.split_with_sizes(self._sizes), []
+        for index in indices:
+            at, _, shape, strides = self.segments[index]
+            piece = pieces[at]
+            found.append(piece if strides == (1,) else piece.as_strided(shape, strides))
+        return found
 
     # --- flags -----------------------------------------------------------------------------------
 
@@ -341,62 +395,67 @@ class Plan:
         flags = [0.0 if index in unused else 1.0 for index in self.layout.trainable]
         return [*flags, *_numbers_of(counts), *[1.0] * self._tail]
 
-    def _flags_in(self, dtype: torch.dtype, unused: Sequence[int], counts: Counts) -> Tensor:
-        """The flags, with the numbers and the padding behind them, in each row."""
-        if unused:
-            row = torch.tensor(self._flags(unused, counts), dtype=dtype)
-            return row.to(self._device, non_blocking=True).expand(self._ranks, -1)
-        found = self._all_used.get((dtype, counts))
-        if found is None:
-            with torch.inference_mode(False):
-                row = torch.tensor(self._flags((), counts), dtype=dtype)
-                found = row.to(self._device, non_blocking=True).repeat(self._ranks, 1)
-            if len(self._all_used) >= _KEPT:
-                self._all_used.clear()
-            self._all_used[dtype, counts] = found
-        return found
-
     # --- rows ------------------------------------------------------------------------------------
-
-    def _gaps_in(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """The zeros behind each column."""
-        found = self._zeros.get(dtype)
-        if found is None:
-            with torch.inference_mode(False):
-                found = [
-                    torch.zeros(self._ranks, gap, dtype=dtype, device=self._device) if gap else None
-                    for gap in self._gaps
-                ]
-            self._zeros[dtype] = found
-        return found
 
     def copy_in(
         self,
         gradients: Sequence[Tensor | None],
+        missing: Sequence[int],
         unused: Sequence[int],
         counts: Counts,
         rows: Tensor,
     ) -> None:
         """Fill the rows, one per rank, with that rank's chunk of every gradient, cast to the dtype
         of `rows`, and the flags.
+
+        Args:
+            missing: no gradient is None but those with these indices.
         """
         source = rows.dtype
         for gradient in gradients:
             if gradient is not None:
                 source = gradient.dtype
                 break
-        pieces: list[Tensor] = []
-        for (index, _, _), gap in zip(self.layout.columns, self._gaps_in(source), strict=True):
+        if missing or not self._plain:
+            gradients = self._as_columns(gradients, source)
+        flags = None if unused else self._all_used.get((source, counts))
+        pieces = [*gradients, *(flags or self._with_flags(source, unused, counts))]
+        chunk_cat(list(map(pieces.__getitem__, self._order)), 0, self._ranks, out=rows)
+
+    def _with_flags(
+        self, dtype: torch.dtype, unused: Sequence[int], counts: Counts
+    ) -> list[Tensor]:
+        """The zeros between columns, and the flags with the numbers and the padding behind them, in
+        each row.
+        """
+        with torch.inference_mode(False):
+            if dtype not in self._zeros:
+                self._zeros[dtype] = [
+                    torch.zeros(self._ranks, gap, dtype=dtype, device=self._device)
+                    for gap in self._gaps
+                ]
+            row = torch.tensor(self._flags(unused, counts), dtype=dtype)
+            flags = row.to(self._device, non_blocking=True).repeat(self._ranks, 1)
+        found = [*self._zeros[dtype], flags]
+        if not unused:
+            if len(self._all_used) >= _KEPT:
+                self._all_used.clear()
+            self._all_used[dtype, counts] = found
+        return found
+
+    def _as_columns(
+        self, gradients: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> list[Tensor | None]:
+        """Gradients that `chunk_cat` cuts into a row per rank; zeros where there is none."""
+        columns = list(gradients)
+        for index, _, _ in self.layout.columns:
             gradient, slot = gradients[index], self._slots[index]
             if gradient is None:
-                gradient = torch.zeros(slot.shape, dtype=source, device=self._device)
+                gradient = torch.zeros(slot.shape, dtype=dtype, device=self._device)
             elif slot.order:
                 gradient = gradient.permute(slot.order)
-            pieces.append(gradient if self._plain else self._as_rows(slot, gradient))
-            if gap is not None:
-                pieces.append(gap)
-        pieces.append(self._flags_in(source, unused, counts))
-        chunk_cat(pieces, 0, self._ranks, out=rows)
+            columns[index] = gradient if self._plain else self._as_rows(slot, gradient)
+        return columns
 
     def _as_rows(self, slot: Slot, gradient: Tensor) -> Tensor:
         """A gradient in memory order as something that `chunk_cat` cuts into a row per rank."""
@@ -465,7 +524,6 @@ class Reduction:
         missing: indices of parameters that this rank has no gradient of.
         apart: gradients that are reduced where autograd made them.
         spared: copies of gradients of earlier backwards that the sums are written over.
-        is_mean: the first stage makes means over the shard dimension, in place of sums.
     """
 
     def __init__(
@@ -482,24 +540,28 @@ class Reduction:
         self.reducer = reducer
         self.plan = plan
         self.counts = counts
-        self.carried = list(carried)
+        self.carried = carried
         self.shards_only = shards_only
         self.state = ReductionState.REDUCING
         self.apart: dict[int, Tensor] = {}
-        self.is_mean = (
-            shards_only or reducer.first_stage is not None or reducer.second_stage is not None
-        )
+        self.scales = scales_of(
+            reducer.before, reducer.after, reducer.shards, reducer.replicas,
+            is_mean=shards_only or reducer.second_stage is not None,
+            by_hook=reducer.first_stage is not None,
+        )  # fmt: skip
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat(reducer)
         # The sums are written over gradients that live in the bucket. If no rank has brought one of
         # them, it must be as it was.
-        written_over = absent if reducer.keeps else ()
-        self.spared = {
-            i: gradient.clone() for i in written_over if (gradient := gradients[i]) is not None
-        }
-        there = [index for index, _ in self.carried]
-        unused = [index for index in self.missing if index not in there]
+        self.spared: dict[int, Tensor] = {}
+        for index in absent if reducer.keeps else ():
+            if (gradient := gradients[index]) is not None:
+                self.spared[index] = gradient.clone()
+        unused = self.missing
+        if carried:
+            there = [index for index, _ in carried]
+            unused = [index for index in unused if index not in there]
         try:
             self.work: Work | None = self._launch(gradients, unused)
         except BaseException:
@@ -510,10 +572,12 @@ class Reduction:
     def _launch(self, gradients: list[Tensor | None], unused: list[int]) -> Work:
         reducer, plan, flat = self.reducer, self.plan, self.flat
         layout, dtype = plan.layout, flat.dtype
-        stays = reducer.first_stage is None and plan.has_all(gradients)
-        for index, view in plan.kept_views.items() if not stays else ():
-            if gradients[index] is view:  # `flat` is about to be written to
-                gradients[index] = view.clone()
+        stays = False
+        if plan.kept_views:
+            stays = reducer.first_stage is None and plan.has_all(gradients)
+            for index, view in plan.kept_views.items() if not stays else ():
+                if gradients[index] is view:  # `flat` is about to be written to
+                    gradients[index] = view.clone()
         if reducer.first_stage is not None:
             flat.zero_()  # the hook does not write to the padding
             plan.put_flags(unused, self.counts, flat)
@@ -522,23 +586,19 @@ class Reduction:
             return reducer.first_stage.launch(
                 layout.trainable, terms, into, plan.flags_of(flat), reducer.label
             )
-        if reducer.before != 1.0:
-            gradients = [
-                None if gradient is None else gradient / reducer.before for gradient in gradients
-            ]
+        if (before := self.scales.before) != 1.0:
+            gradients = [None if gradient is None else gradient / before for gradient in gradients]
         if reducer.shard_comm is None:
             if stays:
                 plan.put_flags(unused, self.counts, flat)
             else:
-                plan.copy_in(gradients, unused, self.counts, flat.view(1, -1))
+                plan.copy_in(gradients, self.missing, unused, self.counts, flat.view(1, -1))
             self.apart = {index: reducer.dense(index, gradients[index]) for index in plan.apart}
             apart = [
                 reducer.in_memory_order(index, gradient) for index, gradient in self.apart.items()
             ]
             assert reducer.replica_comm is not None
-            return reducer.replica_comm.all_reduce(
-                [*apart, flat], reducer.label, 1.0 / reducer.after
-            )
+            return reducer.replica_comm.all_reduce([*apart, flat], reducer.label, self.scales.first)
         pairs = []
         for index, start in layout.direct:
             slot, gradient = reducer.slots[index], gradients[index]
@@ -548,14 +608,9 @@ class Reduction:
             term = reducer.in_memory_order(index, gradient).to(dtype).reshape(-1)
             pairs.append((flat[start : start + slot.chunk_numel], term))
         plan.message.allocate()
-        plan.copy_in(gradients, unused, self.counts, plan.rows)
+        plan.copy_in(gradients, self.missing, unused, self.counts, plan.rows)
         pairs.append((flat[layout.row_start :] if layout.row_start else flat, plan.sent))
-        scale = 1.0
-        if reducer.replica_comm is None:
-            scale = 1.0 / reducer.after
-        elif self.is_mean:
-            scale = reducer.before / reducer.shard_comm.size
-        return reducer.shard_comm.reduce_scatter(pairs, reducer.label, scale)
+        return reducer.shard_comm.reduce_scatter(pairs, reducer.label, self.scales.first)
 
     def advance(self) -> bool:
         """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there
@@ -567,13 +622,9 @@ class Reduction:
         if self.state is not ReductionState.REDUCING or self.shards_only:
             return False
         self.wait()
-        # Means over the shard dimension of earlier backwards, brought to the scale of the first
-        # stage's result.
-        factor = 1.0 if self.is_mean else reducer.shard_comm.size / reducer.before
         for index, shard in self.carried:
-            start, numel = plan.segments[index].start, plan.segments[index].numel
-            more = reducer.in_memory_order(index, shard).reshape(-1).to(flat.device)
-            flat[start : start + numel].add_(more, alpha=factor)
+            (view,) = plan.views(flat, (index,))
+            view.add_(shard.to(flat.device), alpha=self.scales.carried)
         self.state = ReductionState.ALL_REDUCING
         label = f"{reducer.label} over replicas"
         if reducer.second_stage is not None:
@@ -583,8 +634,7 @@ class Reduction:
                 indices, shards, shards, plan.flags_of(flat), label
             )
         else:
-            scale = 1.0 / (reducer.replica_comm.size if self.is_mean else reducer.after)
-            self.work = reducer.replica_comm.all_reduce([flat], label, scale)
+            self.work = reducer.replica_comm.all_reduce([flat], label, self.scales.second)
         return True
 
     def wait(self) -> None:
@@ -647,13 +697,14 @@ class Reduction:
         it.
         """
         if not self.apart:
-            return self.plan.gradients_in(flat, indices)
+            return self.plan.views(flat, indices)
         return [
             self.apart[index] if index in self.apart else self.plan.views(flat, (index,))[0]
             for index in indices
         ]
 
 
+@lru_cache(maxsize=1024)
 def counts_of(label: str, held: int, forwards: tuple[int, int]) -> Counts:
     """The counts of a message; what travels of each is its low bits."""
     return Counts(checksum(label), held, *forwards)

@@ -23,19 +23,17 @@ _IDLE: Final[dict[int, list[torch.UntypedStorage]]] = {}
 _IS_ELASTIC: Final = "_composable_is_elastic"
 
 
-def _take_block(idle: list[torch.UntypedStorage], nbytes: int) -> torch.UntypedStorage:
-    try:
-        return idle.pop()  # the one that was used last is the most likely to be in the caches
-    except IndexError:
-        # a default device of the user applies to storages, too
-        return torch.UntypedStorage(nbytes, device="cpu")
+def _new_block(nbytes: int) -> torch.UntypedStorage:
+    # a default device of the user applies to storages, too
+    return torch.UntypedStorage(nbytes, device="cpu")
 
 
 def borrow(numel: int, dtype: torch.dtype) -> Tensor:
     """A 1-D host tensor with undefined contents, for `give_back`."""
     nbytes = numel * dtype.itemsize
     with torch.inference_mode(False):
-        block = _take_block(_IDLE.setdefault(nbytes, []), nbytes)
+        idle = _IDLE.setdefault(nbytes, [])
+        block = idle.pop() if idle else _new_block(nbytes)
         return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, (numel,), (1,))
 
 
@@ -114,7 +112,8 @@ class ElasticBuffer:
         if self._idle is None:
             self._storage.resize_(self.nbytes)
         else:
-            self._block = _take_block(self._idle, self.nbytes)
+            # the block that was used last is the most likely to be in the caches
+            self._block = self._idle.pop() if self._idle else _new_block(self.nbytes)
             swap_memory(self._storage, self._block)
         self.held = True
 

@@ -287,7 +287,7 @@ def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = Non
 
 # `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a
 # construction.
-_new_dtensor: Callable[..., DTensor] = DTensor.__new__
+_new_dtensor: Callable[..., DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
 
 
 def dtensors_around(
@@ -301,7 +301,7 @@ def dtensors_around(
         stand_in: an empty tensor of that dtype and device; a `DTensor` takes over the storage
             offset of what it is made around.
     """
-    made = [_new_dtensor(DTensor, stand_in, spec, requires_grad=False) for spec in specs]
+    made = list(map(_new_dtensor, repeat(stand_in), specs))
     for tensor, local in zip(made, locals_, strict=True):
         tensor._local_tensor = local
     return made

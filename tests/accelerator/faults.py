@@ -100,14 +100,15 @@ def _end_backward_where_it_was_called() -> Patch:
 
 def _changed_work(change: Callable[[AcceleratorComm, Any], None], only: str) -> Callable[[], Patch]:
     """Works of one kind of collective are changed after the launch."""
-    launch = getattr(AcceleratorComm, f"_{only}")
+    start = AcceleratorComm._start
 
-    def changed(self: AcceleratorComm, *args: Any) -> Any:
-        work = launch(self, *args)
-        change(self, work)
+    def changed(self: AcceleratorComm, kind: str, *args: Any) -> Any:
+        work = start(self, kind, *args)
+        if kind == only:
+            change(self, work)
         return work
 
-    return lambda: mock.patch.object(AcceleratorComm, f"_{only}", changed)
+    return lambda: mock.patch.object(AcceleratorComm, "_start", changed)
 
 
 class _NoMark:
@@ -125,28 +126,32 @@ def _keep_nothing() -> Patch:
 
 def _mark_too_early() -> Patch:
     """The point that the compute stream waits for is that before the collective."""
-    launch = AcceleratorComm._all_gather
+    start = AcceleratorComm._start
 
-    def early(self: AcceleratorComm, *args: Any) -> Any:
-        with self._streams.fork("all_gather"):
+    def early(self: AcceleratorComm, kind: str, *args: Any) -> Any:
+        if kind != "all_gather":
+            return start(self, kind, *args)
+        with self._streams.fork(kind):
             mark = self._streams.mark()
-        work: Any = launch(self, *args)
+        work: Any = start(self, kind, *args)
         work._mark = mark
         return work
 
-    return mock.patch.object(AcceleratorComm, "_all_gather", early)
+    return mock.patch.object(AcceleratorComm, "_start", early)
 
 
 def _scale_outside_of_the_stream() -> Patch:
     """Sums are multiplied on the compute stream before it has waited for them."""
-    launch = AcceleratorComm._reduce_scatter
+    start = AcceleratorComm._start
 
-    def outside(self: AcceleratorComm, pairs: Any, label: str, scale: float) -> Any:
-        work = launch(self, pairs, label, 1.0)
-        torch._foreach_mul_([out for out, _ in pairs], scale)
+    def outside(self: AcceleratorComm, kind: str, label: str, scale: float, *tensors: Any) -> Any:
+        if kind != "reduce_scatter":
+            return start(self, kind, label, scale, *tensors)
+        work = start(self, kind, label, 1.0, *tensors)
+        torch._foreach_mul_(list(tensors[0]), scale)
         return work
 
-    return mock.patch.object(AcceleratorComm, "_reduce_scatter", outside)
+    return mock.patch.object(AcceleratorComm, "_start", outside)
 
 
 def _among_neighbours(put: Callable[[], Patch]) -> Callable[[], Patch]:
