@@ -492,11 +492,12 @@ class Reduction:
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat(reducer)
-        # The sums are written over gradients that live in the bucket. If no rank has brought one of
-        # them, it must be as it was.
-        written_over = absent if reducer.keeps else ()
+        # The sums are written over gradients that live in the bucket, or are reduced where they
+        # are. If no rank has brought one of them, it must be as it was, to the last bit.
         self.spared = {
-            i: gradient.clone() for i in written_over if (gradient := gradients[i]) is not None
+            i: gradient.clone()
+            for i in absent
+            if (gradient := gradients[i]) is not None and (reducer.keeps or i in plan.apart)
         }
         there = [index for index, _ in self.carried]
         unused = [index for index in self.missing if index not in there]
