@@ -105,7 +105,7 @@ class NarratedRoot(Root):
     @override
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         iteration = self.step.iteration
-        known = iteration is not None and unit in iteration.to_reduce
+        known = iteration is not None and unit in iteration.due.to_reduce
         super().on_gradient(unit, param)
         if not known and unit.kind is not Kind.ARRIVAL:
             open_scope().tell(Event.GRADIENT, unit)
@@ -133,8 +133,8 @@ def shadow(unit: Unit, event: Event, detail: int) -> None:
             more = 1 if event is Event.OUTPUT else -1
             unit.step.pending += more
             if trained is not None:
-                trained.forwards += max(more, 0)
-                trained.forwards_left += more
+                trained.due.forwards += max(more, 0)
+                trained.due.forwards_left += more
         elif event is Event.OPEN:
             root.open_backward()
         elif event is Event.GRADIENT:

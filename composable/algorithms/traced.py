@@ -116,11 +116,12 @@ def _obstacle(root: Root) -> str:
             return f"unit '{unit.name}' has tensor-parallel parameters"
         if unit.comm_hooks:
             return f"unit '{unit.name}' has a communication hook"
-        if unit.sparse:
+        if unit.gradients.sparse:
             return f"unit '{unit.name}' has sparse gradients"
         if counted_in_backward(param.at_rest for param in unit.params):
             return f"local_steps counts the backwards that step unit '{unit.name}'"
-        if unit.holds or root.buckets.backwards or unit.accumulation.now is not SyncMode.REDUCE:
+        held = unit.holds or root.post_backward.buckets.backwards
+        if held or unit.accumulation.now is not SyncMode.REDUCE:
             return f"unit '{unit.name}' accumulates gradients under no_sync"
     return ""
 

@@ -260,7 +260,7 @@ def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> N
             f"{_VERB}: unit '{unit.name}' has the communication hook '{former.name}'{where}"
             " already. Remove it first, by the handle that registering it returned"
         )
-    for param in (param for sparse in unit.sparse for param in sparse.params):
+    for param in (param for sparse in unit.gradients.sparse for param in sparse.params):
         raise AnnotationError(
             f"{_VERB}: the gradient of parameter '{param.fqn}' of unit '{unit.name}' is sparse, and"
             " hooks take dense ones. Make its embedding with sparse=False, or leave it to a unit"

@@ -1,4 +1,4 @@
-"""Forward hooks of annotations, and callbacks in backward.
+"""Forward hooks of annotations. Backward is followed by the engine (`engine/outputs.py`).
 
 A module has one pair of forward hooks, however many annotations it has. Each annotation adds a
 bracket: what it does before and after forward. `OUTERMOST_FIRST` gives the order in which brackets
@@ -9,23 +9,15 @@ hooks; see `composable.compilation`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, Protocol
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.compilation import drop_compiled, untraced, untraced_alone
 
 # Brackets of other verbs come last, in the order in which they were attached.
 OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "offload_activations", "checkpoint")
-
-# key in the metadata of an autograd node
-_CALLBACKS: Final = "composable: callbacks before gradients"
-
-
-# --- forward ------------------------------------------------------------------------------------
 
 
 class Bracket(Protocol):
@@ -181,56 +173,3 @@ def hooks_attached(module: nn.Module) -> bool:
     """
     dispatcher = dispatcher_of(module)
     return dispatcher is not None and dispatcher.handles[1].id in module._forward_hooks
-
-
-# --- backward -----------------------------------------------------------------------------------
-
-
-def before_gradient(
-    tensor: Tensor, callback: Callable[..., None], where: Callable[[Any], bool] | None = None
-) -> bool:
-    """Call `callback` before backward goes through `tensor`, which requires gradients. Returns
-    whether there is a node that `where` accepts (by default any), or a leaf, where it is called.
-
-    A view is watched at its own node and at its base's: an in-place write gives the view a new node
-    and leaves the old one out of the graph, but the graph still goes through the base. A callback
-    at a leaf is called once and is then removed, because a leaf may be a parameter, which outlives
-    the graph.
-
-    Several callbacks at one node are called in reverse order. They come from nested modules that
-    return the same tensor, and backward enters the outer module first. Another rank may see
-    different tensors there, and all ranks must use one order.
-    """
-    node = tensor.grad_fn
-    if node is None:
-
-        @untraced
-        def once(gradient: Tensor) -> None:
-            handle.remove()
-            callback(gradient)
-
-        handle = tensor.register_hook(once)
-        return True
-    if where is not None and not where(node):
-        return False
-    before_node(node, callback)
-    if tensor._is_view() and tensor._base is not None:
-        base = tensor._base.grad_fn
-        if base is not None and (where is None or where(base)):
-            before_node(base, callback)
-    return True
-
-
-def before_node(node: Any, callback: Callable[..., None]) -> None:
-    """Call `callback` before backward runs `node`, before the callbacks that were added earlier."""
-    callbacks = node.metadata.get(_CALLBACKS)
-    if callbacks is None:
-        callbacks = node.metadata[_CALLBACKS] = []
-        node.register_prehook(partial(_call_each, callbacks))
-    callbacks.insert(0, callback)
-
-
-@untraced
-def _call_each(callbacks: Sequence[Callable[..., None]], gradients: Any) -> None:
-    for callback in callbacks:
-        callback(gradients)

@@ -15,7 +15,7 @@ from typing import Final, NoReturn, Protocol
 import torch
 
 from composable.engine.grad_bucket import GradBucket, SyncMode
-from composable.engine.hook_stages import attach_hooks
+from composable.engine.hook_stages import attach_comm_hooks
 from composable.engine.layout import Slot
 from composable.engine.param import ManagedParam
 from composable.engine.param_group import ParamGroup
@@ -71,7 +71,7 @@ class _Pending:
         hooked = have_post_accumulate_hooks(bucket.at_rest)
         if agreed and all(bucket.trainable) and not bucket.has_gradients and not hooked:
             self.missing = None
-            self.silent = [self.unit.arrivals[param] for param in bucket.params[:-1]]
+            self.silent = [self.unit.gradients.arrivals[param] for param in bucket.params[:-1]]
             ignore_arrivals(self.silent)
         else:
             self.missing = dict.fromkeys(compress(bucket.params, bucket.trainable))
@@ -173,12 +173,12 @@ class Buckets:
             pending = _Pending(unit, bucket)
             self._buckets.append(pending)
             self._bucket_of.update(dict.fromkeys(members, pending))
-        self.attach_hooks()
+        self.follow_comm_hooks()
 
-    def attach_hooks(self) -> None:
+    def follow_comm_hooks(self) -> None:
         """Buckets, or communication hooks of units, were changed."""
         for unit in self._units:
-            attach_hooks(unit, [each.bucket for each in self._buckets if each.unit is unit])
+            attach_comm_hooks(unit, [each.bucket for each in self._buckets if each.unit is unit])
 
     def follow(self) -> None:
         """Parameters were frozen or unfrozen."""

@@ -307,7 +307,7 @@ class _HookWork:
             self.flags.wait()
 
 
-def attach_hooks(unit: Hooked, buckets: Sequence[GradBucket]) -> None:
+def attach_comm_hooks(unit: Hooked, buckets: Sequence[GradBucket]) -> None:
     """Let the communication hooks of `unit` reduce `buckets`, which are all of its buckets now. One
     rank calls no hook.
     """

@@ -10,17 +10,20 @@ ranks must enter the same units in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from composable.contract.hooks import before_gradient, before_node
+from composable.compilation import untraced
 from composable.contract.values import map_tensors, tensors_in
 from composable.memory.torch_private import innermost, made_since
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN: Final = (Tensor, nn.Parameter)
+# key in the metadata of an autograd node
+_CALLBACKS: Final = "composable: callbacks before gradients"
 
 
 class Watched(NamedTuple):
@@ -149,3 +152,56 @@ def _with_an_anchor(tensor: Tensor) -> Tensor:
     ):
         return tensor
     return tensor + torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
+
+
+# --- callbacks in backward ----------------------------------------------------------------------
+
+
+def before_gradient(
+    tensor: Tensor, callback: Callable[..., None], where: Callable[[Any], bool] | None = None
+) -> bool:
+    """Call `callback` before backward goes through `tensor`, which requires gradients. Returns
+    whether there is a node that `where` accepts (by default any), or a leaf, where it is called.
+
+    A view is watched at its own node and at its base's: an in-place write gives the view a new node
+    and leaves the old one out of the graph, but the graph still goes through the base. A callback
+    at a leaf is called once and is then removed, because a leaf may be a parameter, which outlives
+    the graph.
+
+    Several callbacks at one node are called in reverse order. They come from nested modules that
+    return the same tensor, and backward enters the outer module first. Another rank may see
+    different tensors there, and all ranks must use one order.
+    """
+    node = tensor.grad_fn
+    if node is None:
+
+        @untraced
+        def once(gradient: Tensor) -> None:
+            handle.remove()
+            callback(gradient)
+
+        handle = tensor.register_hook(once)
+        return True
+    if where is not None and not where(node):
+        return False
+    before_node(node, callback)
+    if tensor._is_view() and tensor._base is not None:
+        base = tensor._base.grad_fn
+        if base is not None and (where is None or where(base)):
+            before_node(base, callback)
+    return True
+
+
+def before_node(node: Any, callback: Callable[..., None]) -> None:
+    """Call `callback` before backward runs `node`, before the callbacks that were added earlier."""
+    callbacks = node.metadata.get(_CALLBACKS)
+    if callbacks is None:
+        callbacks = node.metadata[_CALLBACKS] = []
+        node.register_prehook(partial(_call_each, callbacks))
+    callbacks.insert(0, callback)
+
+
+@untraced
+def _call_each(callbacks: Sequence[Callable[..., None]], gradients: Any) -> None:
+    for callback in callbacks:
+        callback(gradients)

@@ -75,7 +75,6 @@ class Owner(Protocol):
     """The unit that manages a parameter, as far as this file looks."""
 
     mesh_info: MeshInfo
-    model_group: ref[dist.ProcessGroup] | None
     relations: Any
 
 
@@ -184,9 +183,10 @@ def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
     if owner is None or label is None:
         return None
     own = label.mesh_info
-    if owner.model_group is None and own is not None and own.all.size < owner.mesh_info.all.size:
+    group: ref[dist.ProcessGroup] | None = owner.relations.model_group
+    if group is None and own is not None and own.all.size < owner.mesh_info.all.size:
         return owner.mesh_info.all.group
-    return None if owner.model_group is None else owner.model_group()
+    return None if group is None else group()
 
 
 def set_holds_unreduced(parameter: Tensor, *, holds: bool) -> None:

@@ -29,7 +29,6 @@ from composable.contract.tree import (
     get_replicated_states,
     registered_parameters,
 )
-from composable.engine.arrival import Buckets
 from composable.engine.extension import ExtendedGroup, has_protocol
 from composable.engine.param import (
     ManagedParam,
@@ -40,6 +39,7 @@ from composable.engine.param import (
     trainability,
 )
 from composable.engine.param_group import ParamGroup
+from composable.engine.post_backward import PostBackward
 from composable.engine.unit import BY_HAND, Unit, unit_of
 from composable.errors import (
     AnnotationError,
@@ -73,7 +73,7 @@ class Tree(Protocol):
 
     modules: tuple[nn.Module, ...]
     units: list[Unit]
-    buckets: Buckets
+    post_backward: PostBackward
     split_by: str
 
     @property
@@ -218,7 +218,7 @@ class Preparation:
             if group.device.type == "meta" and group.params:
                 raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
         unit.follow()
-        root.buckets.follow()
+        root.post_backward.buckets.follow()
 
     def _look_for_newcomers(self) -> None:
         """Refuse trainable parameters below a unit that no unit manages, and ties that came after

@@ -552,11 +552,12 @@ class Reduction:
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat(reducer)
-        # The sums are written over gradients that live in the bucket. If no rank has brought one of
-        # them, it must be as it was.
+        # The sums are written over gradients that live in the bucket, or are reduced where they
+        # are. If no rank has brought one of them, it must be as it was, to the last bit.
         self.spared: dict[int, Tensor] = {}
-        for index in absent if reducer.keeps else ():
-            if (gradient := gradients[index]) is not None:
+        for index in absent if reducer.keeps or plan.apart else ():
+            gradient = gradients[index]
+            if gradient is not None and (reducer.keeps or index in plan.apart):
                 self.spared[index] = gradient.clone()
         unused = self.missing
         if carried:

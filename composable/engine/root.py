@@ -1,5 +1,8 @@
-"""The order of one step: which units are unsharded, reduced and freed when. See docs/tour.md for a
-step, line by line.
+"""The order of one step: which units are entered and left, gathered ahead and freed when. What is
+reduced when is in `post_backward.py`; docs/tour.md follows a step line by line.
+
+In this file: what belongs to one step (`Step`, `Forward`, `Iteration`), the end of a backward
+(`BackwardEnd`), and `Root`: which root a call has, forward, backward, a lost step, split backwards.
 
 State machine of a `Root`; what may change its phase is in this file, and the phase is what its
 `Step` says:
@@ -16,8 +19,7 @@ Laws:
 
 * Collectives are launched where a forward or a backward enters or leaves a unit, at the end of a
   backward, and by explicit calls; never because a gradient arrived, since which gradients arrive
-  differs between ranks. (A root without shards launches its buckets by arrival, but in one order
-  that all ranks share: `arrival.py`.)
+  differs between ranks (`post_backward.py` has the details).
 * At the end of a backward every reduction is launched before any of them is landed. On a hybrid
   mesh the second stage is launched when its first has been waited for. Every wait is for something
   that was launched earlier in the one sequence that all ranks run.
@@ -51,15 +53,14 @@ from weakref import WeakSet, WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from composable.comm.ledger import checksum, debug_enabled, ledger_of
+from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch, names_below
-from composable.engine.arrival import Buckets
-from composable.engine.grad_bucket import SyncMode
 from composable.engine.param import ManagedParam
 from composable.engine.param_group import Kind
-from composable.engine.param_hooks import hear_arrivals, ignore_arrivals
+from composable.engine.param_hooks import hear_arrivals
+from composable.engine.post_backward import Due, PostBackward
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
 from composable.engine.unit import BY_HAND, EXPLICIT, Unit, UnitCall, unit_of, units_below
 from composable.errors import (
@@ -88,7 +89,6 @@ logger = logging.getLogger("composable")
 REMEMBERED: Final = 4096
 
 CLOCK: Final = count()  # of forwards and ends of backwards
-IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 NOT_ON: Final = "it was not on when the forward began"
 
 
@@ -142,14 +142,7 @@ class Iteration:
         end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that
             backward raised.
         active: units that backward has entered and not left.
-        left: until `Root._alike` is known, indices of units in the order in which backward left
-            them.
-        to_reduce: units that backward has entered, or brought a gradient to, since they were last
-            reduced.
-        in_flight, over_replicas: units whose reduction is in its first, or second, stage.
-        builds_graph: the backward runs with `create_graph=True`.
-        forwards, forwards_left: calls of the outermost module in training mode; how many of them
-            backward has not entered.
+        due: what is to be reduced, and what is in flight.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -162,12 +155,7 @@ class Iteration:
         self.untracked: dict[Unit, None] = {}
         self.end: ref[Any] | None = None
         self.active: list[Unit] = []
-        self.left: list[int] = []
-        self.to_reduce: dict[Unit, None] = {}
-        self.in_flight: list[Unit] = []
-        self.over_replicas: list[Unit] = []
-        self.builds_graph = False
-        self.forwards = self.forwards_left = 0
+        self.due = Due()
 
 
 class Step:
@@ -202,8 +190,8 @@ class BackwardEnd:
         # that take part; emptied when the backward has ended without an error
         self.roots: list[Root] = []
 
-    @untraced
-    @outside_transforms
+    @untraced  # torch.compile runs it as it is
+    @outside_transforms  # of torch.func
     def __call__(self) -> None:
         try:
             with torch.no_grad():
@@ -254,13 +242,13 @@ _ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()
 
 
 def _end_of_backward(root: Root) -> BackwardEnd:
-    number = backward_id()
+    number = backward_id()  # autograd's, of the pass that this thread is in
     end = _ENDS.get(number)
     if end is None:
         if backward_is_compiled():
             root.refuse_compiled()
         end = _ENDS[number] = BackwardEnd()
-        on_backward_end(end)
+        on_backward_end(end)  # queued on autograd's engine
     end.roots.append(root)
     return end
 
@@ -282,7 +270,7 @@ class Root:
             weights by `torch.autograd.grad` and assigns `.grad` itself, and `hold_by_hand` was not
             called for them. The optimizer's step refuses that: all ranks come to it, and to a
             forward one stage after another.
-        buckets: of replicated units; none if there are shards below this root.
+        post_backward: reduces gradients.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last
             forward; empty if the compiler does.
     """
@@ -302,24 +290,15 @@ class Root:
         self.order: list[Unit] = []
         self.step = Step()
         self._trained: list[Unit] = []  # units, in the last forward
-        self._trees = [TreeWatch(module) for module in modules]
-        self._gone = False
+        self._trees = [TreeWatch(module) for module in modules]  # tell if modules came or went
+        self._gone = False  # a unit came or went
         self.eager_because = NOT_ON
         self.split_by = ""
-        self._launched: list[Unit] = []  # by `launch_held`, until `land_held`
         self._last_backward: int | None = None  # when it ended, on the clock of `CLOCK`
-        self._streams = streams_of(self.units[0].mesh_info.device)
+        self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
+        # the ranks were compared, in the first forward: `_check_order`
         self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
-        self._indices = {unit: index for index, unit in enumerate(self.units)}
-        # Replicated parameters that rest as DTensors are shown for the whole forward: modules of
-        # other units may read them.
-        self._shown = [unit for unit in self.units if unit.rest_mesh is not None]
-        # Whether all ranks leave the units in one order in backward: None until `_compare_left` has
-        # compared them, once and for good. Units in `_shown` are reduced where they are left only
-        # if this is True, and otherwise at the end of backward. The root itself is left last on all
-        # ranks, so there is nothing to compare if it is the only one.
-        self._alike: bool | None = None if self._shown and self._shown != self.units[:1] else True
-        self.make_buckets()
+        self.post_backward = PostBackward(self.units, self._due)
         self._preparation = Preparation(self)
         _ROOTS.add(self)
 
@@ -372,7 +351,7 @@ class Root:
         for each in units:
             each.root = root
         for each in shared:
-            each.is_shared = True
+            each.relations.is_shared = True
         return root
 
     def forget(self) -> None:
@@ -387,17 +366,9 @@ class Root:
         """Units whose forward is under way, outermost first."""
         return self.step.running
 
-    @property
-    def _iteration(self) -> Iteration:
-        """The iteration, where there is one."""
-        assert self.step.iteration is not None
-        return self.step.iteration
-
-    @property
-    def _forward(self) -> Forward:
-        """The forward that is under way, where there is one."""
-        assert self.step.forward is not None
-        return self.step.forward
+    def _due(self) -> Due | None:
+        """What the iteration that is under way has to reduce."""
+        return None if self.step.iteration is None else self.step.iteration.due
 
     @property
     def name(self) -> str:
@@ -409,14 +380,12 @@ class Root:
         return 0
 
     def make_buckets(self) -> None:
-        """For replicated units; anew when their parameters were replaced."""
-        self.buckets = Buckets(
-            [unit for unit in self.units if unit.kind is Kind.ARRIVAL], lambda: self.step.iteration
-        )
+        """Parameters of a unit were replaced."""
+        self.post_backward.make_buckets()
 
-    def attach_hooks(self) -> None:
+    def follow_comm_hooks(self) -> None:
         """Communication hooks of a unit were changed."""
-        self.buckets.attach_hooks()
+        self.post_backward.buckets.follow_comm_hooks()
 
     @property
     def phase(self) -> Phase:
@@ -455,9 +424,10 @@ class Root:
         iteration = self.step.iteration
         if iteration is None:
             return False
-        return unit in iteration.active or (
-            unit in self._shown and (bool(self.step.running) or iteration.end is not None)
-        )
+        if unit in iteration.active:
+            return True
+        beside = unit in self.post_backward.beside
+        return beside and (bool(self.step.running) or iteration.end is not None)
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -476,13 +446,22 @@ class Root:
                 unit.relations.ran_inside[outer] = None
         self.step.running.append(unit)
         try:
-            if self._iteration.last and not unit.is_unsharded:
-                self._free_last(unit)
-            forward = self._record(unit)
+            iteration, forward = self.step.iteration, self.step.forward
+            assert iteration is not None
+            assert forward is not None
+            if iteration.last and not unit.is_unsharded:
+                self._free_last(unit, iteration)
+            if unit.gathers:
+                forward.order.append(unit)
+                try:  # noqa: SIM105, `suppress` takes calls of Python
+                    # Behind it in the last forward's order: what follows there is gathered ahead.
+                    forward.cursor = self.order.index(unit, forward.cursor) + 1
+                except ValueError:
+                    pass  # it did not run there
             call.forward = forward.number
             given = None if unit.trains or inputs is None else unit.describe_inputs(inputs)
             if not self._verified:
-                given = self._check_order(unit, given)
+                given = self._check_order(unit, given, forward)
             if given is not None and forward.with_gradients:
                 unit.given = given
             self._gather(unit, _ahead(unit, self.order, forward.cursor, 1))
@@ -516,7 +495,7 @@ class Root:
             if grad:
                 # this forward uses what was gathered, and frees it as usual
                 del unit.kept_by[EXPLICIT]
-        self.prepare()
+        self.prepare()  # of prepare.py: one look, in C, for what users have changed
         for unit in self.units:
             if unit not in explicit:
                 # what a forward left for its backward: shards may have been written to unseen
@@ -531,11 +510,12 @@ class Root:
         try:
             self._show()
             if grad:
+                # as DDP does; buffers of replicated units only
                 broadcast_buffers(self.units, self.source, saved=saved)
         except BaseException:
             if not saved:
                 self.step.iteration = None
-            for unit in self._shown:  # nobody leaves this forward
+            for unit in self.post_backward.beside:  # nobody leaves this forward
                 unit.hold_at_rest()
             raise
         if grad:
@@ -545,7 +525,7 @@ class Root:
                 self.eager_because = NOT_ON
 
     def _show(self) -> None:
-        for unit in self._shown:
+        for unit in self.post_backward.beside:
             unit.unshard()
             unit.wait_for_unshard()
             unit.swap_in()
@@ -559,30 +539,17 @@ class Root:
             for unit in self.units:
                 unit.given = None  # what is frozen before a unit decides, too
 
-    def _free_last(self, unit: Unit) -> None:
+    def _free_last(self, unit: Unit, iteration: Iteration) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay:
         not all of these run `unit`.
         """
-        iteration, comm = self._iteration, unit.mesh_info.all
+        comm = unit.mesh_info.all
         for other in iteration.last:
             if other is not unit and other.mesh_info.all is comm:
                 other.free()
         iteration.last = [
             other for other in iteration.last if other is unit or other.mesh_info.all is not comm
         ]
-
-    def _record(self, unit: Unit) -> Forward:
-        """Record `unit`, and move the cursor behind it in the last forward's order: what follows
-        there is gathered ahead.
-        """
-        forward = self._forward
-        if unit.gathers:
-            forward.order.append(unit)
-            try:  # noqa: SIM105, `suppress` takes calls of Python
-                forward.cursor = self.order.index(unit, forward.cursor) + 1
-            except ValueError:
-                pass  # it did not run there
-        return forward
 
     def _gather(self, unit: Unit, ahead: Iterable[Unit]) -> None:
         """Have `unit` unshard, and launch the gathers of the units `ahead` before waiting: they
@@ -606,10 +573,13 @@ class Root:
         """
         if call.root is None:
             return  # a recomputation: backward needs the unit next
-        unit, iteration, grad = call.unit, self._iteration, torch.is_grad_enabled()
+        unit, iteration, grad = call.unit, self.step.iteration, torch.is_grad_enabled()
+        assert iteration is not None
         self.step.running.pop()
         if grad:
-            if unit.gathers:
+            # Backward does not come to a frozen unit whose inputs require no gradients, unless
+            # something inside of it trains: it is not to be gathered ahead.
+            if unit.gathers and (unit.trains or unit.given != 1 or call.watched):
                 iteration.finished.append(unit)
             if len(iteration.finished) > REMEMBERED:
                 del iteration.finished[: REMEMBERED // 2]
@@ -630,18 +600,19 @@ class Root:
                 for group in unit.groups:
                     group.reshard_after_forward()
         if not self.step.running:
-            self._end_forward(grad=grad)
+            self._end_forward(iteration, grad=grad)
 
-    def _end_forward(self, *, grad: bool) -> None:
-        iteration, forward = self._iteration, self._forward
+    def _end_forward(self, iteration: Iteration, *, grad: bool) -> None:
+        forward = self.step.forward
+        assert forward is not None
         if not self._verified and not self._is_kept:
-            self._check_order(None, None)
+            self._check_order(None, None, forward)
             if not forward.has_unknown:
                 warn_of_equal_shards(self.units)
                 self._verified = True
         self.order, self.step.forward = forward.order, None
         if iteration.end is None:
-            for unit in self._shown:
+            for unit in self.post_backward.beside:
                 if EXPLICIT not in unit.kept_by and not unit.step.to_run:
                     unit.swap_out()
         waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
@@ -662,15 +633,15 @@ class Root:
         if iteration.end is None and BY_HAND in self.units[0].kept_by:
             self._reveal()
         if self.step.iteration is None:
-            release_idle_memory()
-        wait_for_traffic()
+            release_idle_memory()  # of streams that communicate
+        wait_for_traffic()  # CPU offload
 
     @property
     def _is_kept(self) -> bool:
         """Whether everything is gathered already, so that each rank may run what it likes."""
         return any(unit.kept_by for unit in self.units)
 
-    def _check_order(self, unit: Unit | None, given: int | None) -> int | None:
+    def _check_order(self, unit: Unit | None, given: int | None, forward: Forward) -> int | None:
         """In the first forward: all ranks enter the same unit, or end. Returns what is `given` on
         ranks that compute it.
         """
@@ -682,7 +653,7 @@ class Root:
         comm = found.mesh_info.all
         if comm.size == 1 or not found.is_sharded or self._is_kept:
             return given
-        mine = len(self.units) if unit is None else self._indices[unit]
+        mine = len(self.units) if unit is None else self.units.index(unit)
         code = -1 if given is None else given
         (lowest, _), (highest, code) = comm.min_max(
             [mine, code], f"check of the order of units at unit '{found.name}'"
@@ -698,7 +669,7 @@ class Root:
             )
         if code >= 0:
             return code
-        self._forward.has_unknown |= unit is not None and not unit.trains
+        forward.has_unknown |= unit is not None and not unit.trains
         return None
 
     def is_inside(self, unit: Unit) -> bool:
@@ -710,7 +681,9 @@ class Root:
         ) or self._is_called_by_another(unit)
 
     def _is_called_by_another(self, unit: Unit) -> bool:
-        return unit.is_shared and any(root.step.running and unit in root.shared for root in _ROOTS)
+        return unit.relations.is_shared and any(
+            root.step.running and unit in root.shared for root in _ROOTS
+        )
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -724,7 +697,7 @@ class Root:
             )
         if UNLANDED:
             land_held([self])
-        by_arrival = self._takes_part_alone()
+        by_arrival = self._takes_part_alone()  # buckets may be launched while gradients arrive
         if iteration is None:
             # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.step.iteration = Iteration(self._streams.here())
@@ -732,9 +705,9 @@ class Root:
         iteration.end = ref(end)
         for unit in self.units:
             unit.kept_by.pop(EXPLICIT, None)
-        self._preparation.follow_freezing()
+        self._preparation.follow_freezing()  # what `requires_grad` says now decides
         self._show()
-        self.buckets.open(by_arrival=by_arrival)
+        self.post_backward.buckets.open(by_arrival=by_arrival)
         for unit in self.shared:
             # Buckets are launched in every backward, used or not. And what runs again in a backward
             # is no forward.
@@ -783,7 +756,7 @@ class Root:
             call.waits = False
             call.step.pending -= 1
             if call.trained is not None:
-                call.trained.forwards_left -= 1
+                call.trained.due.forwards_left -= 1
         iteration = self._in_backward() or self._open_backward()
         if call is not None and call.forward is not None:
             if iteration.read_at_rest is not None and iteration.read_at_rest[0] == call.forward:
@@ -796,7 +769,7 @@ class Root:
         through.
         """
         if unit in iteration.active:
-            self._note_graph(unit)  # also where a recomputation has entered it
+            self._note_graph(unit, iteration)  # also where a recomputation has entered it
             self._gather(unit, ())  # another output of it; a recomputation may have freed it
             return
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
@@ -804,25 +777,26 @@ class Root:
         # ranks that do not, and both must launch in the same order.
         for other in [*reversed(iteration.active)]:
             if other not in unit.relations.ran_inside and unit not in other.relations.ran_inside:
-                self._leave_backward(other)
+                self._leave_backward(other, iteration)
+                # With several forwards before one backward, a unit is reduced when the last of them
+                # has been left.
+                if other.step.pending <= 0 and other not in iteration.untracked:
+                    self.post_backward.leave(other, iteration.due)
         iteration.active.append(unit)
-        iteration.to_reduce.pop(unit, None)
-        iteration.to_reduce[unit] = None
-        if unit.kind is not Kind.ARRIVAL:
-            ignore_arrivals(unit.arrivals.values())  # it will be reduced, whichever gradients come
+        self.post_backward.enter(unit, iteration.due)
         finished = iteration.finished
         for position in range(len(finished) - 1, -1, -1) if unit.gathers else ():
             if finished[position] is unit:
                 del finished[position:]
                 break
-        self._note_graph(unit)
+        self._note_graph(unit, iteration)
         self._gather(unit, _ahead(unit, finished, len(finished) - 1, -1))
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
 
-    def _note_graph(self, unit: Unit) -> None:
+    def _note_graph(self, unit: Unit, iteration: Iteration) -> None:
         if torch.is_grad_enabled():
             # create_graph=True: the new nodes need the parameters, and lie in no call
-            self._iteration.builds_graph = True
+            iteration.due.builds_graph = True
             unit.pin()
 
     def before_recomputation(self, again: UnitCall) -> UnitCall | None:
@@ -852,14 +826,15 @@ class Root:
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
         iteration = self.step.iteration
-        if iteration is not None and unit in iteration.to_reduce and unit.kind is not Kind.ARRIVAL:
+        by_arrival = unit.kind is Kind.ARRIVAL
+        if not by_arrival and iteration is not None and unit in iteration.due.to_reduce:
             return
         iteration = self._in_backward() or self._open_backward()
-        if unit.kind is Kind.ARRIVAL:
-            self.buckets.arrived(param)
+        if by_arrival:
+            self.post_backward.buckets.arrived(param)  # may launch a bucket
         else:
             # a parameter that was read outside of its module, or after the unit was left
-            iteration.to_reduce[unit] = None
+            iteration.due.to_reduce[unit] = None
 
     def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated on an at-rest parameter, and not on the form that modules
@@ -883,69 +858,16 @@ class Root:
             " on parameters belong outside of forward"
         )
 
-    def _leave_backward(self, unit: Unit, *, at_end: bool = False) -> None:
-        iteration = self._iteration
+    def _leave_backward(self, unit: Unit, iteration: Iteration) -> None:
+        """Backward has gone through `unit`: free its parameters, before its gradients are copied
+        into a message.
+        """
         if unit in iteration.active:
             iteration.active.remove(unit)
         if not self.step.running:
             unit.step.to_run = []  # a recomputation ran some of its modules only
         unit.hold_at_rest()
-        unit.free()  # before gradients are copied into a message
-        # With several forwards before one backward, a unit is reduced when the last of them has
-        # been left.
-        if at_end or (unit.step.pending <= 0 and unit not in iteration.untracked):
-            if not at_end and not self._alike:
-                iteration.left.append(self._indices[unit])
-                if unit in self._shown:
-                    return  # at the end of backward, in an order that does not depend on the rank
-            iteration.to_reduce.pop(unit, None)
-            hear_arrivals(unit.arrivals.values())
-            self._reduce(unit)
-            if not at_end:
-                self._make_room()
-
-    def _reduce(self, unit: Unit) -> None:
-        iteration, mode = self._iteration, unit.accumulation.now
-        if unit.step.unhooked and mode is SyncMode.REDUCE:
-            unit.run_hooks()
-        if not unit.buckets:
-            return
-        if iteration.builds_graph and unit.has_gradients:
-            _refuse_graph(unit)
-        if iteration.builds_graph:
-            return
-        if mode is SyncMode.HOLD:
-            for bucket in unit.buckets:
-                bucket.hold()
-            return
-        # A unit that is reduced a second time in one backward: its bucket must be free.
-        if unit in iteration.in_flight or unit in iteration.over_replicas:
-            self._land(unit)
-        for bucket in unit.buckets:
-            bucket.reduce(shards_only=mode is SyncMode.HOLD_SHARDS)
-        iteration.in_flight.append(unit)
-
-    def _make_room(self) -> None:
-        """Land the oldest reductions, or launch their second stage, until `IN_FLIGHT` are left in
-        each stage.
-        """
-        iteration = self._iteration
-        while len(iteration.in_flight) > IN_FLIGHT:
-            oldest = iteration.in_flight.pop(0)
-            if oldest.advance():
-                iteration.over_replicas.append(oldest)
-            else:
-                self._land(oldest)
-        while len(iteration.over_replicas) > IN_FLIGHT:
-            self._land(iteration.over_replicas[0])
-
-    def _land(self, unit: Unit) -> None:
-        iteration = self._iteration
-        for bucket in unit.buckets:
-            bucket.land()
-        for units in (iteration.in_flight, iteration.over_replicas):
-            if unit in units:
-                units.remove(unit)
+        unit.free()
 
     def launch_rest(self) -> None:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it
@@ -955,30 +877,10 @@ class Root:
         if iteration is None:
             return
         with self._streams.on(iteration.stream):
-            reducing = [unit for unit in self.units if unit.accumulation.now is SyncMode.REDUCE]
-            due = [
-                unit
-                for unit in reducing
-                if unit.step.unhooked or any(each.accumulated.backwards for each in unit.buckets)
-            ]
-            sent = [*iteration.in_flight, *iteration.over_replicas]
-            # What backward has entered, the last one first; what it may have come to unseen; what
-            # only earlier backwards brought gradients to.
-            rest = [*dict.fromkeys([*reversed(iteration.to_reduce), *iteration.untracked, *due])]
-            if not self._alike:
-                rest = [*(unit for unit in rest if unit not in self._shown), *self._shown]
-            for unit in rest:
-                # one that was sent goes again only if backward has come to it again
-                if unit in iteration.to_reduce or unit not in sent or unit.has_gradients:
-                    self._leave_backward(unit, at_end=True)
-            if not iteration.builds_graph:
-                self.buckets.launch_rest()
-            elif (brought := self.buckets.brought()) is not None:
-                _refuse_graph(brought)
-            for unit in list(iteration.in_flight):
-                if unit.advance():
-                    iteration.in_flight.remove(unit)
-                    iteration.over_replicas.append(unit)
+            for unit in self.post_backward.rest(iteration.due, iteration.untracked):
+                self._leave_backward(unit, iteration)
+                self.post_backward.reduce(unit, iteration.due)
+            self.post_backward.launch_last(iteration.due)
 
     def finish_backward(self) -> None:
         """Land everything and end the iteration. What an open forward or a new graph still needs
@@ -988,18 +890,7 @@ class Root:
         if iteration is None:
             return
         with self._streams.on(iteration.stream):
-            for unit in [*iteration.over_replicas, *iteration.in_flight]:
-                self._land(unit)
-            self.buckets.land()
-            for unit in self.units:
-                for bucket in unit.buckets:
-                    bucket.decide()
-                for sparse in unit.sparse if not iteration.builds_graph else ():
-                    sparse.end_backward(reduces=unit.accumulation.now is SyncMode.REDUCE)
-            if self._alike is None and all(
-                unit.accumulation.now is SyncMode.REDUCE for unit in self.units
-            ):
-                self._compare_left()
+            self.post_backward.land(iteration.due)
             self._conclude(iteration)
             wait_for_traffic()
         if debug_enabled():
@@ -1007,24 +898,11 @@ class Root:
                 unit.mesh_info.all for unit in self.units if unit.mesh_info.all.size > 1
             ):
                 assert comm.group is not None
-                ledger_of(comm.group).compare(comm)
-
-    def _compare_left(self) -> None:
-        """Once: do all ranks leave units in one order? Some may run replicated modules that others
-        do not, or in another order.
-        """
-        comms = dict.fromkeys(unit.mesh_info.all for unit in self._shown)
-        self._alike = len(comms) == 1
-        for comm in comms if self._alike else ():
-            lowest, highest = comm.min_max(
-                [checksum(str(self._iteration.left))],
-                "comparison of the order of units in backward",
-            )
-            self._alike = lowest == highest
+                ledger_of(comm.group).compare(comm)  # did all ranks launch the same?
 
     def _conclude(self, iteration: Iteration) -> None:
         following, self._last_backward = None, next(CLOCK)
-        if self.step.running or iteration.builds_graph:
+        if self.step.running or iteration.due.builds_graph:
             following = Iteration(iteration.stream)
             following.finished, following.untracked = iteration.finished, iteration.untracked
             following.last = iteration.last
@@ -1062,7 +940,7 @@ class Root:
         if self.phase is not Phase.LOST:
             return  # a forward has reset this step already, or another backward has begun
         for unit in self.units:
-            hear_arrivals(unit.arrivals.values())
+            hear_arrivals(unit.gradients.arrivals.values())  # undoes what `PostBackward.enter` did
             if not unit.step.depth:
                 unit.swap_out()
 
@@ -1077,24 +955,24 @@ class Root:
             logger.warning(
                 "unit '%s': %s; the step is lost, and its state was reset", self.name, why
             )
-        launched = [] if iteration is None else [*iteration.over_replicas, *iteration.in_flight]
+        due = Due() if iteration is None else iteration.due
         held = [unit.name for unit in self.units if unit.has_unreduced]
         if held:
             logger.warning(
                 "gradients that were accumulated under no_sync are dropped (unit '%s' and others)",
                 held[0],
             )
-        for unit in dict.fromkeys([*launched, *self.units]):
+        for unit in dict.fromkeys([*due.over_replicas, *due.in_flight, *self.units]):
             unit.kept_by.pop(BY_HAND, None)
             unit.drop_step()
-            begun = iteration is not None and unit in iteration.to_reduce
+            begun = unit in due.to_reduce
             gradients: list[Callable[[], None]] = [
-                *(partial(bucket.drop, begun=begun) for bucket in unit.buckets),
-                *(sparse.drop for sparse in unit.sparse),
+                *(partial(bucket.drop, begun=begun) for bucket in unit.gradients.buckets),
+                *(sparse.drop for sparse in unit.gradients.sparse),
             ]
             for drop in (*gradients, unit.swap_out, unit.reshard):
                 _drop(unit, drop)
-        _drop(self.units[0], self.buckets.drop)
+        _drop(self.units[0], self.post_backward.buckets.drop)
         release_idle_memory()
 
     # --- split backwards -------------------------------------------------------------------------
@@ -1114,7 +992,7 @@ class Root:
         for unit in self.units:
             unit.wait_for_unshard()
         self._reveal()
-        self._hold_assigned()
+        self.post_backward.hold()
         self.split_by = ""
 
     @torch.no_grad()
@@ -1122,7 +1000,7 @@ class Root:
         """Modules hold at-rest parameters again, and on these is what was assigned."""
         if BY_HAND not in self.units[0].kept_by:
             return
-        self._hold_assigned()
+        self.post_backward.hold()
         for unit in self.units:
             unit.hide()
             unit.release(BY_HAND)
@@ -1134,26 +1012,16 @@ class Root:
                 unit.kept_by[EXPLICIT] = None
                 unit.show()
 
-    def _hold_assigned(self) -> None:
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.hold()
-            for sparse in unit.sparse:
-                sparse.hold_by_hand()
-        self.buckets.hold()
+    # --- without a backward ----------------------------------------------------------------------
 
     @torch.no_grad()
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated under `no_sync`, without a backward."""
         land_held([self])
         self.end_by_hand()
-        self._compare_held()
-        self._launched = [unit for unit in self.units if unit.holds]
         try:
-            for unit in self._launched:
-                for bucket in unit.buckets:
-                    bucket.reduce()
-            self.buckets.launch_held()
+            self.post_backward.compare_held(self.name)
+            self.post_backward.launch_held()
         except BaseException:
             self.reset()
             raise
@@ -1162,52 +1030,14 @@ class Root:
     @torch.no_grad()
     def land_held(self) -> None:
         """Wait for what `launch_held` launched."""
-        units, self._launched = self._launched, []
         UNLANDED.remove(self)
         try:
-            for unit in units:
-                unit.advance()
-            self.buckets.land_held()
-            for unit in units:
-                for bucket in unit.buckets:
-                    bucket.land()
-                    bucket.decide()
-                for sparse in unit.sparse:
-                    if sparse.holds:
-                        sparse.reduce()
-                unit.run_hooks()
+            self.post_backward.land_held()
         except BaseException:
             self.reset()
             raise
         wait_for_traffic()
         release_idle_memory()
-
-    def _compare_held(self) -> None:
-        """On hosts, all ranks have accumulated equally often: a rank without gradients would launch
-        nothing.
-        """
-        for comm in dict.fromkeys(unit.mesh_info.all for unit in self.units):
-            if comm.size == 1 or (comm.traits.on_stream and not debug_enabled()):
-                continue
-            held = [
-                bucket.accumulated.backwards
-                for unit in self.units
-                if unit.mesh_info.all is comm
-                for bucket in unit.buckets
-            ]
-            mine = max([0, *held, self.buckets.backwards])
-            said = comm.all_gather_ints(
-                [mine], f"comparison of accumulated backwards of unit '{self.name}'"
-            )
-            if said != [said[0]] * len(said):
-                self.reset()
-                raise RanksDisagreeError(
-                    "reduce_gradients: the ranks accumulated gradients of different numbers of"
-                    f" backwards below unit '{self.name}':"
-                    f" {', '.join(f'rank {rank} {count}' for rank, (count,) in enumerate(said))}."
-                    " Every rank must run the same backwards under no_sync. What was accumulated"
-                    " is dropped on all ranks"
-                )
 
 
 Root.in_use = Root
@@ -1228,15 +1058,6 @@ def _drop(unit: Unit, drop: Callable[[], None]) -> None:
         drop()
     except CommunicationError as error:
         logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
-
-
-def _refuse_graph(unit: Unit) -> NoReturn:
-    raise DifferentiationError(
-        f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They"
-        " are reduced outside of autograd's graph, so nothing could be differentiated through"
-        " them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs,"
-        " create_graph=True), or leave create_graph=True out"
-    )
 
 
 def _ahead(unit: Unit, units: Sequence[Unit], start: int, step: int) -> list[Unit]:
@@ -1309,8 +1130,8 @@ def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:
     for unit in root.units:
         unit.drop_step()
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
-        drop_calls(module, keep=int(module is entering))
-    close_interrupted()
+        drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
+    close_interrupted()  # torch's hooks for saved tensors, of checkpoints and activation offload
 
 
 def reset(modules: Sequence[nn.Module]) -> None:

@@ -4,6 +4,11 @@ the four hooks.
 `fully_shard` and `replicate` make the same class. They differ in the mesh info (over which ranks
 parameters are sharded and gradients summed) and, for a model that is only replicated, in when
 gradients are reduced (`arrival.py`).
+
+In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`,
+`Gradients`), what it asks of its root (`Schedule`), and `Unit`: construction, which parameters
+modules hold, unshard and reshard, the four hooks, gradients. Offload to the host, removal and
+copies come last; no step needs them.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from composable.engine.copies import attach_copying, detach_copying, twin_of
 from composable.engine.explain import explain
 from composable.engine.extension import ExtendedGroup, travelling_together
 from composable.engine.grad_bucket import Accumulation, GradBucket
-from composable.engine.hook_stages import CommHook, attach_hooks
+from composable.engine.hook_stages import CommHook, attach_comm_hooks
 from composable.engine.loading import StateDictHook
 from composable.engine.outputs import refuse_compiled, watch
 from composable.engine.param import (
@@ -195,7 +200,7 @@ class Schedule(Protocol):
     def make_buckets(self) -> None:
         """Parameters of a unit were replaced."""
 
-    def attach_hooks(self) -> None:
+    def follow_comm_hooks(self) -> None:
         """Communication hooks of a unit were changed."""
 
     def forget(self) -> None:
@@ -268,95 +273,124 @@ class Relations:
         below: annotated before it, in its modules.
         readers: whose modules read parameters of it.
         ran_inside: whose forward was running at some call of it.
+        is_shared: it lies below several annotated models, see `Root.shared`.
+        model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
     """
 
     around: dict[Unit, None] = field(default_factory=dict)
     below: dict[Unit, None] = field(default_factory=dict)
     readers: dict[Unit, None] = field(default_factory=dict)
     ran_inside: dict[Unit, None] = field(default_factory=dict)
+    is_shared: bool = False
+    model_group: ref[dist.ProcessGroup] | None = None
+
+
+@dataclass(slots=True)
+class Gradients:
+    """What takes a unit's gradients from autograd; made anew whenever its parameters are.
+
+    Attributes:
+        buckets: for all that is reduced where backward leaves the unit. Gradients of the kind
+            ARRIVAL are in buckets of all units (`arrival.py`).
+        sparse: gradients of parameters that only sparse lookups read.
+        arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
+            unit will be reduced anyway.
+        undo: takes all hooks off again.
+    """
+
+    buckets: list[GradBucket] = field(default_factory=list)
+    sparse: list[SparseGradients] = field(default_factory=list)
+    arrivals: dict[ManagedParam, Arrival] = field(default_factory=dict)
+    undo: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether autograd has brought any that were not taken yet."""
+        return any(bucket.has_gradients for bucket in self.buckets)
+
+    @property
+    def backwards(self) -> int:
+        """How many backwards have left gradients here under `no_sync`."""
+        return max((bucket.accumulated.backwards for bucket in self.buckets), default=0)
+
+    def advance(self) -> bool:
+        """On a hybrid mesh: launch the second stage of reductions; returns whether there is one."""
+        advanced = [bucket.advance() for bucket in self.buckets]  # all of them
+        return any(advanced)
+
+    def land(self) -> None:
+        """Wait for what was launched; the sums go to the at-rest parameters."""
+        for bucket in self.buckets:
+            bucket.land()
 
 
 class Unit:
     """See the top of this file. It is the verb's state in the registry, and the bracket around its
     modules' forwards.
-
-    Attributes:
-        modules: as annotated; none after `remove`.
-        groups: of parameters that are unsharded together.
-        gathers: any of its groups does.
-        buckets: their gradients; empty for gradients that the root reduces in buckets of all units
-            (`arrival.py`).
-        root: of the last forward; None before the first, and after the tree changed.
-        step: that is under way.
-        kept_by: scopes that ask for it to stay unsharded.
-        relations: to other units.
-        kind: how its parameters lie over the ranks, and when their gradients are reduced.
-        rest_mesh: of the kind BESIDE, over the same ranks as the shards around it: their mesh, on
-            which its parameters rest as DTensors. Otherwise None.
-        model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
-        shown_by: the scope, if any, in which modules hold whole parameters for the user to edit;
-            they are not computed with.
-        asleep: its parameters rest on the host, and it has no groups, until `wake`.
-        comm_hooks: communication hooks by the stage that they replace.
-        sparse: gradients of parameters that only sparse lookups read.
-        arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
-            unit will be reduced anyway.
-        is_shared: it lies below several annotated models, see `Root.shared`.
-        trains: any of its parameters requires gradients.
-        given: of a frozen unit, how ranks that compute it entered it last: 0 without autograd, 1
-            with inputs that require no gradients, 2 with inputs that do, the only case in which
-            backward comes to it. None: not known.
     """
 
-    mesh_info: MeshInfo
-    spec: UnitSpec
-    schedules: type[Schedule]
+    spec: UnitSpec  # what the annotation asks for
+    root_class: type[Schedule]  # makes the root when a forward begins without one
+    mesh_info: MeshInfo  # the ranks over which parameters are sharded, and gradients summed
 
     def __init__(self) -> None:
-        self.modules: tuple[nn.Module, ...] = ()
+        # --- from the annotation on
+        self.modules: tuple[nn.Module, ...] = ()  # as annotated; none after `remove`
         self.params: list[ManagedParam] = []
-        self.groups: list[ParamGroup] = []
-        self.gathers = False
-        self.buckets: list[GradBucket] = []
-        self.root: Schedule | None = None
-        self.name = unit_name("")
-        self.step = UnitStep()
-        self.kept_by: dict[object, None] = {}
-        self.shown_by = ""
-        self.asleep = False
+        self.name = unit_name("")  # the FQN below the root, for messages
+        # how its parameters lie over the ranks, and when their gradients are reduced
         self.kind = Kind.LOCAL
+        # of the kind BESIDE, over the same ranks as the shards around it: their mesh, on which its
+        # parameters rest as DTensors
         self.rest_mesh: DeviceMesh | None = None
-        self.relations = Relations()
-        self.model_group: ref[dist.ProcessGroup] | None = None
-        self.accumulation = Accumulation()
-        self.comm_hooks: dict[str, CommHook] = {}
-        self.sparse: list[SparseGradients] = []
-        self.arrivals: dict[ManagedParam, Arrival] = {}
-        self.trains = self.is_shared = False
+        self.relations = Relations()  # to other units
+
+        # --- built around the tensors that are registered now (`build`)
+        self.groups: list[ParamGroup] = []  # of parameters that are unsharded together
+        self.gathers = False  # any of its groups does
+        self.gradients = Gradients()
+        self.trains = False  # any of its parameters requires gradients
+        self._swap = ParameterSwap(())  # which form of parameters modules hold
+        self._buffers: BufferCasts | None = None  # the same for buffers that are cast
+
+        # --- a step
+        self.root: Schedule | None = None  # of the last forward; None after the tree changed
+        self.step = UnitStep()  # dropped if it is lost
+        # Of a frozen unit, how ranks that compute it entered it last: 0 without autograd, 1 with
+        # inputs that require no gradients, 2 with inputs that do, the only case in which backward
+        # comes to it. None: not known.
         self.given: int | None = None
         self._anchors = False  # `UnitCall.anchors` of the last forward
-        self._swap = ParameterSwap(())
-        self._buffers: BufferCasts | None = None
+
+        # --- what users have asked for
+        self.kept_by: dict[object, None] = {}  # scopes that ask for it to stay unsharded
+        # the scope, if any, in which modules hold whole parameters for the user to edit; they are
+        # not computed with
+        self.shown_by = ""
+        self.asleep = False  # its parameters rest on the host, and it has no groups, until `wake`
+        self.accumulation = Accumulation()  # `no_sync`
+        self.comm_hooks: dict[str, CommHook] = {}  # by the stage that they replace
+
+        # --- removal
         self._undo: list[Callable[[], object]] = []
-        self._rebuild_undo: list[Callable[[], object]] = []
         # values and gradients, between `before_removal` and `restore`
         self._whole: list[Whole] = []
 
     # --- construction ----------------------------------------------------------------------------
 
-    def initialize(self, spec: UnitSpec, schedules: type[Schedule]) -> None:
+    def initialize(self, spec: UnitSpec, root_class: type[Schedule]) -> None:
         """Take charge of the parameters that `spec` names."""
-        self.schedules = schedules
+        self.root_class = root_class
         self._take(spec, [ManagedParam(info) for info in spec.params])
         low = spec.mp_policy.param_dtype
         if low is not None:
             self._undo += [ExactModule(module, low).remove for module in spec.exact]
-        self._load_hook = StateDictHook(self)
+        self._load_hook = StateDictHook(self)  # cuts what `load_state_dict` brings into shards
         self._undo += self._watch_modules(
             dict.fromkeys(place.module for param in self.params for place in param.info.places)
         )
         for module in self.modules:
-            attach_copying(module)
+            attach_copying(module)  # `copy.deepcopy` and pickle
             self._undo.append(partial(detach_copying, module))
         self.build()
 
@@ -438,7 +472,7 @@ class Unit:
     def build(self) -> None:
         """(Re)build groups and buckets around the parameters that are registered now."""
         spec = self.spec
-        self._undo_build()
+        self._drop_gradients()  # its hooks are on tensors that are about to be replaced
         alike: dict[tuple[Precision, torch.device, bool, bool, int], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
@@ -485,10 +519,10 @@ class Unit:
         if self.root is not None:
             self.root.make_buckets()
 
-    def _undo_build(self) -> None:
-        for undo in self._rebuild_undo:
+    def _drop_gradients(self) -> None:
+        gradients, self.gradients = self.gradients, Gradients()
+        for undo in gradients.undo:
             undo()
-        self._rebuild_undo = []
 
     @property
     def is_sharded(self) -> bool:
@@ -510,7 +544,7 @@ class Unit:
         return 1.0 if self.spec.divisor is None else mesh_info.all.size / self.spec.divisor
 
     def _build_buckets(self) -> None:
-        self.buckets, self.sparse, self.arrivals = [], [], {}
+        self._drop_gradients()
         for group in self.groups:
             mesh_info = self.mesh_info_of(group.params[0])
             factor = self.grad_factor(mesh_info)
@@ -520,10 +554,10 @@ class Unit:
                 # autograd itself adds to what users see
                 multiply = traceable(lambda gradient, factor=factor: gradient * factor)
                 computing = [param.compute for param in group.params]
-                self._rebuild_undo += hook_gradients(computing, multiply)
+                self.gradients.undo += hook_gradients(computing, multiply)
             if sparse:
                 rows = SparseGradients(group.params, group.precision, self.mesh_info.all)
-                self.sparse.append(rows)
+                self.gradients.sparse.append(rows)
             elif self.kind is not Kind.ARRIVAL and not (in_place and mesh_info.all.size == 1):
                 # others are in buckets of all units, or autograd has done everything
                 bucket = GradBucket(
@@ -531,10 +565,10 @@ class Unit:
                     group.precision, group.device, mesh_info,
                     factor=factor, home=group.home,
                 )  # fmt: skip
-                self.buckets.append(bucket)
+                self.gradients.buckets.append(bucket)
         for param in self.params:
             self._hear_of_gradients(param)
-        attach_hooks(self, self.buckets)
+        attach_comm_hooks(self, self.gradients.buckets)  # those of users, in place of collectives
         self.follow()
 
     def _hear_of_gradients(self, param: ManagedParam) -> None:
@@ -549,7 +583,8 @@ class Unit:
             return
         ranks = self.mesh_info_of(param).all.size
         alone = ranks == 1 and param.compute is param.at_rest
-        to_sparse = next((ref(each) for each in self.sparse if param in each.params), None)
+        found = next((each for each in self.gradients.sparse if param in each.params), None)
+        to_sparse = None if found is None else ref(found)
         # Weak: torch holds the hook where the garbage collector does not look, and the unit holds
         # the parameter.
         to_unit, to_param = ref(self), ref(param)
@@ -566,28 +601,29 @@ class Unit:
             sparse = None if to_sparse is None else to_sparse()
             if sparse is not None:
                 sparse.arrived(param)
-            (unit.root or unit.schedules.plan(unit, unit.modules[0])).on_gradient(unit, param)
+            (unit.root or unit.root_class.plan(unit, unit.modules[0])).on_gradient(unit, param)
 
         if param.compute is param.at_rest:
+            # autograd calls `arrived` in place of users' hooks, which wait for the reduced gradient
             arrival, undo = defer_hooks(parameter, arrived)
-            self._rebuild_undo.append(undo)
+            self.gradients.undo.append(undo)
         else:
             parameter.requires_grad_(True)  # a frozen one takes no hook; `follow` freezes it again
             handle = parameter.register_post_accumulate_grad_hook(arrived)
             table = hooks_after_accumulation(parameter)
             assert table is not None
             arrival = table, handle.id, arrived
-            self._rebuild_undo.append(handle.remove)
+            self.gradients.undo.append(handle.remove)
             if ranks > 1:
-                self._rebuild_undo.append(
+                self.gradients.undo.append(
                     defer_hooks(param.at_rest, _at_rest_gradient(to_unit, to_param))[1]
                 )
         if not alone and to_sparse is None:
-            self.arrivals[param] = arrival
+            self.gradients.arrivals[param] = arrival
 
     def follow(self) -> None:
         """Compute parameters follow what users froze and unfroze."""
-        for bucket in self.buckets:
+        for bucket in self.gradients.buckets:
             bucket.follow()
         for param in self.params:
             if (
@@ -602,9 +638,9 @@ class Unit:
         self.name = fqn = unit_name(fqn)
         for group in self.groups:
             group.rename(fqn)
-        for bucket in self.buckets:
+        for bucket in self.gradients.buckets:
             bucket.reducer.label = f"gradient reduction of unit '{fqn}'"
-        for sparse in self.sparse:
+        for sparse in self.gradients.sparse:
             sparse.unit = fqn
         for param in self.params:
             original = param.original()
@@ -758,7 +794,8 @@ class Unit:
             # the compiler reduces the gradients: then backwards have no iteration
             recomputes = in_backward() or backward_is_compiled()
         # may reset, which forgets all calls
-        root = None if recomputes else self.schedules.for_call(self, module, computes=computes)
+        root = None if recomputes else self.root_class.for_call(self, module, computes=computes)
+        # `next_node`: what autograd's next node will have as its number
         call = UnitCall(self, self.step, module, next_node(), root)
         # before anything else that may raise: `on_error` takes it back
         self.step.calls.append(call)
@@ -779,7 +816,7 @@ class Unit:
         self.swap_in()
         policy, device = self.spec.mp_policy, self.mesh_info.device
         if root is not None and device.type not in ("cpu", "meta") and len(root.running) == 1:
-            args, kwargs = moved((args, kwargs), device)
+            args, kwargs = moved((args, kwargs), device)  # inputs of the outermost module
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
         return args, kwargs
@@ -846,8 +883,8 @@ class Unit:
             call.watched = call.waits = True
             self.step.pending += 1
             if call.trained is not None:
-                call.trained.forwards += 1
-                call.trained.forwards_left += 1
+                call.trained.due.forwards += 1
+                call.trained.due.forwards_left += 1
         if seen.opaque and not seen.found and self.trains and self.is_sharded:
             raise OutputError(
                 f"unit '{self.name}': forward returned {', '.join(seen.opaque)}, in which no tensor"
@@ -877,7 +914,7 @@ class Unit:
         if not call.entered:
             return  # `enter` raised, and `Root.enter_forward` has cleaned up
         if self.root is not None:
-            explain(self, self.root.units, module, sys.exception())
+            explain(self, self.root.units, module, sys.exception())  # adds a note to torch's error
         self.step.depth -= 1
         # checkpointing stops a recomputation by an exception when it has what it needs
         if call.root is None:
@@ -899,32 +936,23 @@ class Unit:
                 )
             return
         # anew, if a unit came or went since the forward
-        root = self.root or self.schedules.plan(self, self.modules[0])
+        root = self.root or self.root_class.plan(self, self.modules[0])
         root.enter_backward(self, call)
 
     def drop_step(self) -> None:
         """The step is lost."""
         self.step = UnitStep()
-        hear_arrivals(self.arrivals.values())
+        hear_arrivals(self.gradients.arrivals.values())  # undoes what `PostBackward.enter` did
 
     # --- gradients -------------------------------------------------------------------------------
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(bucket.has_gradients for bucket in self.buckets)
 
     @property
     def holds(self) -> bool:
         return (
             bool(self.step.unhooked)
-            or any(bucket.accumulated.backwards for bucket in self.buckets)
-            or any(sparse.holds for sparse in self.sparse)
+            or self.gradients.backwards > 0
+            or any(sparse.holds for sparse in self.gradients.sparse)
         )
-
-    def advance(self) -> bool:
-        """On a hybrid mesh: launch the second stage of reductions; returns whether there is one."""
-        advanced = [bucket.advance() for bucket in self.buckets]  # all of them
-        return any(advanced)
 
     def run_hooks(self) -> None:
         """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished
@@ -949,9 +977,9 @@ class Unit:
             self.comm_hooks.pop(stage, None)
         else:
             self.comm_hooks[stage] = hook
-        attach_hooks(self, self.buckets)
+        attach_comm_hooks(self, self.gradients.buckets)
         if self.root is not None:
-            self.root.attach_hooks()
+            self.root.follow_comm_hooks()
 
     def set_mesh_info(self, mesh_info: MeshInfo) -> None:
         """Reduce gradients over other ranks; those that hold the shards together stay the same.
@@ -960,7 +988,6 @@ class Unit:
         self.mesh_info = mesh_info
         if self.kind in (Kind.ARRIVAL, Kind.LOCAL):
             self.kind = _without_shards(mesh_info)
-        self._undo_build()
         self._build_buckets()
         self.rename(self.name)
         if self.root is not None:
@@ -986,6 +1013,8 @@ class Unit:
             )
         self.spec = replace(self.spec, divisor=divisor)
         self.set_mesh_info(self.mesh_info)  # builds the buckets anew
+
+    # What follows is not part of a step.
 
     # --- on the host between two phases ----------------------------------------------------------
 
@@ -1039,10 +1068,10 @@ class Unit:
         self.asleep = True
         if home is None or self.spec.offload is not None:
             return
-        self._undo_build()
+        self._drop_gradients()
         for group in self.groups:
             group.leave(home)
-        self.groups, self.buckets, self.sparse, self.arrivals = [], [], [], {}
+        self.groups = []
         self._swap = ParameterSwap(())
 
     def wake(self) -> None:
@@ -1079,10 +1108,10 @@ class Unit:
         """Undo the annotation: whole plain parameters are registered again, the original objects
         where they still exist.
         """
-        self._undo_build()
+        self._drop_gradients()
         for undo in reversed(self._undo):
             undo()
-        self._undo, self.arrivals = [], {}
+        self._undo = []
         self.drop_step()
         self.swap_out()
         # readers that still have its parameters are refused in their next forward
@@ -1091,7 +1120,7 @@ class Unit:
                 unit.root.forget()
         whole, self._whole = self._whole, []
         restore(self.name, self.params, whole)
-        self.groups, self.buckets, self.params, self.root = [], [], [], None
+        self.groups, self.params, self.root = [], [], None
         self.modules = ()
         self._leave_tree()
 
@@ -1154,9 +1183,9 @@ class Unit:
             for related in (unit.relations.around, unit.relations.below, unit.relations.readers)
         )
         groups = [other.mesh_info.all.group for other in unit.relations.around if other in twins]
-        self.model_group = (
-            unit.model_group
-            if unit.model_group is not None and unit.model_group() in groups
+        self.relations.model_group = (
+            group
+            if (group := unit.relations.model_group) is not None and group() in groups
             else None
         )
 
@@ -1167,7 +1196,7 @@ class Unit:
             plain: as far as it takes to remove the annotation.
         """
         self._undo = copy.deepcopy(unit._undo, memo)
-        self.name, self.schedules = unit.name, unit.schedules
+        self.name, self.root_class = unit.name, unit.root_class
         if plain:
             return
         pairs = [
@@ -1264,7 +1293,7 @@ def _at_rest_gradient(
 
 
 def _set_model_group(unit: Unit, group: ref[dist.ProcessGroup] | None) -> None:
-    unit.model_group = group
+    unit.relations.model_group = group
 
 
 def settle(
@@ -1288,8 +1317,8 @@ def settle(
                 unit.relations.readers[own] = None
     for unit in units:
         if unit.mesh_info.all.size < own.mesh_info.all.size and own.mesh_info.all.group is not None:
-            on_undo(partial(_set_model_group, unit, unit.model_group))
-            unit.model_group = ref(own.mesh_info.all.group)
+            on_undo(partial(_set_model_group, unit, unit.relations.model_group))
+            unit.relations.model_group = ref(own.mesh_info.all.group)
     own.relations.below = dict.fromkeys(units[1:])
     on_undo(own._leave_tree)  # before ties are undone: all places of a tied parameter get its form
     for unit in units:

@@ -1,4 +1,4 @@
-"""Forward hooks: order, errors, copies; callbacks before gradients."""
+"""Forward hooks: order, errors and copies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.checkpoint import checkpoint
 
 from composable.contract.hooks import (
     OUTERMOST_FIRST,
     attach,
-    before_gradient,
-    before_node,
     detach,
     dispatcher_of,
     drop_calls,
@@ -344,94 +341,3 @@ def test_cleared_hooks_are_noticed(hooks: str) -> None:
     getattr(module, hooks).clear()
     assert not hooks_attached(module)
     assert not hooks_attached(nn.Linear(1, 1))
-
-
-# --- backward -----------------------------------------------------------------------------------
-
-
-def test_the_callback_runs_before_backward_goes_through_an_output() -> None:
-    log: list[str] = []
-    weight = nn.Parameter(torch.ones(2))
-    inner = weight * 2
-    inner.register_hook(lambda _: log.append("inside"))
-    output = inner * 3
-    before_gradient(output, lambda *_: log.append("called"))
-    (output + 1).sum().backward()
-    assert log == ["called", "inside"]
-
-
-def test_the_callback_runs_for_an_output_that_is_a_leaf() -> None:
-    log: list[str] = []
-    leaf = torch.ones(2, requires_grad=True)
-    before_gradient(leaf, lambda *_: log.append("called"))
-    (leaf * 2).sum().backward()
-    assert log == ["called"]
-
-
-def test_a_callback_at_a_leaf_is_removed_after_its_backward() -> None:
-    """A module may return a parameter in every step."""
-    log: list[str] = []
-    leaf = nn.Parameter(torch.ones(2))
-    for step in range(3):
-        before_gradient(leaf, lambda *_, step=step: log.append(f"called in step {step}"))
-        (leaf * 2).sum().backward()
-        assert not leaf._backward_hooks
-    assert log == [f"called in step {step}" for step in range(3)]
-
-
-VIEWS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "a row": lambda base: base[0],
-    "a reshaped whole": lambda base: base.view(-1),
-    "a transposed whole": lambda base: base.t(),
-    "a view of a view": lambda base: base[1:][:, 0],
-}
-
-
-@pytest.mark.parametrize("written", [False, True], ids=["read", "written to"])
-@pytest.mark.parametrize("view", VIEWS)
-def test_the_callback_runs_for_an_output_that_is_a_view(view: str, written: bool) -> None:
-    log: list[str] = []
-    weight = nn.Parameter(torch.ones(3, 2))
-    base = weight * 2
-    output = VIEWS[view](base)
-    before_gradient(output, lambda *_: log.append("called"))
-    if written:
-        output.add_(1)
-    output.square().sum().backward()
-    assert log
-    assert set(log) == {"called"}
-    assert weight.grad is not None
-
-
-def test_the_callback_runs_under_checkpoint() -> None:
-    log: list[str] = []
-    weight = nn.Parameter(torch.ones(2))
-
-    def block(x: Tensor) -> Tensor:
-        output = x * weight
-        before_gradient(output, lambda *_: log.append("called"))
-        return output.square()
-
-    checkpoint(block, torch.ones(2), use_reentrant=False).sum().backward()
-    assert "called" in log
-    assert weight.grad is not None
-
-
-def test_the_last_callback_at_a_node_is_called_first() -> None:
-    log: list[str] = []
-    output = nn.Parameter(torch.ones(2)) * 2
-    before_node(output.grad_fn, lambda *_: log.append("first"))
-    before_gradient(output, lambda *_: log.append("last"))
-    output.sum().backward()
-    assert log == ["last", "first"]
-
-
-def test_nodes_can_be_chosen() -> None:
-    log: list[str] = []
-    output = nn.Parameter(torch.ones(2)) * 2
-    assert not before_gradient(output, lambda *_: log.append("called"), where=lambda node: False)
-    assert before_gradient(
-        output[0], lambda *_: log.append("called"), where=lambda node: node is not output.grad_fn
-    )
-    output[0].backward()
-    assert not log

@@ -470,9 +470,9 @@ WIDE: Final = 256
 def _gradient_bytes(model: nn.Module) -> int:
     """Of all memory that gradients live in now."""
     units = units_below([model])
-    buckets = [bucket for unit in units for bucket in unit.buckets]
+    buckets = [bucket for unit in units for bucket in unit.gradients.buckets]
     roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
-    buckets += [each.bucket for root in roots for each in root.buckets._buckets]
+    buckets += [each.bucket for root in roots for each in root.post_backward.buckets._buckets]
     parameters = [*model.parameters(), *(p for bucket in buckets for p in bucket.compute)]
     tensors = [
         *(p.grad for p in parameters),

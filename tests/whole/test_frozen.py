@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, no_sync, replicate
+from composable.comm import comms_wrapped_by
 from composable.engine.param_group import ShardedState
 from composable.engine.unit import units_below
 from composable.traversal import get_handles
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import all_full, assert_mean_gradients, full
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -69,7 +71,7 @@ def test_frozen_parameters_have_no_gradient_no_memory_for_one_and_no_reduction()
         for group in groups:
             assert group.state is ShardedState.SHARDED
     for unit in units_below([model]):
-        for bucket in unit.buckets:
+        for bucket in unit.gradients.buckets:
             trained = [
                 p for p, trains in zip(bucket.at_rest, bucket.trainable, strict=True) if trains
             ]
@@ -82,6 +84,21 @@ def test_frozen_parameters_have_no_gradient_no_memory_for_one_and_no_reduction()
                 assert plan.message.tensor.numel() <= whole + 2 * gaps
     for parameter in model.parameters():
         assert (parameter.grad is not None) is parameter.requires_grad
+
+
+@spmd(ranks=2)
+def test_a_frozen_unit_to_which_no_backward_comes_is_not_gathered_in_backward() -> None:
+    log = Log()
+    model = nn.Sequential(*(Base(nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
+    model[:2].requires_grad_(False)
+    with comms_wrapped_by(partial(Recording, log=log)):
+        fully_shard(model.to(current_device()), policy={Base}, reshard_after_forward=True)
+    for turn in range(2):
+        output = model(_batch(dist.get_rank(), turn))
+        before = len(log.labels())
+        output.sum().backward()
+        gathered = [label for label in log.labels()[before:] if "all-gather" in label]
+        assert gathered == ["all-gather of unit '3'", "all-gather of unit '2'"]
 
 
 @spmd(ranks=2)

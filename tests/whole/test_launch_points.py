@@ -75,6 +75,21 @@ class OneOfTwo(nn.Module):
         return outputs[number]  # type: ignore[no-any-return]
 
 
+class Reader(nn.Module):
+    """The first rank reads a weight of replicated layers that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(WIDTH, WIDTH), Block(WIDTH, WIDTH)
+        self.words = Chain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if dist.get_rank() == 0:
+            x = x + nn.functional.linear(x, self.words.layers[0].weight)  # type: ignore[arg-type]
+        return self.second(x)  # type: ignore[no-any-return]
+
+
 def _mixed(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Chain):
@@ -113,6 +128,7 @@ def _train(kind: type[nn.Module], annotate: Callable[..., None], ordered: bool) 
         (2, OneOfTwo, _mixed),
         (2, OneOfTwo, _replicated),
         (4, OneOfTwo, _replicated),
+        (2, Reader, _mixed),
     ],
 )
 def test_all_ranks_launch_what_one_launches_and_what_is_sharded_in_one_order(

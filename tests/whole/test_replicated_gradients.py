@@ -52,6 +52,19 @@ def test_a_gradient_stays_to_the_bit_while_no_rank_uses_its_parameter(views: boo
     assert torch.equal(gradient, before)
 
 
+@spmd(ranks=3)  # a third of the sum of three equal numbers may be another one
+def test_large_gradients_too_stay_to_the_bit_while_no_rank_uses_their_parameter() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(600, 600, device=current_device())
+    replicate(model)
+    x = torch.randn(2, 600).to(current_device())
+    model(x).sum().backward()
+    assert model.weight.grad is not None
+    before = model.weight.grad.clone()
+    model.bias.square().sum().backward()
+    assert torch.equal(model.weight.grad, before)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @spmd(ranks=2)
 def test_gradients_that_are_views_of_buckets_have_the_same_memory_in_every_step(

@@ -1,0 +1,281 @@
+"""Which gradients are reduced when, below one root.
+
+| gradients of | are launched |
+|--------------|--------------|
+| units with shards, and replicated ones next to shards | where backward leaves the unit: `leave` |
+| the same, after several forwards | when backward has left the last of these |
+| a unit with a gradient after it was left, or that backward may enter unseen | at the end: `rest` |
+| a replicated unit next to shards that was not reduced so far | at the end, used or not |
+| what `no_sync` has left on the ranks | at the end of the next backward outside, or `launch_held` |
+| replicated units below a root without shards | all in each backward, by arrival: `arrival.py` |
+
+A sharded unit that no backward came to is not launched: no rank has a gradient of it.
+
+One reduction stays in flight while backward goes through the next unit. At the end all are launched
+before any lands. `land` puts gradients on at-rest parameters, in the order of launches.
+
+What the order depends on. All ranks must launch in one order, so it never depends on which
+gradients came: a rank without one sends zeros. It depends on which units backward enters, and in
+which order. For sharded units that is the same on all ranks, because all gather them in forward,
+and their outputs have a node for backward in any case (`outputs.py`). Replicated units may be run
+by some ranks, or by each in an order of its own. So the first backward compares in which order the
+ranks left the units. If that is one order, replicated units are reduced where they are left from
+then on; otherwise all of them at the end of each backward, in the order of the model. One that
+backward did not come to goes at the end in both cases: some rank may have read its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NoReturn
+
+from composable.comm.ledger import checksum, debug_enabled
+from composable.engine.arrival import Buckets
+from composable.engine.grad_bucket import SyncMode
+from composable.engine.param_group import Kind
+from composable.engine.param_hooks import hear_arrivals, ignore_arrivals
+from composable.engine.unit import Unit
+from composable.errors import DifferentiationError, RanksDisagreeError
+
+IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
+
+
+@dataclass(slots=True)
+class Due:
+    """What one iteration has to reduce; dropped with it.
+
+    Attributes:
+        to_reduce: units that backward has entered, or brought a gradient to, since they were last
+            reduced.
+        reduced: units that were, where backward left them.
+        in_flight, over_replicas: units whose reduction is in its first, or second, stage.
+        left: until `PostBackward.in_one_order` is known, indices of units in the order in which
+            backward left them.
+        builds_graph: the backward runs with `create_graph=True`.
+        forwards, forwards_left: calls of the outermost module in training mode; how many of them
+            backward has not entered.
+    """
+
+    to_reduce: dict[Unit, None] = field(default_factory=dict)
+    reduced: dict[Unit, None] = field(default_factory=dict)
+    in_flight: list[Unit] = field(default_factory=list)
+    over_replicas: list[Unit] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    builds_graph: bool = False
+    forwards: int = 0
+    forwards_left: int = 0
+
+
+class PostBackward:
+    """See the top of this file.
+
+    Args:
+        due: gives the `Due` of the iteration that is under way, if there is one.
+
+    Attributes:
+        beside: replicated units next to shards, whose parameters rest as DTensors.
+        in_one_order: whether all ranks leave the units in one order in backward: None until
+            `_compare_left` has compared them, once and for good.
+        buckets: of units that are reduced by arrival.
+    """
+
+    def __init__(self, units: Sequence[Unit], due: Callable[[], Due | None]) -> None:
+        self._units = list(units)
+        self._due = due
+        self._indices = {unit: index for index, unit in enumerate(units)}
+        self.beside = [unit for unit in units if unit.rest_mesh is not None]
+        # The root itself is left last on all ranks: there is nothing to compare if it is the only
+        # one.
+        alone = not self.beside or self.beside == self._units[:1]
+        self.in_one_order: bool | None = True if alone else None
+        self._launched: list[Unit] = []  # by `launch_held`, until `land_held`
+        self.make_buckets()
+
+    def make_buckets(self) -> None:
+        """Anew when parameters of replicated units were replaced."""
+        replicated = [unit for unit in self._units if unit.kind is Kind.ARRIVAL]
+        self.buckets = Buckets(replicated, self._due)
+
+    # --- in a backward ---------------------------------------------------------------------------
+
+    def enter(self, unit: Unit, due: Due) -> None:
+        """Backward has come to the outputs of `unit`."""
+        due.to_reduce.pop(unit, None)
+        due.to_reduce[unit] = None
+        if unit.kind is not Kind.ARRIVAL:
+            # It will be reduced, whichever gradients come: autograd need not tell of them.
+            ignore_arrivals(unit.gradients.arrivals.values())
+
+    def leave(self, unit: Unit, due: Due) -> None:
+        """Backward has left `unit`, and its parameters are resharded."""
+        if not self.in_one_order:
+            due.left.append(self._indices[unit])
+            if unit in self.beside:
+                return  # at the end of backward, in an order that does not depend on the rank
+        due.reduced[unit] = None
+        self.reduce(unit, due)
+        # Land the oldest reductions, or launch their second stage, until `IN_FLIGHT` are left in
+        # each stage.
+        while len(due.in_flight) > IN_FLIGHT:
+            oldest = due.in_flight.pop(0)
+            if oldest.gradients.advance():
+                due.over_replicas.append(oldest)
+            else:
+                oldest.gradients.land()
+        while len(due.over_replicas) > IN_FLIGHT:
+            due.over_replicas.pop(0).gradients.land()
+
+    def reduce(self, unit: Unit, due: Due) -> None:
+        """Launch the reduction of what is on this rank now; under `no_sync` leave it there."""
+        due.to_reduce.pop(unit, None)
+        gradients, mode = unit.gradients, unit.accumulation.now
+        hear_arrivals(gradients.arrivals.values())  # undoes `ignore_arrivals`
+        if unit.step.unhooked and mode is SyncMode.REDUCE:
+            unit.run_hooks()
+        if due.builds_graph:
+            if gradients.are_there:
+                _refuse_graph(unit)
+            return
+        if mode is SyncMode.HOLD:
+            for bucket in gradients.buckets:
+                bucket.hold()
+            return
+        for units in (due.in_flight, due.over_replicas):
+            if unit in units:  # it was reduced in this backward already: its buckets must be free
+                units.remove(unit)
+                gradients.land()
+        for bucket in gradients.buckets:
+            bucket.reduce(shards_only=mode is SyncMode.HOLD_SHARDS)
+        if gradients.buckets:
+            due.in_flight.append(unit)
+
+    # --- at its end ------------------------------------------------------------------------------
+
+    def rest(self, due: Due, unseen: Iterable[Unit]) -> list[Unit]:
+        """What is still to be reduced, in the order of launches: what backward has entered, the
+        last one first; what it may have come to unseen; what only earlier backwards brought
+        gradients to; and replicated units next to shards.
+        """
+        held = [
+            unit
+            for unit in self._units
+            if unit.accumulation.now is SyncMode.REDUCE
+            and (unit.step.unhooked or unit.gradients.backwards)
+        ]
+        sent = [*due.in_flight, *due.over_replicas]
+        rest = [
+            unit
+            for unit in dict.fromkeys([*reversed(due.to_reduce), *unseen, *held])
+            # one that was sent goes again only if backward has come to it again
+            if unit in due.to_reduce or unit not in sent or unit.gradients.are_there
+        ]
+        beside = [unit for unit in self.beside if unit not in due.reduced]
+        return [*(unit for unit in rest if unit not in beside), *beside]
+
+    def launch_last(self, due: Due) -> None:
+        """`rest` was reduced: launch the buckets that did not fill, and all second stages."""
+        if not due.builds_graph:
+            self.buckets.launch_rest()
+        elif (brought := self.buckets.brought()) is not None:
+            _refuse_graph(brought)
+        for unit in list(due.in_flight):
+            if unit.gradients.advance():
+                due.in_flight.remove(unit)
+                due.over_replicas.append(unit)
+
+    def land(self, due: Due) -> None:
+        """All that takes part in this backward has been launched: wait for it."""
+        for unit in [*due.over_replicas, *due.in_flight]:
+            unit.gradients.land()
+        self.buckets.land()
+        reduces = [unit.accumulation.now is SyncMode.REDUCE for unit in self._units]
+        for unit, now in zip(self._units, reduces, strict=True):
+            for bucket in unit.gradients.buckets:
+                bucket.decide()
+            for sparse in unit.gradients.sparse if not due.builds_graph else ():
+                sparse.end_backward(reduces=now)
+        if self.in_one_order is None and all(reduces):
+            self._compare_left(due)
+
+    def _compare_left(self, due: Due) -> None:
+        """Once: do all ranks leave units in one order? Some may run replicated modules that others
+        do not, or in another order.
+        """
+        comms = dict.fromkeys(unit.mesh_info.all for unit in self.beside)
+        self.in_one_order = len(comms) == 1
+        for comm in comms if self.in_one_order else ():
+            lowest, highest = comm.min_max(
+                [checksum(str(due.left))], "comparison of the order of units in backward"
+            )
+            self.in_one_order = lowest == highest
+
+    # --- without a backward ----------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Split backwards have assigned gradients: they wait to be reduced."""
+        for unit in self._units:
+            for bucket in unit.gradients.buckets:
+                bucket.hold()
+            for sparse in unit.gradients.sparse:
+                sparse.hold_by_hand()
+        self.buckets.hold()
+
+    def launch_held(self) -> None:
+        """Launch the reduction of what was accumulated under `no_sync`."""
+        self._launched = [unit for unit in self._units if unit.holds]
+        for unit in self._launched:
+            for bucket in unit.gradients.buckets:
+                bucket.reduce()
+        self.buckets.launch_held()
+
+    def land_held(self) -> None:
+        """Wait for what `launch_held` launched."""
+        units, self._launched = self._launched, []
+        for unit in units:
+            unit.gradients.advance()
+        self.buckets.land_held()
+        for unit in units:
+            for bucket in unit.gradients.buckets:
+                bucket.land()
+                bucket.decide()
+            for sparse in unit.gradients.sparse:
+                if sparse.holds:
+                    sparse.reduce()
+            unit.run_hooks()
+
+    def compare_held(self, name: str) -> None:
+        """On hosts, all ranks have accumulated equally often: a rank without gradients would launch
+        nothing.
+
+        Args:
+            name: of the root.
+
+        Raises:
+            RanksDisagreeError: they have not.
+        """
+        for comm in dict.fromkeys(unit.mesh_info.all for unit in self._units):
+            if comm.size == 1 or (comm.traits.on_stream and not debug_enabled()):
+                continue
+            held = [unit.gradients.backwards for unit in self._units if unit.mesh_info.all is comm]
+            mine = max([0, *held, self.buckets.backwards])
+            said = comm.all_gather_ints(
+                [mine], f"comparison of accumulated backwards of unit '{name}'"
+            )
+            if said != [said[0]] * len(said):
+                raise RanksDisagreeError(
+                    "reduce_gradients: the ranks accumulated gradients of different numbers of"
+                    f" backwards below unit '{name}':"
+                    f" {', '.join(f'rank {rank} {count}' for rank, (count,) in enumerate(said))}."
+                    " Every rank must run the same backwards under no_sync. What was accumulated"
+                    " is dropped on all ranks"
+                )
+
+
+def _refuse_graph(unit: Unit) -> NoReturn:
+    raise DifferentiationError(
+        f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They"
+        " are reduced outside of autograd's graph, so nothing could be differentiated through"
+        " them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs,"
+        " create_graph=True), or leave create_graph=True out"
+    )
