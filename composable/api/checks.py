@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from composable.api.mesh import Spread, part_of
 from composable.comm import is_distributed
 from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.naming import find_fqn, module_name
@@ -154,8 +155,8 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
             )
 
 
-def refuse_spread(verb: str, managed: Managed[nn.Parameter], mesh: DeviceMesh | None) -> None:
-    """Raise for what is no tensor-parallel parameter beside the dimensions of `mesh`."""
+def refuse_spread(verb: str, managed: Managed[nn.Parameter], over: Spread | None) -> None:
+    """Raise for what is no tensor-parallel parameter beside the dimensions of `over`."""
     name, parameter, given = full_name(managed), managed.tensor, spread_of(managed.tensor)
     if given is None:
         return
@@ -168,7 +169,7 @@ def refuse_spread(verb: str, managed: Managed[nn.Parameter], mesh: DeviceMesh | 
                 f"{spread}; replicate() would leave a plain tensor, and state dicts would take it"
                 " for the whole. Call fully_shard(), or make it a DTensor"
             )
-    if mesh is None or own_mesh.get_coordinate() is None:
+    if over is None or own_mesh.get_coordinate() is None:
         raise AnnotationError(
             f"{spread}, over {describe_mesh(own_mesh)}, of which this rank is none."
             " Leave it out with ignored_params"
@@ -178,7 +179,9 @@ def refuse_spread(verb: str, managed: Managed[nn.Parameter], mesh: DeviceMesh | 
             f"{spread}; a tensor-parallel parameter is Shard or Replicate over each dimension of"
             " its mesh. Redistribute it before, or leave it out with ignored_params"
         )
-    own, ranks = own_mesh.mesh.flatten().tolist(), mesh.mesh.flatten().tolist()
+    beside, mesh = part_of(own_mesh, over.dims_beside(own_mesh, placements)), over.mesh
+    own = [dist.get_rank()] if beside is None else beside.mesh.flatten().tolist()
+    ranks = mesh.mesh.flatten().tolist()
     both = [rank for rank in own if rank in ranks]
     if both != [dist.get_rank()]:
         raise AnnotationError(

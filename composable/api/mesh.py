@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, backend_of, comm_of, group_of_both, is_distributed, world_group
 from composable.contract.tree import SHARD
@@ -33,10 +34,14 @@ _ROLES: Final = ("replicate", "shard")
 class Spread:
     """A mesh, and the dimension that parameters are sharded over. Along the other one, if there is
     one, shards are the same.
+
+    Attributes:
+        named: the larger mesh of which `dp_mesh_dims` has named the dimensions, and which they are.
     """
 
     mesh: DeviceMesh
     shard_dim: int = 0
+    named: tuple[DeviceMesh, tuple[int, ...]] | None = field(default=None, compare=False)
 
     def comm_of_all(self, device: torch.device) -> Comm:
         """The communicator of all ranks of the mesh. The first call for a mesh of two dimensions
@@ -51,6 +56,17 @@ class Spread:
                 at,
             )
         return comm_of(group, at)
+
+    def dims_beside(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+        """Which dimensions of a parameter's own mesh are not data parallel: all of them, or, where
+        it is the larger mesh and the parameter `Replicate` along the named ones, the others.
+        """
+        every = tuple(range(mesh.ndim))
+        if self.named is None or mesh != self.named[0]:
+            return every
+        if not all(placements[dim].is_replicate() for dim in self.named[1]):
+            return every
+        return tuple(dim for dim in every if dim not in self.named[1])
 
     @property
     def rows(self) -> torch.Tensor:
@@ -192,9 +208,9 @@ def spread_over(
         return Spread(_mesh_of_pair(verb, kind, *given), shard_dim=1)
     if verb == SHARD and isinstance(given, str) and given == "hybrid":
         return Spread(_mesh_of_hosts(verb, modules, device_type), shard_dim=1)
-    shard_dim: int | None = None
+    shard_dim, named = None, None
     if isinstance(given, Spread):
-        shard_dim, given = given.shard_dim, given.mesh
+        shard_dim, named, given = given.shard_dim, given.named, given.mesh
     if not isinstance(given, DeviceMesh):
         raise _not_a_mesh(verb, given)
     if given.ndim > 1 + (verb == SHARD):
@@ -212,7 +228,7 @@ def spread_over(
         raise MeshError(f"{verb}: this rank is not part of the mesh {given.mesh.tolist()}.")
     if shard_dim is None:
         shard_dim = 0 if given.ndim == 1 else _shard_dim(verb, given)
-    spread = Spread(given, shard_dim)
+    spread = Spread(given, shard_dim, named)
     # Process groups sort their ranks: shard i would be one rank's for collectives and another's for
     # `DTensor`.
     if verb == SHARD and not spread.rows.equal(spread.rows.sort(-1).values):
@@ -260,13 +276,17 @@ def spread_of_dims(verb: str, mesh: Mesh, dims: Any) -> Spread:
                 f" are {mesh.mesh_dim_names}. Name some of these, each once and in their order"
             ) from error
         found[role] = part if part.ndim == 1 else flattened(part, "_".join(names))
+    every = mesh.mesh_dim_names
+    indices = tuple(every.index(name) for names in named.values() for name in names)
     if len(found) == 1:
-        return Spread(found[needed])
+        return Spread(found[needed], named=(mesh, indices))
     shard, replicate = found["shard"], found["replicate"]
     names = (*(replicate.mesh_dim_names or ()), *(shard.mesh_dim_names or ()))
     kind = mesh.device_type
     return Spread(
-        _mesh_of_pair(verb, kind, shard.get_group(), replicate.get_group(), names), shard_dim=1
+        _mesh_of_pair(verb, kind, shard.get_group(), replicate.get_group(), names),
+        shard_dim=1,
+        named=(mesh, indices),
     )
 
 
@@ -333,6 +353,14 @@ def _mesh_of_pair(
         f"{kind}, {names}, {rows}",
         lambda: DeviceMesh.from_group([replicate, shard], kind, mesh=ranks, mesh_dim_names=names),
     )
+
+
+def part_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh | None:
+    """These dimensions of a mesh; None without any."""
+    if len(dims) == mesh.ndim:
+        return mesh
+    names = mesh.mesh_dim_names or ()
+    return mesh[tuple(names[dim] for dim in dims)] if dims else None
 
 
 def joint_mesh(verb: str, own: DeviceMesh, spread: Spread, device: torch.device) -> DeviceMesh:

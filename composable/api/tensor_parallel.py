@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.api.mesh import Spread, joint_mesh
+from composable.api.mesh import Spread, joint_mesh, part_of
 from composable.api.selection import ids_of_ignored
 from composable.comm import Comm, comm_of
 from composable.contract.tree import Managed, managed_parameters
@@ -82,22 +82,26 @@ def with_models(
 
     All parameters of one pair of meshes share one joint mesh.
     """
-    meshes: list[tuple[DeviceMesh, Spread, DeviceMesh]] = []
+    meshes: list[tuple[DeviceMesh | None, Spread, DeviceMesh]] = []
     found = []
     for info, managed, spread in zip(infos, parameters, spreads, strict=True):
         tensor, given = managed.tensor, spread_of(managed.tensor)
         if given is None or spread is None:
             found.append(info)
             continue
-        own, placements = given
+        mesh, placements = given
+        dims = spread.dims_beside(mesh, placements)
+        own = part_of(mesh, dims)
         joint = next((each[2] for each in meshes if each[:2] == (own, spread)), None)
         if joint is None:
-            joint = joint_mesh(verb, own, spread, device)
+            joint = spread.mesh if own is None else joint_mesh(verb, own, spread, device)
             meshes.append((own, spread, joint))
-            _refuse_different_placements(verb, own, parameters, device)
+            if own is not None:
+                _refuse_different_placements(verb, own, parameters, device)
         plain = not isinstance(tensor, DTensor)
-        shape = _whole_shape(verb, managed, own, placements, device) if plain else tensor.shape
-        found.append(replace(info, model=ModelSpec(model_like(tensor, shape), joint, plain)))
+        shape = _whole_shape(verb, managed, mesh, placements, device) if plain else tensor.shape
+        model = ModelSpec(model_like(tensor, shape), joint, dims, plain)
+        found.append(replace(info, model=model))
     return tuple(found)
 
 

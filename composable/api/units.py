@@ -277,8 +277,7 @@ def _plan(
             place for each in buffers if follow for place in each.places
         )
     for managed, each in zip(share, own, strict=True):
-        over = each or spread
-        refuse_spread(verb, managed, None if over is None else over.mesh)
+        refuse_spread(verb, managed, each or spread)
     exact = ids_of_exact(modules, precision)
     settings["params"] = tuple(
         ParamInfo(

@@ -16,6 +16,7 @@ of tensor-parallel ones are redistributed, and those in the graphs of compiled a
 | `PointToPointComm` | a message per pair of ranks, straight into its place         |
 | `GenericComm`      | the group's own tensor collectives, asynchronous             |
 | `AcceleratorComm`  | the group's own, many in one launch, on streams of their own |
+| `SuppliedComm`     | one message of another one, in memory that somebody supplies |
 """
 
 from composable.comm.accelerator import AcceleratorComm
@@ -34,6 +35,7 @@ from composable.comm.host import GenericComm, PointToPointComm
 from composable.comm.ledger import Ledger, debug_enabled, ledger_of
 from composable.comm.local import LocalComm
 from composable.comm.mesh_info import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
+from composable.comm.supplied import SuppliedComm, with_symmetric_memory
 
 __all__ = [
     "AcceleratorComm",
@@ -43,6 +45,7 @@ __all__ = [
     "LocalComm",
     "MeshInfo",
     "PointToPointComm",
+    "SuppliedComm",
     "Traits",
     "Work",
     "backend_of",
@@ -57,5 +60,6 @@ __all__ = [
     "notification_sum",
     "reduce_numbers",
     "subgroup_of",
+    "with_symmetric_memory",
     "world_group",
 ]

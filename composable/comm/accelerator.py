@@ -4,7 +4,7 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 from weakref import ref
 
@@ -72,6 +72,14 @@ class AcceleratorComm(GroupComm):
                     work.wait()
             if factor != 1.0:
                 torch._foreach_mul_(list(tensors[0]), factor)
+            return _StreamWork(self._streams.mark(), label, tensors)
+
+    def _start_by(
+        self, call: Callable[[], Any], kind: str, label: str, tensors: Sequence[Tensor]
+    ) -> Work:
+        with self._streams.fork(kind):
+            if (work := call()) is not None:
+                work.wait()
             return _StreamWork(self._streams.mark(), label, tensors)
 
     def _works(

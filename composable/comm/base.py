@@ -201,6 +201,23 @@ class GroupComm(ABC):
         is reduced in place.
         """
 
+    def launched_by(
+        self, call: Callable[[], Any], kind: str, label: str, tensors: Sequence[Tensor]
+    ) -> Work:
+        """Launch a collective by `call`, of the user's, which returns a work of torch's, or None.
+
+        Args:
+            tensors: what it reads and writes.
+        """
+        return self._launch(label, self._start_by, call, kind, label, tensors)
+
+    def _start_by(
+        self, call: Callable[[], Any], kind: str, label: str, tensors: Sequence[Tensor]
+    ) -> Work:
+        if (work := call()) is not None:
+            work.wait()
+        return DONE
+
     def _launcher(self, kind: str, scale: float) -> tuple[Launcher, float]:
         """How to launch `kind`, and by what to multiply the results: some backends make means of
         sums by themselves.

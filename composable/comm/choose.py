@@ -17,6 +17,7 @@ from composable.comm.accelerator import AcceleratorComm
 from composable.comm.base import Comm, backend_of
 from composable.comm.host import GenericComm, PointToPointComm
 from composable.comm.local import LocalComm
+from composable.comm.supplied import with_own_memory, with_symmetric_memory
 from composable.errors import CommunicationError, first_line
 from composable.memory.streams import has_streams, streams_of
 from composable.memory.torch_private import timeout_of
@@ -25,16 +26,25 @@ from composable.memory.torch_private import timeout_of
 PAIRS_UP_TO: Final = 8
 # "1" in the environment of all ranks, see `AcceleratorComm`
 REDUCTIONS_VARIABLE: Final = "COMPOSABLE_SEPARATE_REDUCTIONS"
+# "1" in the environment of all ranks, see supplied.py
+SYMMETRIC_VARIABLE: Final = "COMPOSABLE_SYMMETRIC_MEMORY"
 
 _CPU: Final = torch.device("cpu")
-_COMMS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Comm]]] = WeakKeyDictionary()
+_COMMS: Final[WeakKeyDictionary[dist.ProcessGroup, dict[tuple[torch.device, bool], Comm]]] = (
+    WeakKeyDictionary()
+)
 _WRAPPERS: Final[list[Callable[[Comm], Comm]]] = []
 _local_comm: Final = cache(LocalComm)
 
 
-def comm_of(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
+def comm_of(
+    group: dist.ProcessGroup | None, device: torch.device, *, symmetric: bool = False
+) -> Comm:
     """The comm for tensors on `device` among the ranks of `group` (None: this rank alone); the same
     one at every call.
+
+    Args:
+        symmetric: its messages are in symmetric memory.
     """
     comm: Comm
     device = device if has_streams(device) else _CPU
@@ -42,12 +52,22 @@ def comm_of(group: dist.ProcessGroup | None, device: torch.device) -> Comm:
         comm = _local_comm(device)
     else:
         made = _COMMS.setdefault(group, {})
-        if device not in made:
-            made[device] = _make_comm(group, device)
-        comm = made[device]
+        if (device, symmetric) not in made:
+            made_now = _make_comm(group, device)
+            made[device, symmetric] = with_symmetric_memory(made_now) if symmetric else made_now
+        comm = made[device, symmetric]
     for wrapper in _WRAPPERS:
         comm = wrapper(comm)
     return comm
+
+
+def comm_of_messages(group: dist.ProcessGroup, device: torch.device) -> Comm:
+    """The comm that gathers and reduces for a unit: as the environment says, in symmetric memory.
+
+    Raises:
+        MeshError: the group's backend has none.
+    """
+    return comm_of(group, device, symmetric=os.environ.get(SYMMETRIC_VARIABLE) == "1")
 
 
 def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
@@ -67,10 +87,15 @@ def _make_comm(group: dist.ProcessGroup, device: torch.device) -> Comm:
 
 @contextmanager
 def comms_wrapped_by(wrapper: Callable[[Comm], Comm]) -> Iterator[None]:
-    """Let comms that are asked for in the body pass through `wrapper`: how tests record, delay or
-    break collectives.
+    """Let comms that are asked for in the body pass through `wrapper`: how users send in their own
+    way, and tests record, delay or break collectives.
+
+    A comm that defines `allocate(size, *, dtype, device)`, as FSDP2's `AllGather` does, supplies
+    the memory of its messages; see supplied.py.
     """
-    cached: Callable[[Comm], Comm] = cache(wrapper)  # type: ignore[assignment]  # one wrapped comm for each comm, as units that share a group share a comm
+
+    # One wrapped comm for each comm, as units that share a group share a comm.
+    cached: Callable[[Comm], Comm] = cache(lambda comm: with_own_memory(wrapper(comm)))  # type: ignore[assignment]
     _WRAPPERS.append(cached)
     try:
         yield

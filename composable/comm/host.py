@@ -85,6 +85,11 @@ class GenericComm(GroupComm):
             self, label, works, None if factor == 1.0 else partial(scale_sums, tensors[0], factor)
         )
 
+    def _start_by(
+        self, call: Callable[[], Any], kind: str, label: str, tensors: Sequence[Tensor]
+    ) -> Work:
+        return _HostWork(self, label, [call()])
+
 
 class PointToPointComm(GenericComm):
     """gloo, up to 8 ranks: each pair of ranks exchanges the bytes that it must, and no others.

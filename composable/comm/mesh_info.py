@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm.base import Comm
-from composable.comm.choose import comm_of, group_of_both, subgroup_of
+from composable.comm.choose import comm_of, comm_of_messages, group_of_both, subgroup_of
 from composable.errors import AnnotationError
 
 _CPU: Final = torch.device("cpu")
@@ -52,6 +53,11 @@ class MeshInfo:
         found: list[list[int]] = self.mesh.mesh.movedim(self.shard_dim, -1).tolist()
         return found
 
+    def with_shards_by(self, exchange: Callable[[Comm], Comm]) -> MeshInfo:
+        """The same, where other comms of the same ranks gather and reduce-scatter."""
+        near = None if self.post_forward is None else exchange(self.post_forward)
+        return replace(self, shard=exchange(self.shard), post_forward=near)
+
     def __deepcopy__(self, memo: dict[int, object]) -> MeshInfo:
         return self
 
@@ -82,14 +88,15 @@ def mesh_info_of_shards(
         comm = comm_of(None, device)
         return MeshInfo(None, comm, comm, device=device)
     group = mesh.get_group(shard_dim)
-    shard = every = comm_of(group, device)
+    shard, every = comm_of_messages(group, device), comm_of(group, device)
     replicate = post_forward = None
     if post_forward_ranks is not None:
         assert shard.size % post_forward_ranks == 0, "checked where the user passes it"
-        post_forward = comm_of(subgroup_of(group, post_forward_ranks, device), device)
+        near = subgroup_of(group, post_forward_ranks, device)
+        post_forward = comm_of_messages(near, device)
     if mesh.ndim == 2 and mesh.size(1 - shard_dim) > 1:
         column = mesh.get_group(1 - shard_dim)
-        replicate = comm_of(column, device)
+        replicate = comm_of_messages(column, device)
         every = comm_of(group_of_both(group, column, mesh.mesh.flatten().tolist(), device), device)
     return MeshInfo(mesh, shard, every, replicate, post_forward, device, shard_dim)
 
@@ -99,5 +106,6 @@ def mesh_info_of_replicas(mesh: DeviceMesh | None, device: torch.device) -> Mesh
     alone = comm_of(None, device)
     if mesh is None:
         return MeshInfo(None, alone, alone, device=device)
-    every = comm_of(mesh.get_group(), device)
-    return MeshInfo(mesh, alone, every, every, device=device)
+    group = mesh.get_group()
+    replicate = comm_of_messages(group, device)
+    return MeshInfo(mesh, alone, comm_of(group, device), replicate, device=device)

@@ -5,7 +5,7 @@ parameters to their places. A launch allocates, casts and sends; `land` puts wha
 compute with it.
 
 `ExtendedGather` (extension.py) sends a message in another form, fewer bits with scales for example.
-Memory that a communicator supplies would be another class with these methods.
+A comm may send from and into memory of others (comm/supplied.py).
 """
 
 from __future__ import annotations

@@ -491,7 +491,7 @@ def unreduced_gradient(local: Tensor, parameter: Tensor, model: ModelSpec | None
     if not isinstance(parameter, DTensor):
         return local
     mesh, like = parameter.device_mesh, local if model is None else model.like
-    kept = () if model is None else model.placements
+    kept = () if model is None else model.kept
     placements = [*kept, *[Partial("avg")] * (mesh.ndim - len(kept))]
     made = wrap(local, mesh, placements, like.shape, like.stride())
     # torch refuses a gradient on another device than its parameter; under CPU offload this one is

@@ -55,6 +55,7 @@ from composable.engine.param import (
     dtensor_parameter,
     gradient_like,
     keep_gradients_in,
+    label_of,
     memory_order,
     shard_placements,
     whole_shape,
@@ -100,6 +101,15 @@ class Kind(enum.Enum):
     BESIDE = "replicated in a tree with shards: all-reduced where backward leaves the unit"
     ARRIVAL = "replicated: all-reduced in buckets of the root, as autograd accumulates gradients"
     LOCAL = "one rank: autograd does everything"
+
+
+def _is_given(param: ManagedParam) -> bool:
+    """Whether a tensor-parallel parameter is registered as the user spread it."""
+    registered, model = param.registered, param.info.model
+    if model is None or registered is None or not model.owns(registered):
+        return False
+    label = label_of(registered)
+    return label is None or label.form != "at_rest"
 
 
 class ParamGroup:
@@ -200,7 +210,7 @@ class ParamGroup:
             registered, view = param.registered, self.shard_view(slot).data
             assert registered is not None
             tensor: Tensor = registered
-            if (model := param.info.model) is not None and model.owns(registered):
+            if _is_given(param):
                 (tensor,) = locals_of([registered])
             if isinstance(tensor, DTensor):
                 view.copy_(local_of(tensor).reshape(view.shape))
@@ -306,13 +316,13 @@ class ParamGroup:
             if self.is_sharded:
                 assert mesh is not None
                 model = param.info.model
-                if isinstance(registered, DTensor) and not (model and model.owns(registered)):
+                if isinstance(registered, DTensor) and not _is_given(param):
                     param.at_rest = at_home(registered, self._local(slot))
                 else:
                     whole = whole_shape(slot) if model is None else model.like
                     placements = shard_placements(slot, mesh, self.mesh_info.shard_dim)
                     if model is not None:
-                        placements = [*model.placements, *placements]
+                        placements = [*model.kept, *placements]
                     param.at_rest = dtensor_parameter(
                         self._local(slot), mesh if model is None else model.joint, placements,
                         whole.shape, whole.stride(), requires_grad=registered.requires_grad,

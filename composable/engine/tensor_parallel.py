@@ -11,6 +11,10 @@ parameter: it is of one shape along the data-parallel dimensions. This file says
 | gradient as autograd leaves it | tp | any; redistributed to the user's |
 | gradient accumulated under `no_sync` | (tp, dp) | the user's, then `Partial` |
 
+The user's mesh may have the data-parallel dimensions, too, along which parameters are `Replicate`
+before the annotation (`dp_mesh_dims`). Modules compute with them as they were given, and their
+gradients are `Partial` there; at rest nothing differs.
+
 A DTensor applies its placements from left to right, so shards of local tensors are exact with tp
 first: plain `Shard`, also where both cut one dimension. Declared parts are plain tensors while
 modules compute, and so are their gradients; all else is as for a `DTensor`.
@@ -46,11 +50,13 @@ class ModelSpec:
         like: a DTensor on the meta device with its mesh, placements, shape and stride.
         joint: the mesh that it rests on: the dimensions of its own one, and then those of the
             unit's.
+        dims: which dimensions of its own mesh are not data parallel.
         is_plain: modules compute with plain tensors (`declare_part`).
     """
 
     like: DTensor
     joint: DeviceMesh
+    dims: tuple[int, ...]
     is_plain: bool = False
 
     @property
@@ -62,6 +68,11 @@ class ModelSpec:
         return tuple(self.like.placements)
 
     @property
+    def kept(self) -> tuple[Placement, ...]:
+        """Its placements over the dimensions of the joint mesh that are the user's."""
+        return tuple(self.placements[dim] for dim in self.dims)
+
+    @property
     def local(self) -> Tensor:
         """A meta tensor like the local tensor, which the engine takes for a whole parameter."""
         return local_of(self.like)
@@ -69,13 +80,24 @@ class ModelSpec:
     @property
     def ndim(self) -> int:
         """The number of dimensions of the joint mesh that are the user's."""
-        return self.mesh.ndim
+        return len(self.dims)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is spread as the user did, and not at rest."""
-        if self.is_plain:
-            return not isinstance(tensor, DTensor)
-        return isinstance(tensor, DTensor) and tensor.device_mesh == self.mesh
+        """Whether `tensor` is spread as the user did. One that nothing cuts may be at rest, too."""
+        if self.is_plain or not isinstance(tensor, DTensor):
+            return self.is_plain and not isinstance(tensor, DTensor)
+        return (tensor.device_mesh, tuple(tensor.placements)) == (self.mesh, self.placements)
+
+    def placements_taken(self, gradient: DTensor) -> tuple[Placement, ...]:
+        """The placements in which a gradient is reduced over the data-parallel dimensions: along
+        them each rank has a term of the mean.
+        """
+        return tuple(
+            own if dim in self.dims or came.is_shard() else came
+            for dim, (own, came) in enumerate(
+                zip(self.placements, gradient.placements, strict=True)
+            )
+        )
 
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """The parameter that modules compute with, around `local`, whose memory may come later."""
@@ -132,7 +154,7 @@ def local_gradients(
         if spec is None or not isinstance(gradient, DTensor):
             continue
         if tuple(gradient.placements) != spec.placements:
-            gradient = gradient.redistribute(placements=spec.placements)
+            gradient = gradient.redistribute(placements=spec.placements_taken(gradient))
         found[index] = waited_for(local_of(gradient))
     return found
 
@@ -150,8 +172,8 @@ def whole_over_units(tensor: DTensor, ndim: int) -> Tensor:
 
 def comms_across(specs: Iterable[ModelSpec | None], device: torch.device) -> list[Comm]:
     """The comms along the users' dimensions of these parameters' meshes."""
-    meshes: list[DeviceMesh] = []
+    meshes: list[tuple[DeviceMesh, tuple[int, ...]]] = []
     for spec in specs:
-        if spec is not None and spec.mesh not in meshes:
-            meshes.append(spec.mesh)
-    return [comm_of(mesh.get_group(dim), device) for mesh in meshes for dim in range(mesh.ndim)]
+        if spec is not None and (spec.mesh, spec.dims) not in meshes:
+            meshes.append((spec.mesh, spec.dims))
+    return [comm_of(mesh.get_group(dim), device) for mesh, dims in meshes for dim in dims]

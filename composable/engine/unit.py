@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
 from composable.compilation import (
     backward_is_compiled,
@@ -990,6 +991,26 @@ class Unit:
             self.kind = _without_shards(mesh_info)
         self._build_buckets()
         self.rename(self.name)
+        if self.root is not None:
+            self.root.forget()
+
+    def exchange_comms(self, exchange: Callable[[Comm], Comm]) -> None:
+        """Gather and reduce-scatter by other comms of the same ranks, from now on.
+
+        Raises:
+            PhaseError: a step is under way, or gradients wait to be reduced.
+        """
+        if self.in_step:
+            raise PhaseError(
+                f"the communication of unit '{self.name}' was changed in the middle of a step: in a"
+                " forward or backward, between them, or with accumulated gradients. Change it"
+                " between two steps"
+            )
+        mesh_info = self.mesh_info.with_shards_by(exchange)
+        self.hide()
+        self.reshard()
+        self.mesh_info = mesh_info
+        self.build()  # messages are laid out anew
         if self.root is not None:
             self.root.forget()
 

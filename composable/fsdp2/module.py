@@ -18,6 +18,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from composable.api import scopes
 from composable.api.accumulation import launch_reductions, reduce_gradients
+from composable.comm import Comm, SuppliedComm, with_symmetric_memory
 from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
 from composable.contract.methods import Method, bind_method, unbind_method
@@ -99,6 +100,37 @@ def _units(name: str, module: Any, recurse: bool) -> list[Unit]:
 
 def _sharded(name: str, module: Any, recurse: bool) -> list[Unit]:
     return [unit for unit in _units(name, module, recurse) if unit.spec.verb == SHARD]
+
+
+def _unit_on_one_mesh(name: str, module: Any) -> Unit:
+    unit = _unit(name, module)
+    if not unit.on_one_mesh:
+        raise UnsupportedError(
+            f"{name}: parameters of unit '{unit.name}' are on meshes of their own"
+            " (shard_placement_fn), and FSDP2 does not know of which the setting is, either."
+            " Annotate the modules that have them apart"
+        )
+    return unit
+
+
+def _exchange(
+    name: str, module: Any, given: Any, choose: Callable[[SuppliedComm], tuple[Any, Any]]
+) -> None:
+    """Let the unit gather and reduce by what `choose` returns: a pair of FSDP2's protocols."""
+    unit = _unit_on_one_mesh(name, module)
+    if not callable(given) or not hasattr(given, "allocate"):
+        raise AnnotationError(
+            f"{name} takes an object with allocate() that can be called, as torch's AllGather and"
+            f" ReduceScatter, got {given!r}"
+        )
+
+    def exchange(comm: Comm) -> Comm:
+        if comm.group is None:  # one rank, and no message
+            return comm
+        old = comm if isinstance(comm, SuppliedComm) else SuppliedComm(comm)
+        return SuppliedComm(old.inner, *choose(old))
+
+    unit.exchange_comms(exchange)
 
 
 def _no_effect(name: str, why: str) -> Callable[..., None]:
@@ -365,6 +397,66 @@ class FSDPModule(metaclass=_AsksRegistry):
         for module in (self, *modules):
             _unit("set_modules_to_backward_prefetch", module)
 
+    # --- communication -----------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather the parameters of this module's unit by `comm`, in its memory.
+
+        All ranks call it, between two steps; units below keep theirs.
+
+        Args:
+            comm: torch's `AllGather`: `allocate(size, *, dtype, device)` returns the output, of
+                which the input is a part, and `comm(output_tensor=..., input_tensor=...,
+                group=..., async_op=...)` fills it and returns a work, or None.
+
+        Raises:
+            AnnotationError: `comm` has no `allocate`, or cannot be called.
+            PhaseError: in the middle of a step.
+            UnsupportedError: parameters of the unit are on meshes of their own.
+        """
+        _exchange("set_custom_all_gather", self, comm, lambda old: (comm, old.reductions))
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatter the gradients of this module's unit by `comm`, in its memory.
+
+        As `set_custom_all_gather`. It is asked for sums, which are divided afterwards.
+
+        Args:
+            comm: torch's `ReduceScatter`: `allocate` returns the input and the output, and `comm`
+                is called with `op`, too.
+
+        Raises:
+            AnnotationError: `comm` has no `allocate`, or cannot be called.
+            PhaseError: in the middle of a step.
+            UnsupportedError: parameters of the unit are on meshes of their own.
+        """
+        _exchange("set_custom_reduce_scatter", self, comm, lambda old: (old.gathers, comm))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather and reduce-scatter this module's unit in NCCL's symmetric memory.
+
+        All ranks call it, between two steps; units below keep theirs. It takes NCCL 2.27.
+
+        Args:
+            backend: NCCL is the only one.
+
+        Raises:
+            MeshError: the process group's backend has no symmetric memory.
+            PhaseError: in the middle of a step.
+            UnsupportedError: the unit has communication of the user's, or another backend is asked
+                for, or parameters of the unit are on meshes of their own.
+        """
+        name = "set_symm_mem_for_comm"
+        unit = _unit_on_one_mesh(name, self)
+        if backend != "NCCL":
+            raise UnsupportedError(f"{name}: backend={backend!r}, and there is NCCL only")
+        if isinstance(unit.mesh_info.shard, SuppliedComm):
+            raise UnsupportedError(
+                f"{name}: the communication of unit '{unit.name}' is one of the user's, or in"
+                " symmetric memory, already"
+            )
+        unit.exchange_comms(with_symmetric_memory)
+
     set_is_last_backward = _no_effect(
         "set_is_last_backward", "every backward waits for what it reduces"
     )
@@ -386,7 +478,6 @@ class FSDPModule(metaclass=_AsksRegistry):
     set_allocate_memory_from_process_group_for_comm = _no_effect(
         "set_allocate_memory_from_process_group_for_comm", "buffers are torch's"
     )
-    set_symm_mem_for_comm = _no_effect("set_symm_mem_for_comm", "buffers are torch's")
     set_post_optim_event = _no_effect(
         "set_post_optim_event", "gathers wait for what was launched before the forward"
     )
@@ -395,13 +486,6 @@ class FSDPModule(metaclass=_AsksRegistry):
     set_all_reduce_hook = _refused(
         "set_all_reduce_hook",
         "composable.register_comm_hook(module, hook) takes a hook that reduces gradients itself",
-    )
-    set_custom_all_gather = _refused(
-        "set_custom_all_gather", "composable.comm.comms_wrapped_by takes communicators of your own"
-    )
-    set_custom_reduce_scatter = _refused(
-        "set_custom_reduce_scatter",
-        "composable.comm.comms_wrapped_by takes communicators of your own",
     )
     set_keep_unsharded_storage = _refused(
         "set_keep_unsharded_storage",

@@ -21,6 +21,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
@@ -338,6 +339,29 @@ def store_of(group: dist.ProcessGroup) -> Any:
     collective failed; None if the group was destroyed.
     """
     return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
+
+
+def choose_symmetric_memory() -> None:
+    """Let symmetric memory be NCCL's, for this process. torch documents the module under a name
+    that is private.
+
+    Raises:
+        RuntimeError: torch was built without it; AttributeError by a version that has no pool.
+    """
+    symmetric.set_backend("NCCL")
+    _ = symmetric.get_mem_pool
+
+
+def symmetric_tensor(
+    size: Sequence[int], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> Tensor:
+    """A tensor that all ranks of `group`, which make it together, have mapped. Its memory is of a
+    pool of torch's, which keeps what was mapped.
+    """
+    with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+        made = torch.empty(size, dtype=dtype, device=device)
+    symmetric.rendezvous(made, group.group_name)
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from composable.comm import (
     GenericComm,
     LocalComm,
     PointToPointComm,
+    SuppliedComm,
     base,
     host,
     reduce_numbers,
@@ -43,8 +44,12 @@ KINDS: Final[dict[str, Callable[[dist.ProcessGroup, torch.device], Comm]]] = {
     "streams": _accelerator,
 }
 
+SUPPLIED: Final = "in memory of others"
+
 
 def _comm(kind: str) -> Comm:
+    if kind == SUPPLIED:
+        return SuppliedComm(PointToPointComm(world_group(), CPU))
     return KINDS[kind](world_group(), CPU)
 
 
@@ -143,6 +148,12 @@ def test_a_comm_gives_what_the_definition_of_its_collectives_says(
     pool: Pool, body: Callable[[str], None], kind: str, ranks: int
 ) -> None:
     pool.run(ranks, body, kind)
+
+
+@spmd(ranks=3)
+def test_messages_in_memory_of_others_give_the_same() -> None:
+    for body in (_gather, _reduce, _all_reduce, _exchange, _broadcast):
+        body(SUPPLIED)
 
 
 def _broadcast(kind: str) -> None:

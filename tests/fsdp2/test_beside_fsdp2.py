@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from composable import fsdp2
@@ -370,6 +371,75 @@ def _mixed_precision(api: Any) -> Run:
     return run
 
 
+class _OwnComm:
+    """What both protocols of FSDP2 need: memory of its own, and a look at what is sent."""
+
+    def __init__(self) -> None:
+        self.memory, self.calls = set[int](), 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made = torch.empty(*size, dtype=dtype, device=device)
+        self.memory.add(made.untyped_storage().data_ptr())
+        return made
+
+    def look(self, *tensors: Tensor) -> None:
+        assert all(tensor.untyped_storage().data_ptr() in self.memory for tensor in tensors)
+        self.calls += 1
+
+
+class _OwnGather(_OwnComm, AllGather):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self.look(output_tensor, input_tensor)
+        assert output_tensor.numel() == group.size() * input_tensor.numel()
+        return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _OwnReduction(_OwnComm, ReduceScatter):
+    """It is done when the call returns, as one that computes in Python is."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        self.look(output_tensor, input_tensor)
+        _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
+
+
+# torch's names of before 2.13
+_all_gather: Final = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Final = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def _custom_communication(api: Any, mesh: Any = None) -> Run:
+    """Of one block; between two steps, so that the optimizer has state."""
+    run = Run(_sharded(api, mesh=mesh))
+    run.backward(0)
+    run.step()
+    gathers, reductions = _OwnGather(), _OwnReduction()
+    run.model.blocks[0].set_custom_all_gather(gathers)
+    run.model.blocks[0].set_custom_reduce_scatter(reductions)
+    for number in (1, 2):
+        run.model.set_requires_gradient_sync(False)
+        run.backward(number)
+        run.model.set_requires_gradient_sync(True)
+        run.backward(2 * number)
+        run.step()
+    run.note("gathers", gathers.calls)
+    run.note("reductions", reductions.calls)
+    return run
+
+
+def _custom_communication_with_replicas(api: Any) -> Run:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return _custom_communication(api, mesh)
+
+
 _PROGRAMS: Final[dict[str, Callable[[Any], Run]]] = {
     program.__name__.lstrip("_"): program
     for program in (
@@ -377,13 +447,14 @@ _PROGRAMS: Final[dict[str, Callable[[Any], Run]]] = {
         _accumulation_of_one_block, _accumulation_on_a_list_member, _not_recursive_at_the_root,
         _divisors, _reshard_after_forward, _reshard_after_backward, _chunked_loss, _unsharded,
         _forward_method, _prefetch, _after_an_error, _hooks, _state_dicts, _mixed_precision,
+        _custom_communication,
     )
 }  # fmt: skip
 _OVER_REPLICAS: Final[dict[str, Callable[[Any], Run]]] = {
     program.__name__.lstrip("_"): program
     for program in (
         _replicas_wait, _gradient_sync_ends_what_all_reduce_began, _both_setters,
-        _divisors_of_replicas,
+        _divisors_of_replicas, _custom_communication_with_replicas,
     )
 }  # fmt: skip
 

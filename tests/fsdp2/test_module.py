@@ -414,14 +414,24 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     model = _sharded()
     for name in (
         "set_all_reduce_hook",
-        "set_custom_all_gather",
-        "set_custom_reduce_scatter",
         "set_keep_unsharded_storage",
     ):
         with pytest.raises(UnsupportedError, match=rf"^{name}\(\) of FSDP2 is not supported"):
             getattr(model, name)(None)
     with pytest.raises(MeshError, match="dp_mesh_dims names dimensions of mesh="):
         fully_shard(_layers(), dp_mesh_dims=object())
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(AnnotationError, match=rf"^{name} takes an object with allocate\(\)"):
+            getattr(model, name)(dist.all_reduce)
+    with pytest.raises(MeshError, match="and the backend of its process group for cpu is gloo"):
+        model.set_symm_mem_for_comm()
+    with pytest.raises(UnsupportedError, match="backend='NVSHMEM', and there is NCCL only"):
+        model.set_symm_mem_for_comm("NVSHMEM")
+    custom = type("Custom", (), {"allocate": torch.empty, "__call__": dist.all_reduce})()
+    loss = model(_batch()).sum()
+    with pytest.raises(PhaseError, match=r"^the communication of unit '\(root\)' was changed"):
+        model.set_custom_all_gather(custom)
+    loss.backward()
     with pytest.raises(AnnotationError, match="True or False, got 2"):
         model.set_reshard_after_forward(2)
     with pytest.raises(AnnotationError, match="positive number, got 0"):
