@@ -33,7 +33,7 @@ class Rows(Tensor):
 
     Attributes:
         outs: what `out` was, in the order of calls.
-        asked: outer sizes, strides and classes of modules that were told.
+        asked: meshes, outer sizes, strides and classes of modules that were told.
     """
 
     values: Tensor
@@ -69,7 +69,7 @@ class Rows(Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
         assert mesh.ndim == 1
-        Rows.asked.append((tuple(outer_size), tuple(outer_stride), type(module).__name__))
+        Rows.asked.append((mesh, tuple(outer_size), tuple(outer_stride), type(module).__name__))
         return quantised(self.values), ("of this gather", mp_policy)
 
     def fsdp_post_all_gather(
