@@ -125,16 +125,27 @@ class Gather:
     def _plan_copy_out(self, layout: Layout) -> None:
         """How packed parameters get from the staging buffer, a row per rank, to their place."""
         self._columns: tuple[list[int], list[Tensor]] | None = None
-        self._copies: list[tuple[Tensor, int, Slot]] = []
+        self._copies: tuple[list[Tensor], list[Tensor]] | None = None
+        self._cut: list[tuple[Tensor, int, Slot]] = []
         staging, ranks = self._staging, layout.num_shards
         if staging is None:
             return
         self._rows = staging.tensor.data.view(ranks, -1)
         packed = [slot for slot in layout.of(Route.PACKED) if slot.chunk_numel]
         if any(slot.dim != 0 for slot in packed):
-            self._copies = [
+            self._cut = [
                 (self._room(slot), slot.shard_start - layout.packed_start, slot) for slot in packed
             ]
+            return
+        if not self._comm.traits.on_stream:
+            # On a host in half the time of `split_with_sizes_copy`, which makes views; on an
+            # accelerator that is one kernel.
+            strides = layout.packed_numel, 1
+            self._copies = [], []
+            for slot in packed:
+                shape, start = (ranks, slot.chunk_numel), slot.shard_start - layout.packed_start
+                self._copies[0].append(self._room(slot).view(shape))
+                self._copies[1].append(staging.part(start, shape, strides).data)
             return
         sizes, targets = [], []
         ends = [
@@ -188,9 +199,12 @@ class Gather:
         if self._columns is not None:
             torch.split_with_sizes_copy(rows, self._columns[0], dim=1, out=self._columns[1])
             return
+        if self._copies is not None:
+            torch._foreach_copy_(*self._copies)
+            return
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for room, start, slot in self._copies:
+        for room, start, slot in self._cut:
             for target, source in row_pairs(slot, room, rows[:, start : start + slot.chunk_numel]):
                 targets.append(target)
                 sources.append(source)

@@ -8,6 +8,20 @@ no rank had a gradient of a parameter, `.grad` stays as it was, on all ranks.
 Accumulation. What backwards under `no_sync` leave *is* the gradient of the at-rest parameter: a
 `DTensor` with a `Partial` placement around this rank's whole gradient, or the plain local gradient
 of a plain parameter. So users see it, `zero_grad` clears it, and there is no other copy.
+
+Memory. A bucket is *in place* if autograd accumulates on the very parameters that users see.
+
+| case                             | in place | autograd's gradient | memory of what lands         |
+|----------------------------------|----------|---------------------|------------------------------|
+| shards, a cast, `replicate` in a | no       | is taken off        | views of the flat buffer,    |
+| tree with shards                 |          |                     | which own it together        |
+| `replicate` alone                | yes      | is taken off        | as above                     |
+| ... a gradient was there before  | yes      | stays, as a part of | its own: the sum is copied   |
+| this backward                    |          | the sum             | to it                        |
+| replicated, large, on a host     | either   | is reduced where it | its own, as autograd made it |
+| (`Plan.apart`)                   |          | is                  |                              |
+| `gradient_as_bucket_view`        | yes      | is a view of        | the same view; the plan owns |
+|                                  |          | `Plan.kept`         | it from step to step         |
 """
 
 from __future__ import annotations
@@ -461,8 +475,31 @@ class GradBucket:
             grads = list(map(gradient_of, parameters))
             hooked = any(map(gradient_hooks, parameters)) and not self.in_place
             after = have_post_accumulate_hooks(parameters)
-        if self.home is not None and (hooked or after or any(grad is not None for grad in grads)):
+            merges = hooked or any(map(is_not, grads, repeat(None)))
+            if not merges:  # nearly always
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient
+        if self.home is not None and (merges or after):
             wait_for_traffic()
+        if merges:
+            self._merge(parameters, grads, gradients, hooked=hooked)
+        if self._hooks_wait and after:
+            self._unhooked.update(dict.fromkeys(indices))
+            self.accumulated.backwards = max(self.accumulated.backwards, 1)
+        elif not self._hooks_wait and (after or self._unhooked):
+            late, self._unhooked = self._unhooked, {}
+            for index in dict.fromkeys([*indices, *late]):
+                run_post_accumulate_hooks(self.at_rest[index])
+
+    def _merge(
+        self,
+        parameters: Sequence[nn.Parameter],
+        grads: Sequence[Tensor | None],
+        gradients: Sequence[Tensor],
+        *,
+        hooked: bool,
+    ) -> None:
+        """Put `gradients` where `grads` are, and ask tensor hooks of users if there are some."""
         for parameter, grad, gradient in zip(parameters, grads, gradients, strict=True):
             if hooked and gradient_hooks(parameter):
                 gradient = run_gradient_hooks(parameter, gradient)
@@ -476,13 +513,6 @@ class GradBucket:
                     parameter.grad = gradient
             else:
                 _add(parameter, grad, gradient)
-        if self._hooks_wait and after:
-            self._unhooked.update(dict.fromkeys(indices))
-            self.accumulated.backwards = max(self.accumulated.backwards, 1)
-        elif not self._hooks_wait and (after or self._unhooked):
-            late, self._unhooked = self._unhooked, {}
-            for index in dict.fromkeys([*indices, *late]):
-                run_post_accumulate_hooks(self.at_rest[index])
 
     def _hold_on(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
         """Accumulate gradients that are reduced over the shard dimension only."""

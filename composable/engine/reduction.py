@@ -370,12 +370,11 @@ class Plan:
         """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
         if flat is self.kept and self.kept_views:
             return [self.kept_views[index] for index in indices]
-        pieces, found = flat.split_with_sizes(self._sizes), []
-        for index in indices:
-            at, _, shape, strides = self.segments[index]
-            piece = pieces[at]
-            found.append(piece if strides == (1,) else piece.as_strided(shape, strides))
-        return found
+        pieces = flat.split_with_sizes(self._sizes)
+        return [
+            pieces[at] if strides == (1,) else pieces[at].as_strided(shape, strides)
+            for at, _, shape, strides in map(self.segments.__getitem__, indices)
+        ]
 
     # --- flags -----------------------------------------------------------------------------------
 
