@@ -64,12 +64,12 @@ class NarratedRoot(Root):
         super().enter_forward(call, inputs)
 
     @override
-    def leave_forward(self, call: UnitCall, *, keep: bool, complete: bool) -> None:
+    def leave_forward(self, call: UnitCall, *, keep: bool) -> None:
         if call.waits:
             open_scope().tell(Event.OUTPUT, call.unit, call.trained is not None)
         outermost = call.root is not None and len(self.step.running) == 1
         open_scope().tell(Event.LEAVE, call.unit, keep, now=outermost)
-        super().leave_forward(call, keep=keep, complete=complete)
+        super().leave_forward(call, keep=keep)
 
     @override
     def before_recomputation(self, again: UnitCall) -> UnitCall | None:

@@ -4,7 +4,7 @@
 |--------------|--------------|
 | units with shards, and replicated ones next to shards | where backward leaves the unit: `leave` |
 | the same, after several forwards | when backward has left the last of these |
-| a unit with a gradient after it was left, or that backward may enter unseen | at the end: `rest` |
+| a unit whose gradient came after it was left, or that may be entered unseen | at the end: `rest` |
 | a replicated unit next to shards that was not reduced so far | at the end, used or not |
 | what `no_sync` has left on the ranks | at the end of the next backward outside, or `launch_held` |
 | replicated units below a root without shards | all in each backward, by arrival: `arrival.py` |

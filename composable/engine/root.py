@@ -563,13 +563,12 @@ class Root:
                 other.unshard()
         unit.wait_for_unshard()
 
-    def leave_forward(self, call: UnitCall, *, keep: bool, complete: bool) -> None:
+    def leave_forward(self, call: UnitCall, *, keep: bool) -> None:
         """A module has computed.
 
         Args:
             keep: its parameters must outlive forward: an output aliases them, or backward cannot be
                 followed to the unit.
-            complete: all modules of the unit have computed.
         """
         if call.root is None:
             return  # a recomputation: backward needs the unit next
@@ -577,9 +576,9 @@ class Root:
         assert iteration is not None
         self.step.running.pop()
         if grad:
-            # Backward does not come to a frozen unit whose inputs require no gradients, unless
-            # something inside of it trains: it is not to be gathered ahead.
-            if unit.gathers and (unit.trains or unit.given != 1 or call.watched):
+            # A frozen unit is gathered ahead in backward only if backward comes to it. (`pending`
+            # is right on ranks without data, too, which do as they are told: `join`.)
+            if unit.gathers and (unit.trains or unit.step.pending > 0):
                 iteration.finished.append(unit)
             if len(iteration.finished) > REMEMBERED:
                 del iteration.finished[: REMEMBERED // 2]

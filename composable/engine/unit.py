@@ -177,7 +177,7 @@ class Schedule(Protocol):
 
     def enter_forward(self, call: UnitCall, inputs: object) -> None: ...
 
-    def leave_forward(self, call: UnitCall, *, keep: bool, complete: bool) -> None: ...
+    def leave_forward(self, call: UnitCall, *, keep: bool) -> None: ...
 
     def on_error(self, unit: Unit) -> None: ...
 
@@ -853,7 +853,7 @@ class Unit:
         self.hold_at_rest()
         root = call.root or self.root
         if root is not None:
-            root.leave_forward(call, keep=keep, complete=not self.step.to_run)
+            root.leave_forward(call, keep=keep)
 
     def end_forward(self) -> None:
         """The root's forward, or a backward, ends: modules that have not run do not run any
