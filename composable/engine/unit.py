@@ -998,19 +998,22 @@ class Unit:
         """Gather and reduce-scatter by other comms of the same ranks, from now on.
 
         Raises:
-            PhaseError: a step is under way, or gradients wait to be reduced.
+            PhaseError: a step is under way, gradients wait to be reduced, or modules hold whole
+                parameters.
         """
-        if self.in_step:
+        shown = bool(self.shown_by) or (self.root is not None and self.root.shows(self))
+        if self.in_step or shown:
             raise PhaseError(
                 f"the communication of unit '{self.name}' was changed in the middle of a step: in a"
-                " forward or backward, between them, or with accumulated gradients. Change it"
-                " between two steps"
+                " forward or backward, between them, with accumulated gradients, or inside of"
+                " unsharded(). Change it between two steps"
             )
         mesh_info = self.mesh_info.with_shards_by(exchange)
         self.hide()
         self.reshard()
         self.mesh_info = mesh_info
-        self.build()  # messages are laid out anew
+        if self.groups:  # `wake` builds those of a unit on the host
+            self.build()  # messages are laid out anew
         if self.root is not None:
             self.root.forget()
 

@@ -221,3 +221,18 @@ def test_symmetric_memory_is_refused_where_the_backend_has_none(pool: Pool) -> N
         "MeshError: messages were to be in symmetric memory, and the backend of its process group"
         " for cpu is gloo. It takes NCCL 2.27 or later"
     )
+
+
+def _in_symmetric_memory() -> None:
+    expected = _train(_sharded())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPOSABLE_SYMMETRIC_MEMORY", "1")
+        for annotate in (_sharded(), replicate):
+            for name, value in _train(annotate).items():
+                torch.testing.assert_close(value, expected[name])
+
+
+def test_symmetric_memory_gives_the_same_numbers(pool: Pool, device: str) -> None:
+    if device != "cuda" or torch.cuda.device_count() < 2:
+        pytest.skip("NCCL between two CUDA devices")
+    pool.run(2, _in_symmetric_memory, device=device)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
@@ -26,7 +27,7 @@ from composable import (
     replicate,
     unsharded,
 )
-from composable.errors import AnnotationError
+from composable.errors import AnnotationError, RanksDisagreeError
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import (
     MLP,
@@ -169,3 +170,12 @@ def test_a_mesh_without_other_dimensions_will_do_and_shards_of_the_users_are_ref
     model.up.weight = nn.Parameter(model.up.weight.detach().redistribute(placements=[Shard(0)]))
     with pytest.raises(AnnotationError, match=r"up\.weight.*share ranks \[0, 1\]"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+
+
+@spmd(ranks=4)
+def test_a_failure_on_one_rank_is_raised_on_all() -> None:
+    mesh, first = mesh_of(2, 2), dist.get_rank() == 0
+    model, dims = _spread(made(Net), mesh), DataParallelMeshDims(shard="dp")
+    with pytest.raises(AnnotationError if first else RanksDisagreeError, match="prefetch must be"):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims, prefetch=-1 if first else 1)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
