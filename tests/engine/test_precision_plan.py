@@ -15,7 +15,7 @@ from torch import bfloat16, float16, float32
 
 from composable import MixedPrecisionPolicy
 from composable.engine.precision import Precision, resolve
-from composable.engine.reduction import division_factors
+from composable.engine.reduction import division_factors, scales_of
 from tests.engine.layouts import SETTINGS
 
 
@@ -110,3 +110,26 @@ def test_float16_is_divided_before_the_sum_exactly_and_never_too_much(ranks: int
 def test_float16_is_divided_by_about_the_square_root_on_both_sides(ranks: int) -> None:
     for factor in division_factors(torch.float16, ranks):
         assert math.sqrt(ranks / 2) <= factor <= math.sqrt(ranks * 2)
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("dtype", [float16, float32])
+@pytest.mark.parametrize("by_hook", [False, True])
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize(("shards", "replicas"), [(4, 1), (1, 4), (4, 2)])
+def test_sums_and_carried_means_are_scaled_to_a_mean(
+    shards: int, replicas: int, is_mean: bool, by_hook: bool, dtype: torch.dtype
+) -> None:
+    two = shards > 1 and replicas > 1
+    if is_mean and not two:
+        return  # it is asked for between two stages only
+    factors = division_factors(dtype, shards * replicas)
+    scales = scales_of(*factors, shards, replicas, is_mean=is_mean, by_hook=by_hook)
+    first, second = (shards, replicas) if two else (shards * replicas, 1)
+    # every rank has the gradient 8, and the mean 3 of an earlier backward
+    reduced = 8.0 if by_hook else 8.0 / scales.before * first * scales.first
+    if two:
+        reduced = (reduced + 3.0 * scales.carried) * second * scales.second
+    assert reduced == (11.0 if two else 8.0)
+    if is_mean or by_hook:
+        assert scales.carried == 1.0, "the first stage makes a mean"
