@@ -76,8 +76,10 @@ class SuppliedComm:
         self.inner = comm
         self.gathers, self.reductions = gathers, reductions
         self.rank, self.size, self.device = comm.rank, comm.size, comm.device
-        # Packed here, so that the engine has no reason to pack small parameters before.
-        self.traits = replace(comm.traits, direct_bytes=0, max_direct=1 << 30)
+        # Packed here, so that the engine has no reason to pack small parameters before. Where they
+        # are of whole cache lines, nothing lies between their gradients: under offload, what no
+        # message has written would be copied to the host.
+        self.traits = replace(comm.traits, direct_bytes=0, max_direct=1 << 30, align=64)
         self.broadcast, self.min_max = comm.broadcast, comm.min_max
         self.all_gather_ints = comm.all_gather_ints
         self.all_gather_objects = comm.all_gather_objects
