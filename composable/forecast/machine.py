@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any, Final
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -116,6 +116,7 @@ class Machine:
         samples: moments, and bytes by kind, whenever they moved by a three-hundredth of the peak.
         phase: "forward", "backward" or "optimizer".
         unit: that computes.
+        on_host: bytes of the host's memory that the device copies to and from, now and at most.
     """
 
     device: Device
@@ -131,6 +132,7 @@ class Machine:
     peaks: dict[str, int] = field(default_factory=dict)  # bytes at most, by phase
     phase: str = ""
     unit: str = "(root)"
+    on_host: list[int] = field(default_factory=lambda: [0, 0])
     _ended: float = 0.0  # the last operation on the compute stream
     _held: list[int] = field(default_factory=lambda: [0] * len(Kind))
     _blocks: dict[int, _Block] = field(default_factory=dict)
@@ -219,6 +221,14 @@ class Machine:
             block.kind = kind
             self._held[kind] += block.nbytes
 
+    def hold_on_host(self, storage: torch.UntypedStorage) -> None:
+        """A storage is pinned memory of the host."""
+        storage._composable_on_host = True  # type: ignore[attr-defined]
+        nbytes, on_host = storage.nbytes(), self.on_host
+        on_host[0] += nbytes
+        on_host[1] = max(on_host)
+        finalize(storage, lambda: on_host.__setitem__(0, on_host[0] - nbytes))
+
     def keeps_idle(self, before: int, after: int) -> None:
         """The buffer of a host gives its block to the idle ones, or takes one of them."""
         if before:
@@ -277,6 +287,19 @@ class Streams:
 
     def mark(self) -> Event:
         return Event(self._machine).record()
+
+    def here(self) -> str:
+        return self._machine.current
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        machine = self._machine
+        if stream == machine.current:
+            yield
+            return
+        with self.fork(stream):
+            yield
+        machine.wait_until(machine.ready[stream])
 
 
 class Event:

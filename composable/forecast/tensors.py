@@ -79,6 +79,10 @@ class NoValues(TorchDispatchMode):
         if torch.device("meta") == kwargs.get("device") or any(t.is_meta for t in given):
             return self._on_meta(func, args, kwargs)
         if name in _MADE:
+            if kwargs.get("pin_memory"):
+                made = func(*args, **{**kwargs, "pin_memory": False})
+                self.machine.hold_on_host(made.untyped_storage())
+                return made
             made = func(*args, **kwargs)
             self._hold(made)
             return made
@@ -105,7 +109,10 @@ class NoValues(TorchDispatchMode):
         targets = _written(func, args, kwargs, written) if written else None
         for tensor in _tensors(targets):
             self._note_unknown(tensor)
-        self._take(name, _bytes_of(given) + _bytes_of(outputs), products)
+        if name == "copy_" and any(map(_is_on_host, given)):
+            self.machine.run(args[1].nbytes / self.machine.device.to_host, name)
+        else:
+            self._take(name, _bytes_of(given) + _bytes_of(outputs), products)
         return made if fresh else targets if returns else None
 
     def _outputs(self, func: Any, args: Any, kwargs: Any, fresh: bool) -> tuple[Any, float]:
@@ -210,6 +217,10 @@ def _refused(machine: Machine, what: str) -> ForecastError:
         " values here. Leave the reading out for the forecast (a flag of the model, a loss that is"
         " not printed), or give the part a fixed shape"
     )
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return hasattr(tensor.untyped_storage(), "_composable_on_host")
 
 
 def _hollow(like: Tensor) -> Tensor:
