@@ -46,7 +46,7 @@ from composable.forecast.machine import (
     traits_of,
 )
 from composable.forecast.result import Collective, Forecast, by_name
-from composable.forecast.tensors import AsOnAccelerators, NoValues
+from composable.forecast.tensors import Functions, NoValues
 from composable.memory.torch_private import local_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -120,8 +120,7 @@ def forecast(
             _refuse_offloaded_shards(model)
         values = NoValues(machine)
         stack.enter_context(values)
-        if found.accelerator:
-            stack.enter_context(AsOnAccelerators())
+        stack.enter_context(Functions(values))
         model.to_empty(device="cpu")
         stack.enter_context(_places(machine, model))
         return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
@@ -235,15 +234,21 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
 @contextmanager
 def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
     """Keep `machine.place`: the unit that computes, by what is annotated."""
-    units = {module: name or "(root)" for name, module in model.named_modules() if registry(module)}
+    names = {module: name or "(root)" for name, module in model.named_modules()}
+    units = {module: name for module, name in names.items() if registry(module)}
     within: list[str] = []
+    modules: list[str] = []  # whose forward runs, innermost last
 
     def enter(module: nn.Module, _: Any) -> None:
+        modules.append(names.get(module, type(module).__name__))
+        machine.module = modules[-1]
         if module in units:
             within.append(units[module])
             machine.unit = within[-1]
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
+        modules.pop()
+        machine.module = modules[-1] if modules else ""
         if module in units:
             name = within.pop()
             machine.unit = within[-1] if within else "(root)"

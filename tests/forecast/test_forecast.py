@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from composable import checkpoint, fully_shard, replicate
+from composable import CPUOffloadPolicy, checkpoint, fully_shard, replicate
 from composable.__main__ import main
 from composable.comm import Comm, comms_wrapped_by
 from composable.demo.memory import measure_step
@@ -351,6 +351,25 @@ class Reads(Decoder):
         return loss * loss.item()
 
 
+class Router(nn.Module):
+    """Goes by values, as experts do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        return made * len(made.sum((0, 1)).argmax(0, keepdim=True).tolist())
+
+
+class Routes(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        block = self.get_submodule("layers.1")
+        block.up = Router(block.get_submodule("up"))
+
+
 class Looks(Decoder):
     """By numbers, which is legal: the shape is that of the numbers."""
 
@@ -373,6 +392,10 @@ class Picks(Decoder):
             Picks,
             r"reads the shape of what aten::index.Tensor returns in forward of unit '\(root\)'",
         ),
+        (
+            Routes,
+            r"in forward of unit 'layers.1', module 'layers.1.up', and tensors have no values",
+        ),
     ],
 )
 def test_a_program_that_reads_values_is_refused_by_the_module_and_a_forecast_follows(
@@ -388,6 +411,24 @@ def test_a_program_that_reads_values_is_refused_by_the_module_and_a_forecast_fol
 def spread(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model.get_submodule("layers.0"), mesh["tp"], {"up": ColwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
+
+
+def offloaded(model: nn.Module) -> None:
+    fully_shard(model, policy={Block}, offload_policy=CPUOffloadPolicy())
+
+
+def next_stage(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch)
+    dist.send(loss, 1)
+    return loss
+
+
+def test_offload_policies_and_pipelines_are_refused_by_name() -> None:
+    with pytest.raises(ForecastError, match=r"unit '\(root\)' has an offload_policy"):
+        forecast(Decoder, offloaded, batch, ranks=2)
+    assert forecast(Decoder, offloaded, batch, ranks=2, device="cpu").fits  # it has no effect
+    with pytest.raises(ForecastError, match=r"calls 'send' of a process group in forward"):
+        forecast(Decoder, ANNOTATE["sharded"][0], batch, ranks=2, loss=next_stage)
 
 
 def test_tensor_parallel_parameters_are_refused_by_what_is_missing() -> None:
