@@ -19,7 +19,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from composable.demo import snapshot
 from composable.demo.options import DemoError, Options
-from composable.demo.train import train
+from composable.demo.train import predict, train
 
 INTERRUPTED: Final = 130  # the exit status of a command that Ctrl-C ended
 
@@ -93,12 +93,15 @@ def _launch(options: Options, command_line: Sequence[str]) -> int:
 
 def _run_rank(options: Options) -> int:
     dist.init_process_group("gloo")
+    speaks = dist.get_rank() == 0 and not options.quiet
     try:
-        train(options)
+        measured = train(options)
     except DemoError as error:
         if dist.get_rank() == 0:
             print(f"composable demo: {error}", file=sys.stderr)
         return 1
     finally:
         dist.destroy_process_group()
+    if speaks:
+        predict(options, measured)
     return 0

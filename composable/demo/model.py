@@ -6,7 +6,7 @@ The architecture is GPT-2's (Radford et al. 2019) without biases, with rotary po
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from composable.demo.options import HEAD_WIDTH, Options
 from composable.demo.text import VOCABULARY
 
 WARM_UP_STEPS: Final = 20
+ADAMW: Final[dict[str, Any]] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 class Rotary(nn.Module):
@@ -139,7 +140,7 @@ def loss_of(model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
 
 def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
     """AdamW over all parameters of `model`, which may be annotated."""
-    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    return torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
 def train_step(

@@ -31,6 +31,7 @@ from composable import (
     materialize,
     replicate,
 )
+from composable.comm import comms_wrapped_by
 from composable.demo import snapshot
 from composable.demo.memory import MemoryTrace, measure_step
 from composable.demo.model import (
@@ -45,6 +46,7 @@ from composable.demo.model import (
 )
 from composable.demo.options import DemoError, Options
 from composable.demo.pictures import MIB, draw_losses, draw_memory
+from composable.demo.prediction import Counting, Measured, prediction_table
 from composable.demo.text import batch, read_corpus
 
 VALIDATE_EVERY: Final = 50
@@ -66,8 +68,8 @@ def annotate(model: GPT) -> GPT:
     return model
 
 
-def train(options: Options) -> None:
-    """The whole demo on this rank; the default process group is up.
+def train(options: Options) -> Measured:
+    """The whole demo on this rank; the default process group is up. Returns what one step took.
 
     Raises:
         DemoError: the checkpoint to resume from does not fit this run, or the losses of the
@@ -112,6 +114,17 @@ def train(options: Options) -> None:
         draw_losses(losses, run.progress.losses, run.progress.validation, baseline, options.ranks)
         draw_memory(memory, traces)
         run.say(f"\nloss curves        {losses}\nmemory of a step   {memory}")
+    return Measured(trace, run.sizes)
+
+
+def predict(options: Options, measured: Measured) -> None:
+    """Print the forecast of a step beside the step. The process group is gone: a forecast makes a
+    pretended one.
+    """
+    console = Console(highlight=False, markup=False)
+    console.print()
+    console.rule(Text("Forecast of a step", style="bold"), align="left")
+    console.print(prediction_table(options, annotate, measured))
 
 
 class Run:
@@ -125,6 +138,7 @@ class Run:
         self.details = console(quiet=options.quiet or rank != 0)
         self.corpus = read_corpus()
         self.progress = snapshot.Progress()
+        self.sizes: list[int] = []  # bytes of collectives
 
     def heading(self, title: str) -> None:
         self.details.print()
@@ -160,7 +174,9 @@ class Run:
         un-annotated model.
         """
         options = self.options
-        self.model = annotate(shapes(options))  # without memory, until every rank knows its part
+        with comms_wrapped_by(partial(Counting, sizes=self.sizes)):
+            # without memory, until every rank knows its part
+            self.model = annotate(shapes(options))
         torch.manual_seed(options.seed)
         materialize(self.model, initialise)
         self.optimizer = optimizer_of(self.model)
@@ -287,6 +303,7 @@ class Run:
     def measure(self) -> MemoryTrace:
         """One more step, after everything that counts, with a record of its memory."""
         idx, targets = self._rows(self.corpus.train, self.progress.step)
+        self.sizes.clear()
         return measure_step(
             self.model,
             self.optimizer,

@@ -78,20 +78,25 @@ def run(options: Any) -> int:
             device = replace(device, capacity=options.memory)
         shared: dict[str, Any] = {"ranks": options.ranks, "device": device, "loss": loss}
         with torch.device("meta"):
-            block = _block_of(make(), options.policy)
+            blocks = _blocks_of(make(), options.policy)
         found: Any
         if options.suggest:
             found = suggest(
-                make, make_batch, block=block, memory=options.memory, progress=say, **shared
+                make,
+                make_batch,
+                block=blocks[0] if options.policy else None,
+                memory=options.memory,
+                progress=say,
+                **shared,
             )
         elif options.compare:
-            found = compare(make, _plans(block), make_batch, memory=options.memory, **shared)
+            found = compare(make, _plans(blocks), make_batch, memory=options.memory, **shared)
         else:
 
             def annotate(model: nn.Module) -> None:
                 if options.checkpoint:
-                    checkpoint(model, policy={block})
-                fully_shard(model, policy={block})
+                    checkpoint(model, policy=set(blocks))
+                fully_shard(model, policy=set(blocks))
 
             found = forecast(make, annotate, make_batch, **shared)
     except (ComposableError, ValueError) as error:
@@ -105,12 +110,12 @@ def run(options: Any) -> int:
     return 0
 
 
-def _plans(block: type[nn.Module]) -> dict[str, Callable[..., object]]:
+def _plans(blocks: tuple[type[nn.Module], ...]) -> dict[str, Callable[..., object]]:
     plans = [
-        Plan("replicate", block),
-        Plan("fully_shard", block, keep=True),
-        Plan("fully_shard", block),
-        Plan("fully_shard", block, recomputed=1 << 20),
+        Plan("replicate", blocks),
+        Plan("fully_shard", blocks, keep=True),
+        Plan("fully_shard", blocks),
+        Plan("fully_shard", blocks, recomputed=1 << 20),
     ]
     names = ("replicate", "fully_shard, kept", "fully_shard", "fully_shard, all recomputed")
     return {name: plan.annotate for name, plan in zip(names, plans, strict=True)}
@@ -135,10 +140,10 @@ def _model_of(options: Any) -> tuple[Callable[[], nn.Module], Callable[..., Tens
     return function, None
 
 
-def _block_of(model: nn.Module, name: str | None) -> type[nn.Module]:
+def _blocks_of(model: nn.Module, name: str | None) -> tuple[type[nn.Module], ...]:
     if name is None:
-        return repeated(model)[0]
+        return repeated(model)
     kinds = {type(module).__name__: type(module) for module in model.modules()}
     if name not in kinds:
         raise ValueError(f"--policy {name}: the model has {', '.join(sorted(kinds))}")
-    return kinds[name]
+    return (kinds[name],)

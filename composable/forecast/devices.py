@@ -36,6 +36,7 @@ class Device:
         latency: seconds of one launch of collectives.
         part: seconds of each further tensor in it.
         per_node: devices that `links` join.
+        to_host: bytes per second between its memory and the host's, each way, as reached.
         accelerator: whether it has streams; a host computes and waits.
     """
 
@@ -52,6 +53,7 @@ class Device:
     latency: float = 50e-6
     part: float = 2e-6
     per_node: int = 8
+    to_host: float = 50 * GB
     accelerator: bool = True
 
     def flops_of(self, dtype: torch.dtype) -> float:
@@ -80,12 +82,13 @@ def _tensor_cores(half: float, single: float) -> Mapping[torch.dtype, float]:
 DEVICES: Final[Mapping[str, Device]] = MappingProxyType(
     {
         # A100 80 GB SXM: nvidia.com/en-us/data-center/a100 (312 and 19.5 TFLOPS, 2,039 GB/s, NVLink
-        # 600 GB/s in both directions); DGX A100: a 200 Gb/s adapter for each device
+        # 600 GB/s and PCIe 4 64 GB/s in both directions); DGX A100: a 200 Gb/s adapter for each
         "a100": Device(
-            "A100", 79 * GIB, _tensor_cores(312e12, 19.5e12), 2039 * GB, 230 * GB, 22 * GB
+            "A100", 79 * GIB, _tensor_cores(312e12, 19.5e12), 2039 * GB, 230 * GB, 22 * GB,
+            to_host=25 * GB,
         ),
         # H100 SXM: nvidia.com/en-us/data-center/h100 (989 TFLOPS without sparsity and 67, 3.35
-        # TB/s, NVLink 900 GB/s); DGX H100: a 400 Gb/s adapter for each device
+        # TB/s, NVLink 900 GB/s, PCIe 5 128 GB/s); DGX H100: a 400 Gb/s adapter for each device
         "h100": Device(
             "H100", 79 * GIB, _tensor_cores(989e12, 67e12), 3350 * GB, 350 * GB, 45 * GB
         ),

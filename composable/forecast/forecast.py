@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, NoReturn
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -25,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import composable.api.tensor_parallel as tensor_parallel
 import composable.engine.root as engine_root
+import composable.memory.activations as activations
 import composable.memory.elastic as elastic
 from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
@@ -37,12 +40,13 @@ from composable.forecast.machine import (
     COMPUTE,
     Kind,
     Machine,
+    Streams,
     VirtualComm,
     form_group,
     traits_of,
 )
 from composable.forecast.result import Collective, Forecast, by_name
-from composable.forecast.tensors import AsOnAccelerators, NoValues
+from composable.forecast.tensors import Functions, NoValues
 from composable.memory.torch_private import local_of
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -105,15 +109,18 @@ def forecast(
     machine = Machine(found)
     with _world(machine, ranks), ExitStack() as stack:
         stack.enter_context(_pretended(machine))
+        if found.accelerator:
+            stack.enter_context(_copies_to_the_host(machine))
         model = _made(make_model)
         made = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         annotated = annotate(model, made) if _takes_mesh(annotate) else annotate(model)
         if isinstance(annotated, nn.Module):
             model = annotated
+        if found.accelerator:
+            _refuse_offloaded_shards(model)
         values = NoValues(machine)
         stack.enter_context(values)
-        if found.accelerator:
-            stack.enter_context(AsOnAccelerators())
+        stack.enter_context(Functions(values))
         model.to_empty(device="cpu")
         stack.enter_context(_places(machine, model))
         return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
@@ -143,12 +150,14 @@ def _check(ranks: int, sizes: Mapping[str, int], steps: int) -> None:
 
 @contextmanager
 def _world(machine: Machine, ranks: int) -> Iterator[None]:
-    form_group(machine, ranks)
-    try:
-        yield
-    finally:
-        gc.collect()  # what holds the group
-        dist.destroy_process_group()
+    # torch's group puts its rank before uncaught errors, once more for each group that there was
+    with mock.patch.object(sys, "excepthook", sys.excepthook):
+        form_group(machine, ranks)
+        try:
+            yield
+        finally:
+            gc.collect()  # what holds the group
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -178,6 +187,28 @@ def _pretended(machine: Machine) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _copies_to_the_host(machine: Machine) -> Iterator[None]:
+    """`offload_activations` as on an accelerator, on the machine's streams."""
+    with (
+        mock.patch.object(activations, "any_has_streams", return_value=True),
+        mock.patch.object(activations, "has_streams", lambda device: device.type == "cpu"),
+        mock.patch.object(activations, "streams_of", return_value=Streams(machine)),
+        mock.patch.object(activations, "copies_of", cache(activations.HostCopies)),
+    ):
+        yield
+
+
+def _refuse_offloaded_shards(model: nn.Module) -> None:
+    for unit in units_below([model]):
+        if unit.spec.offload is not None:
+            raise ForecastError(
+                f"forecast: unit '{unit.name}' has an offload_policy; how long an optimizer takes"
+                " on the host of an accelerator is not known. Leave the policy out: the device"
+                " then needs its part of parameters, gradients and optimizer state more"
+            )
+
+
 def _refuse_spread(*_: object) -> NoReturn:
     raise ForecastError(
         "forecast: the model has tensor-parallel parameters, whose ranks tell each other where they"
@@ -203,15 +234,21 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
 @contextmanager
 def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
     """Keep `machine.place`: the unit that computes, by what is annotated."""
-    units = {module: name or "(root)" for name, module in model.named_modules() if registry(module)}
+    names = {module: name or "(root)" for name, module in model.named_modules()}
+    units = {module: name for module, name in names.items() if registry(module)}
     within: list[str] = []
+    modules: list[str] = []  # whose forward runs, innermost last
 
     def enter(module: nn.Module, _: Any) -> None:
+        modules.append(names.get(module, type(module).__name__))
+        machine.module = modules[-1]
         if module in units:
             within.append(units[module])
             machine.unit = within[-1]
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
+        modules.pop()
+        machine.module = modules[-1] if modules else ""
         if module in units:
             name = within.pop()
             machine.unit = within[-1] if within else "(root)"
@@ -290,6 +327,7 @@ def _told(
         at_peak=by_name(machine.peak.by_kind),
         where=machine.peak.where,
         peaks=dict(machine.peaks),
+        on_host=machine.on_host[1],
         at_rest=by_name(at_rest),
         seconds=end - start,
         computing=taken(computing=True),

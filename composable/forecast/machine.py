@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from typing import Any, Final
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from composable.comm.accelerator import ON_ACCELERATOR
 from composable.comm.base import GroupComm, Traits, Work
 from composable.comm.choose import PAIRS_UP_TO
 from composable.comm.host import GenericComm, PointToPointComm
+from composable.errors import ForecastError
 from composable.forecast.devices import Device
 from composable.memory.torch_private import DoneWork, name_of_group
 
@@ -116,6 +117,8 @@ class Machine:
         samples: moments, and bytes by kind, whenever they moved by a three-hundredth of the peak.
         phase: "forward", "backward" or "optimizer".
         unit: that computes.
+        module: whose forward runs, the innermost one.
+        on_host: bytes of the host's memory that the device copies to and from, now and at most.
     """
 
     device: Device
@@ -131,6 +134,8 @@ class Machine:
     peaks: dict[str, int] = field(default_factory=dict)  # bytes at most, by phase
     phase: str = ""
     unit: str = "(root)"
+    module: str = ""
+    on_host: list[int] = field(default_factory=lambda: [0, 0])
     _ended: float = 0.0  # the last operation on the compute stream
     _held: list[int] = field(default_factory=lambda: [0] * len(Kind))
     _blocks: dict[int, _Block] = field(default_factory=dict)
@@ -219,6 +224,14 @@ class Machine:
             block.kind = kind
             self._held[kind] += block.nbytes
 
+    def hold_on_host(self, storage: torch.UntypedStorage) -> None:
+        """A storage is pinned memory of the host."""
+        storage._composable_on_host = True  # type: ignore[attr-defined]
+        nbytes, on_host = storage.nbytes(), self.on_host
+        on_host[0] += nbytes
+        on_host[1] = max(on_host)
+        finalize(storage, lambda: on_host.__setitem__(0, on_host[0] - nbytes))
+
     def keeps_idle(self, before: int, after: int) -> None:
         """The buffer of a host gives its block to the idle ones, or takes one of them."""
         if before:
@@ -277,6 +290,19 @@ class Streams:
 
     def mark(self) -> Event:
         return Event(self._machine).record()
+
+    def here(self) -> str:
+        return self._machine.current
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        machine = self._machine
+        if stream == machine.current:
+            yield
+            return
+        with self.fork(stream):
+            yield
+        machine.wait_until(machine.ready[stream])
 
 
 class Event:
@@ -431,6 +457,22 @@ class VirtualGroup(dist.ProcessGroup):
         return name_of_group(self)
 
 
+def _refusal(name: str) -> Any:
+    def refuse(group: VirtualGroup, *_: Any) -> Any:
+        raise ForecastError(
+            f"forecast: the program calls '{name}' of a process group in {group.machine.place}:"
+            " point-to-point messages, as a pipeline's, and exchanges among all, as experts', are"
+            " not forecast. Forecast one stage, or one rank's experts, as a model of its own over"
+            " the data-parallel ranks alone"
+        )
+
+    return refuse
+
+
+for _name in (
+    "send", "recv", "recv_anysource", "alltoall", "alltoall_base", "gather", "scatter", "reduce",
+):  # fmt: skip
+    setattr(VirtualGroup, _name, _refusal(_name))
 for _names, _method in (  # the second names from torch 2.13 on
     (("_allgather_base", "all_gather_single"), VirtualGroup._gather),
     (("_reduce_scatter_base", "reduce_scatter_single"), VirtualGroup._scatter),

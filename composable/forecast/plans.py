@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from composable.api.checkpoint import checkpoint
 from composable.api.fully_shard import fully_shard
+from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
 from composable.config import MixedPrecisionPolicy
 from composable.errors import ForecastError
@@ -22,6 +24,7 @@ from composable.forecast.result import Forecast
 from composable.policies.rules import CustomPolicy
 
 MARGIN: Final = 0.05  # of the memory, which no forecast counts
+WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
 SHOWN: Final = 8  # rows of a table
 
 
@@ -129,18 +132,20 @@ class Plan:
 
     Attributes:
         verb: "replicate" or "fully_shard".
-        block: the class of the units.
+        blocks: the classes of the units.
         keep: parameters stay unsharded between forward and backward.
         shards: ranks that share one copy; None: all.
         recomputed: how many of the blocks, the first ones, recompute their forward.
+        offloaded: how many of them, evenly spaced, keep their activations in host memory.
         half: compute in bfloat16.
     """
 
     verb: str
-    block: type[nn.Module]
+    blocks: tuple[type[nn.Module], ...]
     keep: bool = False
     shards: int | None = None
     recomputed: int = 0
+    offloaded: int = 0
     half: bool = False
 
     def mesh(self, ranks: int) -> dict[str, int]:
@@ -149,41 +154,60 @@ class Plan:
         return {"replicate": ranks // self.shards, "shard": self.shards}
 
     def annotate(self, model: nn.Module, mesh: Any) -> None:
-        blocks = [module for module in model.modules() if type(module) is self.block]
+        """Do what `code` says; a test compares them."""
+        blocks = [module for module in model.modules() if isinstance(module, self.blocks)]
         if self.recomputed:
-            chosen = dict.fromkeys(map(id, blocks[: self.recomputed]))
-            checkpoint(model, policy=CustomPolicy(lambda module: id(module) in chosen))
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if self.half else None
-        options: dict[str, Any] = {} if precision is None else {"mp_policy": precision}
+            checkpoint(model, policy=_among(blocks[: self.recomputed]))
+        if self.offloaded:
+            spaced = [blocks[k * len(blocks) // self.offloaded] for k in range(self.offloaded)]
+            offload_activations(model, policy=_among(spaced))
+        options: dict[str, Any] = {"mesh": mesh}
+        if self.half:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         if self.verb == "replicate":
-            replicate(model, mesh=mesh, **options)
+            replicate(model, **options)
             return
         if self.keep:
             options["reshard_after_forward"] = False
-        fully_shard(model, policy={self.block}, mesh=mesh, **options)
+        fully_shard(model, policy=set(self.blocks), **options)
 
-    def code(self, ranks: int) -> str:
-        """What to write for it."""
-        name, lines, options = self.block.__name__, [], ""
+    def code(self, ranks: int, device_type: str = "cuda") -> str:
+        """What to write for it, where the classes are known, and `model` is the model."""
+        names = ", ".join(block.__name__ for block in self.blocks)
+        uses, lines, options = [self.verb], [], ""
+        if self.recomputed or self.offloaded:
+            kinds = names if len(self.blocks) == 1 else f"({names})"
+            lines.append(f"blocks = [m for m in model.modules() if isinstance(m, {kinds})]")
         if self.recomputed:
+            uses.append("checkpoint")
+            lines.append(f"checkpoint(model, policy=lambda m: m in blocks[:{self.recomputed}])")
+        if self.offloaded:
+            uses.append("offload_activations")
             lines += [
-                f"blocks = [m for m in model.modules() if isinstance(m, {name})]",
-                f"checkpoint(model, policy=lambda module: module in blocks[:{self.recomputed}])",
+                f"spaced = [blocks[k * len(blocks) // {self.offloaded}]"
+                f" for k in range({self.offloaded})]",
+                "offload_activations(model, policy=lambda m: m in spaced)",
             ]
         if self.half:
+            uses.append("MixedPrecisionPolicy")
             lines.append("bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
             options += ", mp_policy=bf16"
-        if self.verb == "replicate":
-            return "\n".join([*lines, f"replicate(model{options})"])
+        imports = [f"from composable import {', '.join(sorted(uses))}"]
         if self.shards is not None:
+            imports.insert(0, "from torch.distributed.device_mesh import init_device_mesh")
             sizes = f"({ranks // self.shards}, {self.shards})"
-            lines.append(
-                f'mesh = init_device_mesh("cuda", {sizes}, mesh_dim_names=("replicate", "shard"))'
-            )
+            lines += [
+                'names = ("replicate", "shard")',
+                f'mesh = init_device_mesh("{device_type}", {sizes}, mesh_dim_names=names)',
+            ]
             options += ", mesh=mesh"
+        if self.half:
+            imports.insert(0, "import torch")
+        if self.verb == "replicate":
+            return "\n".join([*imports, "", *lines, f"replicate(model{options})"])
         if self.keep:
             options += ", reshard_after_forward=False"
-        return "\n".join([*lines, f"fully_shard(model, policy={{{name}}}{options})"])
+        return "\n".join([*imports, "", *lines, f"fully_shard(model, policy={{{names}}}{options})"])
 
     def __str__(self) -> str:
         parts = [self.verb]
@@ -193,7 +217,16 @@ class Plan:
             parts.append("kept after forward")
         if self.recomputed:
             parts.append(f"{self.recomputed} blocks recomputed")
+        if self.offloaded:
+            parts.append(f"{self.offloaded} offloaded")
+        if self.half:
+            parts.append("bf16")
         return ", ".join(parts)
+
+
+def _among(modules: Sequence[nn.Module]) -> CustomPolicy:
+    ids = dict.fromkeys(map(id, modules))
+    return CustomPolicy(lambda module: id(module) in ids)
 
 
 @dataclass(frozen=True)
@@ -224,22 +257,23 @@ def suggest(
     memory: int | None = None,
     device: str | Device = "h100",
     block: type[nn.Module] | None = None,
-    half: bool = False,
+    half: bool | None = None,
     progress: Callable[[str], object] | None = None,
     **options: Any,
 ) -> Suggestion:
     """Search for the fastest way to train a model that fits.
 
-    Tried are `replicate`; `fully_shard` over all ranks, and inside of nodes with replicas across
-    them, each with parameters that stay or go after forward; and where that does not fit,
-    recomputing blocks, as few as do.
+    Tried are `replicate`; `fully_shard` over all ranks, and in groups of one node or some with
+    replicas across them where messages would be waited for, each with parameters that stay or go
+    after forward; where that does not fit, recomputing as few blocks as do, or keeping their
+    activations in host memory; and, if not even all blocks recomputed fit, both.
 
     Args:
         make_model, make_batch, ranks: as for `forecast`.
         memory: bytes that a step may use; None: what the device has, less a margin of 5 %.
-        block: the class of the units; None: that of the largest modules of which there
+        block: the class of the units; None: those of the largest modules of which there
             are several.
-        half: also compute in bfloat16, where parameters are float32.
+        half: compute in bfloat16. None: on accelerators, where parameters are float32.
         progress: is told each plan before it is tried.
         options: as for `forecast`.
 
@@ -248,82 +282,173 @@ def suggest(
             how much the smallest plan needs.
     """
     found = device_of(device)
-    limit = _memory(memory, found)
     with torch.device("meta"):
         model = make_model()
-    kind, count = repeated(model) if block is None else (block, _count(model, block))
-    whole = sum(parameter.nbytes for parameter in model.parameters())
-    tried: dict[Plan, Forecast] = {}
+    if half is None:
+        half = found.accelerator and any(p.dtype is torch.float32 for p in model.parameters())
+    blocks = repeated(model) if block is None else (block,)
+    count = sum(isinstance(module, blocks) for module in model.modules())
+    whole = sum(p.numel() * (2 if half else p.element_size()) for p in model.parameters())
 
-    def fits(plan: Plan) -> bool:
-        if plan not in tried:
-            if progress is not None:
-                progress(str(plan))
-            tried[plan] = forecast(
-                make_model, plan.annotate, make_batch,
-                ranks=ranks, mesh=plan.mesh(ranks), device=found, **options,
-            )  # fmt: skip
-        return tried[plan].peak <= limit
+    def run(plan: Plan) -> Forecast:
+        if progress is not None:
+            progress(str(plan))
+        return forecast(
+            make_model, plan.annotate, make_batch,
+            ranks=ranks, mesh=plan.mesh(ranks), device=found, **options,
+        )  # fmt: skip
 
-    # with less than parameters and gradients no replicated step fits
-    for base in _bases(ranks, kind, half, found, replicates=2 * whole <= limit):
-        if fits(base):
-            continue
-        every = _recomputing(base, count)
-        if not fits(every):
-            continue
-        low, high = 0, count  # the fewest that fit
-        while high - low > max(1, count // 8):
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(_recomputing(base, middle)) else (middle, high)
-    comparison = _ranked({str(plan): each for plan, each in tried.items()}, limit)
-    name = comparison.best
-    if name is None:
-        least = min(each.peak for each in tried.values())
+    search = _Search(run, _memory(memory, found), count)
+    search.find(Plan("fully_shard", blocks, half=half), ranks, found, whole)
+    comparison = _ranked({str(plan): each for plan, each in search.tried.items()}, search.limit)
+    plan = search.best
+    if plan is None:
+        least = min(each.peak for each in search.tried.values())
         raise ForecastError(
-            f"suggest: nothing that was tried fits into {limit / GIB:.1f} GiB; the least is"
-            f" {least / GIB:.1f} GiB. Use more ranks, a smaller batch, or"
-            " offload_activations(model) and CPUOffloadPolicy, which were not tried\n"
-            f"{comparison}"
+            f"suggest: nothing that was tried fits into {search.limit / GIB:.1f} GiB; the least is"
+            f" {least / GIB:.1f} GiB. Use more ranks, a smaller batch, or CPUOffloadPolicy, which"
+            f" was not tried\n{comparison}"
         )
-    plan = next(plan for plan in tried if str(plan) == name)
-    return Suggestion(plan.code(ranks), plan, tried[plan], comparison)
+    code = plan.code(ranks, "cuda" if found.accelerator else "cpu")
+    return Suggestion(code, plan, search.tried[plan], comparison)
 
 
-def _bases(
-    ranks: int, block: type[nn.Module], half: bool, device: Device, *, replicates: bool
-) -> Iterator[Plan]:
-    if replicates:
-        yield Plan("replicate", block, half=half)
-    groups: Sequence[int | None] = [None]
-    if ranks > device.per_node and ranks % device.per_node == 0:
-        groups = [None, device.per_node]
-    for shards in groups:
-        for keep in (True, False):
-            yield Plan("fully_shard", block, keep=keep, shards=shards, half=half)
+class _Search:
+    """Note [Search]
+    A forecast of a large model takes seconds, so few are made. What recomputing one block saves and
+    costs is about the same whatever happens to parameters: it is measured once, on the plan that
+    needs the least memory. What fits is then estimated for each of the others, the most promising
+    are tried first, and none is tried that could not become the fastest.
+
+    Attributes:
+        tried: forecasts by plan.
+        limit: bytes.
+    """
+
+    def __init__(self, run: Callable[[Plan], Forecast], limit: int, count: int) -> None:
+        self.tried: dict[Plan, Forecast] = {}
+        self.limit = limit
+        self._run = run
+        self._count = count
+
+    def look(self, plan: Plan) -> Forecast:
+        if plan not in self.tried:
+            self.tried[plan] = self._run(plan)
+        return self.tried[plan]
+
+    def fits(self, plan: Plan) -> bool:
+        return self.look(plan).peak <= self.limit
+
+    @property
+    def best(self) -> Plan | None:
+        fitting = [plan for plan, found in self.tried.items() if found.peak <= self.limit]
+        return min(fitting, key=lambda plan: self.tried[plan].seconds, default=None)
+
+    def find(self, lean: Plan, ranks: int, device: Device, whole: int) -> None:
+        """Try plans until none can be faster than `best`.
+
+        Args:
+            lean: shards everything and keeps nothing.
+            whole: bytes of all parameters while modules compute.
+        """
+        found = self.look(lean)
+        rests = sum(found.at_rest.values()) * ranks
+        bases = [lean]
+        waits = found.exposed > WORTHWHILE * found.seconds
+        for shards in (None, *_groups(ranks, device)) if waits else (None,):
+            for keep in (True, False):
+                least = rests // (shards or ranks) + (whole if keep else 0)
+                if least <= self.limit:
+                    bases.append(replace(lean, shards=shards, keep=keep))
+        if rests + whole <= self.limit:
+            bases.append(replace(lean, verb="replicate"))
+        tight = [base for base in bases if not self.fits(base) and self._may_win(base, 0.0)]
+        if not tight:
+            return
+        every = replace(lean, recomputed=self._count)
+        if not self.fits(every):
+            for plan in (lean, every):
+                self.look(replace(plan, offloaded=self._count))
+            return
+        saved = (found.peak - self.look(every).peak) / self._count
+        cost = (self.look(every).seconds - found.seconds) / self._count
+
+        def needed(base: Plan) -> float:
+            return (self.look(base).peak - self.limit) / max(saved, 1.0)
+
+        tight.sort(key=lambda base: self.look(base).seconds + needed(base) * cost)
+        for base in tight:
+            if self._may_win(base, needed(base) * cost):
+                self._recompute(base, saved)
+        for base in tight:
+            blocks = math.ceil(needed(base)) + 1  # some tensors are still on their way
+            moved = replace(base, offloaded=min(blocks, self._count))
+            if self._may_win(base, 0.0):
+                self.look(moved)
+                if self.best != moved:
+                    break
+
+    def _may_win(self, base: Plan, more: float) -> bool:
+        best = self.best
+        return best is None or self.look(base).seconds + more < self.look(best).seconds
+
+    def _recompute(self, base: Plan, saved: float) -> None:
+        """Find the fewest blocks that make `base` fit if each saves about as much."""
+        low, high, peak = 0, self._count + 1, self.look(base).peak  # does not fit; fits
+        while saved > 0 and high - low > 1:
+            guess = math.ceil((peak - self.limit) / saved)
+            guess = min(max(guess, low + 1), high - 1)
+            plan = replace(base, recomputed=guess)
+            low, high = (low, guess) if self.fits(plan) else (guess, high)
+            following = (peak - self.look(plan).peak) / guess
+            if guess == high and math.ceil((peak - self.limit) / max(following, 1.0)) >= high:
+                return
+            saved = following
 
 
-def _recomputing(plan: Plan, count: int) -> Plan:
-    return Plan(plan.verb, plan.block, plan.keep, plan.shards, count, plan.half)
+def _groups(ranks: int, device: Device) -> list[int]:
+    """Sizes of groups of whole nodes that are less than all ranks."""
+    nodes = [device.per_node << k for k in range(ranks.bit_length())]
+    return [size for size in nodes if size < ranks and ranks % size == 0]
 
 
-def repeated(model: nn.Module) -> tuple[type[nn.Module], int]:
-    """The class of the largest modules of which there are several, and how many."""
-    sizes: Counter[type[nn.Module]] = Counter()
-    counts: Counter[type[nn.Module]] = Counter()
-    for module in model.modules():
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            continue
-        sizes[type(module)] += sum(parameter.numel() for parameter in module.parameters())
-        counts[type(module)] += 1
-    several = [kind for kind, count in counts.items() if count > 1 and sizes[kind]]
-    if not several:
+def repeated(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Classes of blocks: those that transformers does not split, else those of the largest modules
+    of which there are several, and of what else is large, as an encoder beside a decoder.
+    """
+    counts = Counter(map(type, model.modules()))
+    whole = {name for m in model.modules() for name in getattr(m, "_no_split_modules", None) or ()}
+    found = tuple(kind for kind in counts if counts[kind] > 1 and kind.__name__ in whole)
+    if found:
+        return found
+    while (kind := _largest(model, found)) is not None:
+        found += (kind,)
+    if not found:
         raise ForecastError(
             f"suggest: no class of modules repeats in the {type(model).__name__}; say block="
         )
-    best = max(several, key=lambda kind: sizes[kind] / counts[kind])
-    return best, counts[best]
+    return found
 
 
-def _count(model: nn.Module, block: type[nn.Module]) -> int:
-    return sum(type(module) is block for module in model.modules())
+def _largest(model: nn.Module, found: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
+    """The class of the largest modules of which there are several, outside of those of `found`."""
+    sizes: dict[type[nn.Module], list[int]] = {}
+    for module in _outside(model, found):
+        small = bool(found) and not list(module.children())  # beside blocks, as embeddings
+        if not small and not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            size = sum(parameter.numel() for parameter in module.parameters())
+            sizes.setdefault(type(module), []).append(size)
+    least = WORTHWHILE * sum(parameter.numel() for parameter in model.parameters())
+    several = {kind: each for kind, each in sizes.items() if len(each) > 1 and sum(each) > least}
+    return max(several, key=lambda kind: sum(several[kind]) / len(several[kind]), default=None)
+
+
+def _outside(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+    """`module` and what is below, without modules of `kinds`, what they contain and what contains
+    them.
+    """
+    for child in module.children():
+        if not isinstance(child, kinds):
+            yield from _outside(child, kinds)
+    if not any(isinstance(each, kinds) for each in module.modules()):
+        yield module

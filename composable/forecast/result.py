@@ -46,6 +46,7 @@ class Forecast:
         at_peak: of them, by what they are for.
         where: the phase and the unit in which the peak is.
         peaks: bytes at the peak of each phase.
+        on_host: bytes at most of the host's memory that `offload_activations` copies to.
         at_rest: bytes between steps, without gradients, by what they are for.
         seconds: of the step. Of them:
         computing: seconds in which the device computes;
@@ -63,6 +64,7 @@ class Forecast:
     at_peak: Mapping[str, int]
     where: str
     peaks: Mapping[str, int]
+    on_host: int
     at_rest: Mapping[str, int]
     seconds: float
     computing: float
@@ -89,6 +91,7 @@ class Forecast:
         rows = [
             ("peak of memory", _gib(self.peak), f"of {_gib(self.device.capacity)}; {self.where}"),
             *((f"  {name}", _gib(size), "") for name, size in self.at_peak.items() if size),
+            *([("offloaded to the host", _gib(self.on_host), "")] if self.on_host else []),
             ("at rest", _gib(sum(self.at_rest.values())), "between steps, without gradients"),
             ("step", _ms(self.seconds), ""),
             ("  computing", _ms(self.computing), ""),
@@ -127,6 +130,7 @@ class Forecast:
             "at_peak": dict(self.at_peak),
             "where": self.where,
             "peaks": dict(self.peaks),
+            "on_host": self.on_host,
             "at_rest": dict(self.at_rest),
             "seconds": self.seconds,
             "computing": self.computing,

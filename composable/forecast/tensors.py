@@ -65,7 +65,8 @@ class NoValues(TorchDispatchMode):
         name = func.overloadpacket.__name__
         returns = func._schema.returns
         if name in _READS:
-            return self._read(func, name, args)
+            self.refuse_to_read(name, args)
+            return func(*args)
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if func.namespace == "profiler" or name in _REAL or views:
             if name == "detach" and accumulates():
@@ -79,6 +80,10 @@ class NoValues(TorchDispatchMode):
         if torch.device("meta") == kwargs.get("device") or any(t.is_meta for t in given):
             return self._on_meta(func, args, kwargs)
         if name in _MADE:
+            if kwargs.get("pin_memory"):
+                made = func(*args, **{**kwargs, "pin_memory": False})
+                self.machine.hold_on_host(made.untyped_storage())
+                return made
             made = func(*args, **kwargs)
             self._hold(made)
             return made
@@ -105,7 +110,10 @@ class NoValues(TorchDispatchMode):
         targets = _written(func, args, kwargs, written) if written else None
         for tensor in _tensors(targets):
             self._note_unknown(tensor)
-        self._take(name, _bytes_of(given) + _bytes_of(outputs), products)
+        if name == "copy_" and any(map(_is_on_host, given)):
+            self.machine.run(args[1].nbytes / self.machine.device.to_host, name)
+        else:
+            self._take(name, _bytes_of(given) + _bytes_of(outputs), products)
         return made if fresh else targets if returns else None
 
     def _outputs(self, func: Any, args: Any, kwargs: Any, fresh: bool) -> tuple[Any, float]:
@@ -178,20 +186,31 @@ class NoValues(TorchDispatchMode):
     def _is_unknown(self, tensor: Tensor) -> bool:
         return getattr(tensor.untyped_storage(), "_composable_unknown", False)
 
-    def _read(self, func: Any, name: str, args: Any) -> Any:
-        for tensor in _tensors(args):
-            if tensor.numel() >= _SMALL or self._is_unknown(tensor):
+    def refuse_to_read(self, name: str, tensors: Any) -> None:
+        """Raise where values are not known."""
+        for tensor in _tensors(tensors):
+            if not tensor.is_meta and (tensor.numel() >= _SMALL or self._is_unknown(tensor)):
                 raise _refused(self.machine, f"a value ({name})")
-        return func(*args)
 
 
-class AsOnAccelerators(TorchFunctionMode):
-    """Functions that run other kernels on a host, and keep other things for backward, run those of
-    accelerators.
+class Functions(TorchFunctionMode):
+    """What is seen of a program before it becomes operations.
+
+    What reads memory without an operation is refused. For an accelerator, functions that run other
+    kernels on a host, and keep other things for backward, run those of accelerators.
     """
+
+    def __init__(self, values: NoValues) -> None:
+        super().__init__()
+        self._values = values
+        self._accelerator = values.machine.device.accelerator
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.tolist or func is Tensor.numpy:
+            self._values.refuse_to_read(func.__name__, args[:1])
+        if not self._accelerator:
+            return func(*args, **kwargs)
         if func is torch.dropout:
             probability, training = args[1], args[2]
             if training and 0.0 < probability < 1.0:
@@ -205,11 +224,16 @@ class AsOnAccelerators(TorchFunctionMode):
 
 
 def _refused(machine: Machine, what: str) -> ForecastError:
+    module = f", module '{machine.module}'" if machine.module else ""
     return ForecastError(
-        f"forecast: the program reads {what} in {machine.place or 'the step'}, and tensors have no"
+        f"forecast: the program reads {what} in {machine.place}{module}, and tensors have no"
         " values here. Leave the reading out for the forecast (a flag of the model, a loss that is"
         " not printed), or give the part a fixed shape"
     )
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return hasattr(tensor.untyped_storage(), "_composable_on_host")
 
 
 def _hollow(like: Tensor) -> Tensor:

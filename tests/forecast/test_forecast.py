@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from composable import checkpoint, fully_shard, replicate
+from composable import CPUOffloadPolicy, checkpoint, fully_shard, replicate
 from composable.__main__ import main
 from composable.comm import Comm, comms_wrapped_by
 from composable.demo.memory import measure_step
 from composable.errors import ForecastError
-from composable.forecast import DEVICES, Forecast, compare, forecast, suggest
+from composable.forecast import (
+    DEVICES,
+    Forecast,
+    Plan,
+    compare,
+    forecast,
+    suggest,
+)
 from composable.forecast.machine import Kind
+from composable.forecast.plans import _Search, repeated
 from tests.helpers.communicators import Around
 from tests.helpers.world import Pool
 
@@ -222,19 +231,115 @@ def test_plans_that_fit_come_first_and_the_fastest_of_them_is_the_best() -> None
     assert str(tight).splitlines()[-1].endswith("does not fit")
 
 
-def test_a_suggestion_fits_and_its_code_does_what_was_forecast() -> None:
+PLANS = [
+    Plan("replicate", (Block,)),
+    Plan("fully_shard", (Block,), keep=True, half=True),
+    Plan("fully_shard", (Block,), shards=2, recomputed=2),
+    Plan("fully_shard", (Block,), offloaded=2),
+    Plan("fully_shard", (Block, nn.Embedding), recomputed=3, offloaded=3),
+]
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_code_to_paste_does_what_was_forecast(plan: Plan) -> None:
+    """It knows the model, its classes, and what it imports by itself."""
+    options: dict[str, Any] = {"ranks": 4, "mesh": plan.mesh(4)}
+
+    def pasted(model: nn.Module) -> None:
+        names = {block.__name__: block for block in plan.blocks}
+        exec(plan.code(4, "cpu"), {**names, "model": model})
+
+    # one that is told its mesh makes none
+    options_of_code = options if plan.shards is None else {"ranks": 4}
+    told = forecast(Decoder, plan.annotate, large_batch, **options)
+    found = forecast(Decoder, pasted, large_batch, **options_of_code)
+    assert {**told.to_dict(), "mesh": None} == {**found.to_dict(), "mesh": None}
+    if plan.offloaded:
+        assert told.on_host > 1 << 20
+
+
+def large_batch() -> Tensor:
+    """Whose activations are large enough to be offloaded."""
+    return torch.zeros(16, 256, dtype=torch.int64)
+
+
+def test_a_suggestion_fits_and_is_code() -> None:
     roomy = suggest(Decoder, batch, ranks=2)
-    assert roomy.plan.verb in roomy.code
+    assert roomy.plan.half
+    assert not roomy.plan.recomputed
     tight = suggest(Decoder, batch, ranks=2, memory=int(roomy.forecast.peak * 0.8))
     assert tight.forecast.peak <= roomy.forecast.peak * 0.8
     assert tight.forecast.seconds >= roomy.forecast.seconds
-
-    def pasted(model: nn.Module) -> None:
-        exec(tight.code, {**globals(), "model": model})
-
-    assert forecast(Decoder, pasted, batch, ranks=2).peak == tight.forecast.peak
+    assert tight.code == tight.plan.code(2)
     with pytest.raises(ForecastError, match="nothing that was tried fits into"):
         suggest(Decoder, batch, ranks=2, memory=1000)
+
+
+class Pretended:
+    """What a forecast of a plan would say, by arithmetic: 20 blocks over 64 ranks."""
+
+    def __init__(self, network: float, moves: float) -> None:
+        self.network, self.moves, self.count = network, moves, 0
+
+    def __call__(self, plan: Plan) -> Any:
+        self.count += 1
+        sharded = plan.verb == "fully_shard"
+        rests = 6400 / (plan.shards or 64) if sharded else 6400
+        stay = 20 - plan.recomputed - plan.offloaded * (plan.recomputed < 20)
+        activations = 10 + 100 * stay + 5 * max(0, plan.recomputed - plan.offloaded)
+        waits = self.network * (1 if plan.keep else 2 if sharded else 1.5)
+        waits *= 0.5 if plan.shards else 1
+        seconds = 1000 + waits + 20 * plan.recomputed + self.moves * plan.offloaded
+        peak = rests + activations + (2000 if plan.keep or not sharded else 100)
+        return SimpleNamespace(
+            peak=peak, seconds=seconds, exposed=waits, at_rest={"parameters": rests}
+        )
+
+
+@pytest.mark.parametrize("limit", [200, 250, 450, 1000, 2300, 3000, 4000, 9000])
+@pytest.mark.parametrize("network", [1.0, 300.0])
+@pytest.mark.parametrize("moves", [15.0, 40.0])
+def test_a_search_finds_nearly_the_best_plan_by_few_forecasts(
+    limit: int, network: float, moves: float
+) -> None:
+    run = Pretended(network, moves)
+    search, lean = _Search(run, limit, 20), Plan("fully_shard", (Block,))
+    search.find(lean, 64, DEVICES["h100"], 2000)
+    tried = run.count
+    every = [
+        replace(lean, shards=shards, keep=keep, recomputed=recomputed, offloaded=offloaded)
+        for shards in (None, 8, 16, 32)
+        for keep in (True, False)
+        for recomputed in range(21)
+        for offloaded in (range(21) if not recomputed else (0, 20) if recomputed == 20 else (0,))
+    ]
+    fitting = [
+        each for each in map(run, [*every, replace(lean, verb="replicate")]) if each.peak <= limit
+    ]
+    assert tried < 25
+    best = search.best
+    assert (best is None) is (not fitting)
+    if best is not None:
+        assert run(best).seconds <= 1.05 * min(each.seconds for each in fitting)
+
+
+class Both(nn.Module):
+    """An encoder beside a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(8, 2, 16) for _ in range(2))
+        self.embeddings = nn.ModuleList(nn.Embedding(99, 8) for _ in range(2))
+
+
+def test_units_are_what_repeats_or_what_transformers_does_not_split() -> None:
+    assert repeated(Decoder()) == (Block,)
+    model = Both()
+    assert repeated(model) == (nn.TransformerDecoderLayer, nn.TransformerEncoderLayer)
+    model._no_split_modules = ["TransformerEncoderLayer"]  # type: ignore[assignment]
+    assert repeated(model) == (nn.TransformerEncoderLayer,)
 
 
 # --- what cannot be run without values ----------------------------------------------------------
@@ -244,6 +349,25 @@ class Reads(Decoder):
     def forward(self, tokens: Tensor) -> Tensor:
         loss = super().forward(tokens)
         return loss * loss.item()
+
+
+class Router(nn.Module):
+    """Goes by values, as experts do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)
+        return made * len(made.sum((0, 1)).argmax(0, keepdim=True).tolist())
+
+
+class Routes(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        block = self.get_submodule("layers.1")
+        block.up = Router(block.get_submodule("up"))
 
 
 class Looks(Decoder):
@@ -268,6 +392,10 @@ class Picks(Decoder):
             Picks,
             r"reads the shape of what aten::index.Tensor returns in forward of unit '\(root\)'",
         ),
+        (
+            Routes,
+            r"in forward of unit 'layers.1', module 'layers.1.up', and tensors have no values",
+        ),
     ],
 )
 def test_a_program_that_reads_values_is_refused_by_the_module_and_a_forecast_follows(
@@ -283,6 +411,24 @@ def test_a_program_that_reads_values_is_refused_by_the_module_and_a_forecast_fol
 def spread(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model.get_submodule("layers.0"), mesh["tp"], {"up": ColwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
+
+
+def offloaded(model: nn.Module) -> None:
+    fully_shard(model, policy={Block}, offload_policy=CPUOffloadPolicy())
+
+
+def next_stage(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch)
+    dist.send(loss, 1)
+    return loss
+
+
+def test_offload_policies_and_pipelines_are_refused_by_name() -> None:
+    with pytest.raises(ForecastError, match=r"unit '\(root\)' has an offload_policy"):
+        forecast(Decoder, offloaded, batch, ranks=2)
+    assert forecast(Decoder, offloaded, batch, ranks=2, device="cpu").fits  # it has no effect
+    with pytest.raises(ForecastError, match=r"calls 'send' of a process group in forward"):
+        forecast(Decoder, ANNOTATE["sharded"][0], batch, ranks=2, loss=next_stage)
 
 
 def test_tensor_parallel_parameters_are_refused_by_what_is_missing() -> None:
