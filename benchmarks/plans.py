@@ -141,16 +141,8 @@ def rows_of(name: str, bandwidth: int, found: Mapping[str, Any]) -> Sequence[str
     ]
 
 
-def main() -> None:
-    options = parser(__doc__.splitlines()[0])
-    options.set_defaults(fake_world=64)
-    options.add_argument("--models", default="7B,70B", help=f"some of {', '.join(BY_HAND)}")
-    options.add_argument(
-        "--bandwidths", type=counts, default="50,150,350", help="of a rank in collectives, GB/s"
-    )
-    found = parse(options, models="tiny", bandwidths=[50])
-    setups = [(model, speed) for model in found.models.split(",") for speed in found.bandwidths]
-    seen = {setup: look(setup[0], found.fake_world, setup[1]) for setup in setups}
+def tables(seen: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[str]:
+    """What was suggested beside the best plan by hand, and all of these."""
     header = ["", "best by hand", "step, ms", "suggested", "step, ms", "ratio"]
     header += [f"within {LIMIT:.2f}", "tried", "CPU, s", "clock, s"]
     plans = [plan for plan in PLANS if any(plan in each["by hand"] for each in seen.values())]
@@ -162,14 +154,27 @@ def main() -> None:
             for time in times
         ]
         hand.append([plan, *cells])
+    return [
+        table(header, [rows_of(*setup, each) for setup, each in seen.items()]),
+        table(["step, ms", *[f"{name}, {speed} GB/s" for name, speed in seen]], hand),
+    ]
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.set_defaults(fake_world=64)
+    options.add_argument("--models", default="7B,70B", help=f"some of {', '.join(BY_HAND)}")
+    options.add_argument(
+        "--bandwidths", type=counts, default="50,150,350", help="of a rank in collectives, GB/s"
+    )
+    found = parse(options, models="tiny", bandwidths=[50])
+    setups = [(model, speed) for model in found.models.split(",") for speed in found.bandwidths]
+    seen = {setup: look(setup[0], found.fake_world, setup[1]) for setup in setups}
     emit(
         "plans",
         found,
         title=f"`suggest` beside plans made by hand: forecasts at {found.fake_world} ranks",
-        tables=[
-            table(header, [rows_of(*setup, each) for setup, each in seen.items()]),
-            table(["step, ms", *[f"{name}, {speed} GB/s" for name, speed in seen]], hand),
-        ],
+        tables=tables(seen),
         data={"figures": {f"{name}, {speed} GB/s": each for (name, speed), each in seen.items()}},
     )
 

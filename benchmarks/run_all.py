@@ -139,6 +139,8 @@ JOBS = (
         ("--rounds", "21", "--worlds", "8,1024,16384", "--contenders", "composable"),
     ),
     Job("timeline", "timeline.py", selected=False),
+    # the larger model takes minutes for each bandwidth: --limit 3600
+    Job("plans", "plans.py", selected=False),
     Job("local-steps", "local_steps.py", selected=False),
     Job("constants", "constants.py", ("--rounds", "5", "--steps", "2"), selected=False),
     Job(
