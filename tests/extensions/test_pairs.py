@@ -77,7 +77,6 @@ def test_they_train_in_the_memory_that_was_gathered(form: str) -> None:
             assert aliases == {True}
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators")
 @spmd(ranks=2)
 def test_they_come_from_the_meta_device_and_compute_in_bf16() -> None:
     with _extended(_later_form) as aliases:

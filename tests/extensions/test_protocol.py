@@ -203,7 +203,7 @@ class _Counting(Around):
         return self._inner.all_gather(pairs, label)
 
 
-def _gathers(make: Callable[[], nn.Module]) -> list[int]:
+def gathered_bytes(make: Callable[[], nn.Module]) -> list[int]:
     """Bytes that each all-gather of a step sends."""
     found: list[int] = []
     with comms_wrapped_by(lambda comm: _Counting(comm, found)):
@@ -224,8 +224,8 @@ def test_gathers_send_half_the_bytes_of_bfloat16_in_as_many_messages() -> None:
             linear.weight = nn.Parameter(Rows(linear.weight.detach()))
         return fully_shard(model, policy={nn.Linear}, mp_policy="bf16")
 
-    found = _gathers(rows)
-    bf16 = _gathers(lambda: fully_shard(made(), policy={nn.Linear}, mp_policy="bf16"))
+    found = gathered_bytes(rows)
+    bf16 = gathered_bytes(lambda: fully_shard(made(), policy={nn.Linear}, mp_policy="bf16"))
     assert len(found) == len(bf16)
     assert sum(found) / sum(bf16) < 0.52
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from composable import full_state_dict, fully_shard, remove, reshard, unshard
+from tests.extensions.test_protocol import gathered_bytes
 from tests.helpers.world import spmd
 
 pytestmark = [
@@ -72,6 +73,8 @@ def test_float8_linears_train_as_one_process_and_as_fsdp2() -> None:
     for after in (_nothing, precompute_float8_dynamic_scale_for_fsdp):
         alone = _train(made(gathers=False), 3, _nothing, alone=True)
         model = _annotate(fully_shard, made())
+        if after is _nothing:
+            model[2].compile(backend="aot_eager", fullgraph=True)
         found = _train(model, 3, after)
         torch.testing.assert_close(found, alone)
         theirs = _train(_annotate(fsdp.fully_shard, made()), 3, after)
@@ -82,6 +85,27 @@ def test_float8_linears_train_as_one_process_and_as_fsdp2() -> None:
         remove(module, fully_shard)
     assert type(model[0].weight.data) is WeightWithDynamicFloat8CastTensor
     torch.testing.assert_close(model(x), before)
+
+
+@spmd(ranks=2)
+def test_gathers_of_float8_weights_send_half_the_bytes_of_bfloat16() -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415
+
+    def made(*, fp8: bool) -> Callable[[], nn.Module]:
+        def make() -> nn.Module:
+            model: Any = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+            config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+            if fp8:
+                convert_to_float8_training(model, config=config)
+            return fully_shard(model, policy={nn.Linear}, mp_policy="bf16")
+
+        return make
+
+    found, bf16 = gathered_bytes(made(fp8=True)), gathered_bytes(made(fp8=False))
+    assert len(found) == len(bf16)
+    # Bytes of weights, and biases in bfloat16 in the same messages.
+    assert sum(bf16) == len(bf16) * (256 * 256 + 256)
+    assert sum(found) == len(found) * (256 * 256 // 2 + 256)
 
 
 @spmd(ranks=2)

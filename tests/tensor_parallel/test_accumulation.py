@@ -58,6 +58,9 @@ def test_accumulated_gradients_are_those_of_one_process(shape: tuple[int, ...], 
     assert dp.size() == 1 or any(isinstance(each, Partial) for each in grad.placements[1:])
     loss_of(model, inputs[2]).backward()
     torch.testing.assert_close(_gradients(model), _gradients(alone))
+    for p in model.parameters():
+        assert isinstance(p.grad, DTensor)
+        assert p.grad._spec == p._spec  # type: ignore[attr-defined]
 
 
 @spmd(ranks=4)

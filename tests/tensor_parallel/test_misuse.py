@@ -9,15 +9,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from composable import CPUOffloadPolicy, fully_shard
 from composable.api.checks import refuse_spread_offload
+from composable.comm import comms_wrapped_by
 from composable.contract.tree import managed_parameters
 from composable.errors import AnnotationError, ForeignParameterError, MeshError, RanksDisagreeError
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import spmd
-from tests.tensor_parallel.models import MLP, batches, made, mesh_of, parallelize_mlp, train
+from tests.tensor_parallel.models import (
+    MLP,
+    assert_same_parameters,
+    batches,
+    made,
+    mesh_of,
+    parallelize_mlp,
+    train,
+)
 
 
 def _refused(
@@ -36,6 +53,12 @@ def _given(model: nn.Module, mesh: DeviceMesh, placements: list[Any]) -> None:
     local = torch.ones(4, 6, dtype=weight.dtype)
     spread = DTensor.from_local(local, mesh, placements, run_check=False)
     model.up.weight = nn.Parameter(spread)  # type: ignore[union-attr]
+
+
+def _rows(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in list(module.named_parameters()):
+        spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        setattr(module, name, nn.Parameter(spread))
 
 
 @spmd(ranks=4)
@@ -87,7 +110,17 @@ def test_placements_that_are_no_cut_are_refused() -> None:
     _refused(model, AnnotationError, "is not contiguous", mesh=mesh["dp"])
     model = made(MLP)
     _given(model, mesh["tp"], [Shard(0)])
-    fully_shard(model, mesh=mesh["dp"])
+    for placement, match in (
+        (Shard(2), "which has 2 dimensions"),
+        (_StridedShard(0, split_factor=2), "must return Shard or None, got _StridedShard"),
+    ):
+        options = {"shard_placement_fn": lambda p, given=placement: given if p.ndim > 1 else None}
+        _refused(model, AnnotationError, match, mesh=mesh["dp"], **options)
+    # A dimension that both cut may be of any size.
+    model.up = nn.Linear(6, 1, dtype=torch.float64)
+    distribute_module(model.up, mesh["tp"], _rows)
+    fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(0))
+    assert model.up.weight.full_tensor().shape == (1, 6)  # type: ignore[operator]
 
 
 @spmd(ranks=4)
@@ -137,8 +170,13 @@ def test_offload_on_an_accelerator_is_refused_and_has_no_effect_on_hosts() -> No
     with pytest.raises(AnnotationError, match="is tensor parallel, and offload_policy"):
         refuse_spread_offload(managed_parameters([model]), torch.device("cuda"))
     refuse_spread_offload(managed_parameters([plain]), torch.device("cuda"))
-    fully_shard(model, mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())
+    log = Log()
+    with comms_wrapped_by(lambda comm: Recording(comm, log)):
+        fully_shard(model, mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())
     train(model, batches(model, 0, 1, 1))
+    train(plain, batches(plain, 0, 1, 1))
+    assert_same_parameters(model, plain)
+    assert not log.events  # over one data-parallel rank nothing is sent
 
 
 @spmd(ranks=2)

@@ -12,7 +12,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
-    set_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -273,11 +274,25 @@ def test_torchs_functions_take_and_set_whole_state_dicts() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss_of(model, batches(model, mesh["dp"].get_local_rank(), 2, 1)[0]).backward()
     optimizer.step()
-    options = StateDictOptions(full_state_dict=True)
-    found, steps = get_state_dict(model, optimizer, options=options)
-    alone.load_state_dict(found)
-    assert_same_parameters(model, alone)
-    set_state_dict(
-        model, optimizer, model_state_dict=found, optim_state_dict=steps, options=options
-    )
-    assert_same_parameters(model, alone)
+    for options in (
+        StateDictOptions(full_state_dict=True),
+        StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
+    ):
+        found, steps = get_state_dict(model, optimizer, options=options)
+        assert bool(found) is (torch.distributed.get_rank() == 0 or not options.cpu_offload)
+        if found:
+            alone.load_state_dict(found)
+        assert_same_parameters(model, alone)
+        moments = _whole_moments(optimizer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        # torch's function for both at once skips the model on ranks with nothing of it
+        set_model_state_dict(model, found, options=options)
+        set_optimizer_state_dict(model, optimizer, steps, options=options)
+        assert_same_parameters(model, alone)
+        torch.testing.assert_close(_whole_moments(optimizer), moments)
+
+
+def _whole_moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [full(state["exp_avg"]) for state in optimizer.state.values()]

@@ -46,6 +46,7 @@ _KINDS: Final[dict[str, Callable[[], nn.Module]]] = {
     "MLP": MLP,
     "MLP of uneven sizes": partial(MLP, 7),
     "MLP with less rows than ranks": partial(MLP, 3),
+    "MLP with less rows than tensor-parallel ranks": partial(MLP, 1),
     "GPT": GPT,
     "GPT with a tied head": partial(GPT, tied=True),
 }
@@ -162,7 +163,7 @@ def test_a_part_of_the_model_may_be_plain() -> None:
         assert_trains_as_one_process(kind, annotate, mesh["dp"], clip=clip)
 
 
-@pytest.mark.parametrize("norm", [2.0, float("inf")])
+@pytest.mark.parametrize("norm", [1.0, 2.0, 3.0, float("inf")])
 @spmd(ranks=4)
 def test_clipping_counts_each_element_once(norm: float) -> None:
     mesh = mesh_of(2, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from composable import (
     stream_full,
     unsharded,
 )
+from composable.comm import comms_wrapped_by
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import (
     GPT,
@@ -81,6 +84,36 @@ def test_parameters_rest_on_one_mesh_with_the_names_of_both() -> None:
     assert isinstance(norm, DTensor)
     assert norm.placements == (Replicate(), Shard(0))
     _assert_same(model.state_dict(), made(GPT).state_dict())
+
+
+@spmd(ranks=4)
+def test_sizes_that_do_not_divide_are_saved_and_loaded_in_place_without_messages() -> None:
+    log = Log()
+    for shape, hidden in (((1, 2, 2), 7), ((1, 2, 2), 3), ((1, 2, 2), 1), ((2, 1, 2), 5)):
+        mesh = mesh_of(*shape, names=("replicate", "shard", "tp"))
+        dp = mesh["replicate", "shard"] if shape[0] == 2 else mesh["shard"]
+        first, second = (made(lambda: MLP(hidden)) for _ in range(2))  # noqa: B023
+        plain = copy.deepcopy(first)
+        nn.init.zeros_(second.up.weight)  # type: ignore[union-attr, arg-type]
+        with comms_wrapped_by(lambda comm: Recording(comm, log)):
+            for model in (first, second):
+                parallelize_mlp(model, mesh["tp"])
+                fully_shard(model, mesh=dp)
+        log.events.clear()
+        parameters = dict(second.named_parameters())
+        addresses = [p.to_local().data_ptr() for p in parameters.values()]  # type: ignore[operator]
+        second.load_state_dict(first.state_dict())
+        assert addresses == [p.to_local().data_ptr() for p in parameters.values()]  # type: ignore[operator]
+        for name, saved in second.state_dict().items():
+            whole, rests = plain.get_parameter(name), parameters[name]
+            assert (saved.shape, saved.stride()) == (whole.shape, whole.stride())
+            assert saved.to_local().data_ptr() == rests.to_local().data_ptr()  # type: ignore[operator]
+        assert not log.events
+        assert_same_parameters(second, plain)
+        assert parameters["up.weight"].placements[0] == Shard(0)  # type: ignore[attr-defined]
+        assert parameters["down.weight"].placements[0] == Shard(1)  # type: ignore[attr-defined]
+        assert parameters["down.bias"].placements[0] == Replicate()  # type: ignore[attr-defined]
+        assert all(p.placements[-1] == Shard(0) for p in parameters.values())  # type: ignore[attr-defined]
 
 
 @spmd(ranks=4)
@@ -271,6 +304,32 @@ def test_a_model_of_the_meta_device_gets_the_weights_of_one_process() -> None:
     torch.manual_seed(3)
     alone.apply(lambda module: getattr(module, "reset_parameters", lambda: None)())
     _assert_same(model.state_dict(), alone.state_dict())
+
+
+@spmd(ranks=4)
+def test_parameters_of_the_meta_device_are_filled_by_their_modules() -> None:
+    mesh = mesh_of(2, 2)
+    for hidden in (8, 3):
+        with torch.device("meta"):
+            model = MLP(hidden)
+            parallelize_mlp(model, mesh["tp"])
+            for module in (model.up, model.down, model):
+                fully_shard(module, mesh=mesh["dp"])
+        assert all(p.is_meta for p in model.parameters())
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 1337.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of DTensor's random numbers on hosts
+            for linear in (model.up, model.down):
+                linear.reset_parameters()
+        assert all(p.to_local().abs().lt(10).all() for p in model.parameters())  # type: ignore[operator]
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        before = model.down.bias.full_tensor()  # type: ignore[operator]
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        after = model.down.bias.full_tensor()  # type: ignore[operator]
+        torch.testing.assert_close(after, before - 0.01)  # Adam's first step, against a sum
 
 
 @spmd(ranks=4)
