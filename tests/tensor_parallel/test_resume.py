@@ -105,6 +105,10 @@ class _Training:
 
 
 @pytest.mark.unsampled
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11's redistribution looks for dimensions of the mesh in another order",
+)
 @pytest.mark.parametrize("source", ["dp 2 x tp 2", "FSDP2, dp 2 x tp 2"])
 @spmd(ranks=4)
 def test_training_goes_on_with_other_numbers_of_ranks(source: str) -> None:
