@@ -5,7 +5,7 @@
 | units with shards, and replicated ones next to shards | where backward leaves the unit: `leave` |
 | the same, after several forwards | when backward has left the last of these |
 | a unit whose gradient came after it was left, or that may be entered unseen | at the end: `rest` |
-| a replicated unit next to shards that was not reduced so far | at the end, used or not |
+| one next to shards that was not reduced so far, or has tied weights | at the end, used or not |
 | what `no_sync` has left on the ranks | at the end of the next backward outside, or `launch_held` |
 | replicated units below a root without shards | all in each backward, by arrival: `arrival.py` |
 
@@ -111,8 +111,10 @@ class PostBackward:
         """Backward has left `unit`, and its parameters are resharded."""
         if not self.in_one_order:
             due.left.append(self._indices[unit])
-            if unit in self.beside:
-                return  # at the end of backward, in an order that does not depend on the rank
+        if unit in self.beside and (not self.in_one_order or unit.relations.readers):
+            # At the end of backward, in an order that does not depend on the rank. A tied gradient
+            # is complete when backward has been through all readers that take part on this rank.
+            return
         due.reduced[unit] = None
         self.reduce(unit, due)
         # Land the oldest reductions, or launch their second stage, until `IN_FLIGHT` are left in

@@ -37,6 +37,8 @@ from tests.helpers.world import current_device, spmd
 class Tied(nn.Module):
     """Calls its head, whose weight is the embedding's."""
 
+    detached = False  # the embedding, from backward
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
@@ -46,6 +48,8 @@ class Tied(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
+        if self.detached:
+            x = x.detach()
         for block in self.blocks:
             x = block(x)
         return self.head(x)  # type: ignore[no-any-return]
@@ -65,7 +69,7 @@ def shards_first(model: Tied) -> None:
 
 def head_replicated(model: Tied) -> None:
     replicate(model.head)
-    fully_shard(model)
+    fully_shard(model, policy={Block})
 
 
 def head_a_unit(model: Tied) -> None:
@@ -209,6 +213,23 @@ def test_a_parameter_put_at_one_place_comes_to_both_and_different_ones_are_refus
     assert model.head.weight is others[1]
     model.embedding.weight = model.head.weight = weight
     _train(plain, model)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@spmd(ranks=2)
+def test_one_rank_may_detach_one_of_its_readers(order: str) -> None:
+    """The gradient is complete at another moment there."""
+    plain, model = twins(order)
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        batch = batch_of(step)
+        for rank, tokens in enumerate(batch):
+            plain.detached = step > 0 and rank == 1
+            (plain(tokens[None]).square().mean() / len(batch)).backward()
+        model.detached = step > 0 and dist.get_rank() == 1
+        model(batch[dist.get_rank()][None]).square().mean().backward()
+        assert_alike(plain, model, "gradients", gradient)
 
 
 def test_one_process_without_a_group_keeps_the_tie() -> None:
