@@ -836,9 +836,10 @@ class Unit:
         try:
             if self.spec.mp_policy.output_dtype is not None:
                 output = cast(output, self.spec.mp_policy.output_dtype)
-            keep = False
             if grad:
                 output, keep = self._watch(output, call)
+            else:  # until the root's forward ends
+                keep = any(map(self._aliases, tensors_in(output)))
             self.end_call(call, keep=keep)
         except BaseException:
             if root is not None and self in root.running:
@@ -899,7 +900,8 @@ class Unit:
 
     def _aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
-        if type(tensor) is Tensor and not tensor._is_view():
+        # `detach()` and `.data` are no views to autograd
+        if type(tensor) is Tensor and tensor.grad_fn is not None and not tensor._is_view():
             return False  # it was computed
         try:
             return any(group.aliases(tensor) for group in self.groups if group.gathers)

@@ -164,6 +164,63 @@ def test_parameters_that_outlive_a_forward_without_backward_are_gathered_again(
     pool.run(2, _change_what_outlives_forward, CHANGES[change], unshards, device=device)
 
 
+class Weights(nn.Module):
+    """Returns its weight, in some form, beside what it computes."""
+
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.form = nn.Linear(8, 8), form
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.up(x), self.form(self.up.weight)
+
+
+class ReadsLater(nn.Module):
+    """Reads the first block's weight after the others have run."""
+
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Weights(form) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x, _ = block(x)
+        return x.sum() + weight.square().sum()
+
+
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda weight: weight,
+    "a view": lambda weight: weight[:4],
+    "detached": lambda weight: weight.detach(),
+    "its data": lambda weight: weight.data,
+}
+
+
+def _read_after_others(form: str, grad: bool) -> None:
+    torch.manual_seed(0)
+    model = ReadsLater(FORMS[form]).to(current_device())
+    x = torch.ones(2, 8, device=current_device())
+    with torch.set_grad_enabled(grad):
+        expected = model(x)
+        fully_shard(model, policy={Weights})
+        for _ in range(2):
+            found = model(x)
+            torch.testing.assert_close(found, expected)
+            if grad:
+                found.backward()
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "no_grad"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_parameter_that_a_unit_returns_can_be_read_until_the_forward_ends(
+    pool: Pool, form: str, grad: bool, device: str
+) -> None:
+    need_devices(device, 2)
+    pool.run(2, _read_after_others, form, grad, device=device)
+
+
 class TwoPaths(nn.Module):
     """The loss reaches `kept` by an attribute, or by a view of its weight that a later forward
     multiplies with.
