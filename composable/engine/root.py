@@ -18,8 +18,11 @@ State machine of a `Root`; what may change its phase is in this file, and the ph
 Laws:
 
 * Collectives are launched where a forward or a backward enters or leaves a unit, at the end of a
-  backward, and by explicit calls; never because a gradient arrived, since which gradients arrive
-  differs between ranks (`post_backward.py` has the details).
+  backward, and by explicit calls; not because a gradient arrived, since which gradients arrive
+  differs between ranks (`post_backward.py` has the details). Two exceptions: buckets of
+  `arrival.py` are launched when they are full, but all of them in every backward and in one order;
+  and a unit that was reduced before its last gradient came is reduced once more at the end
+  (`Root.on_gradient`).
 * At the end of a backward every reduction is launched before any of them is landed. On a hybrid
   mesh the second stage is launched when its first has been waited for. Every wait is for something
   that was launched earlier in the one sequence that all ranks run.
@@ -586,18 +589,19 @@ class Root:
                 iteration.untracked[unit] = None
         after = unit.spec.reshard_after_forward
         if not keep and not unit.must_stay:
-            # A call without gradients leaves unsharded what an earlier call with gradients left so.
-            # It may be a call of one rank alone, which would then be the only one to gather the
-            # unit in backward.
+            # None: stays until another unit has run (`_free_last`); False: stays; True: goes; a
+            # number: a shard over so many ranks stays. Without gradients it goes, unless an earlier
+            # call with gradients left it there: this may be a call of one rank alone, which would
+            # then be the only one to gather the unit in backward.
             if after is None and (grad or unit in iteration.last):
                 iteration.last = [*(other for other in iteration.last if other is not unit), unit]
             elif after is False and (grad or unit in iteration.finished):
                 pass
-            elif not grad or after in (None, True):
-                unit.reshard()
-            else:
+            elif grad and isinstance(after, int) and after is not True:
                 for group in unit.groups:
                     group.reshard_after_forward()
+            else:
+                unit.reshard()
         if not self.step.running:
             self._end_forward(iteration, grad=grad)
 

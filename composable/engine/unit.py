@@ -790,10 +790,11 @@ class Unit:
         # A forward inside of a backward recomputes what checkpointing dropped. The second half of a
         # split backward runs outside of a step.
         held = BY_HAND in self.kept_by
-        recomputes = in_backward() and self.root is not None and (self.root.in_step or held)
         if self.root is not None and not self.root.eager_because:
             # the compiler reduces the gradients: then backwards have no iteration
             recomputes = in_backward() or backward_is_compiled()
+        else:
+            recomputes = in_backward() and self.root is not None and (self.root.in_step or held)
         # may reset, which forgets all calls
         root = None if recomputes else self.root_class.for_call(self, module, computes=computes)
         # `next_node`: what autograd's next node will have as its number
