@@ -50,10 +50,12 @@ BY_CHOICES ?= tests/whole/test_parity.py tests/whole/test_hybrid.py tests/whole/
 	tests/whole/test_accumulation.py
 NOT_BY_CHOICES := not launches_do_not_depend and not told_by_its_number and not bit_by_bit
 
+# One after the other: which streams are delayed depends on the tasks before, and must not differ
+# from run to run.
 test-accelerator: $(READY) ## find missing waits of streams on a simulated accelerator; builds it first
-	@$(PY) -m pytest --device sim $(ON_ACCELERATOR) $(SAMPLE) $(PARALLEL) $(ARGS)
+	@$(PY) -m pytest --device sim $(ON_ACCELERATOR) $(SAMPLE) $(ARGS)
 	@COMPOSABLE_TEST_CHOICES=accelerator $(PY) -m pytest $(BY_CHOICES) -k "$(NOT_BY_CHOICES)" \
-		$(SAMPLE) $(PARALLEL) $(ARGS)
+		$(SAMPLE) $(ARGS)
 
 lint: $(READY) ## style and formatting
 	@$(PY) -m ruff check .
