@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " -k cuda"
     )
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=devices)
-    sample = "of tests with many cases, run a fifth of the cases: the same ones in every run"
+    sample = "of tests with many cases, run a sixth of the cases: the same ones in every run"
     parser.addoption("--sample", action="store_true", help=sample)
 
 
@@ -49,18 +49,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def sample(items: list[pytest.Item]) -> set[pytest.Item]:
     """What `--sample` leaves out. Most tests with many cases multiply numbers of ranks, verbs and
-    options; any fifth of a large table meets each value of each of them.
+    options; any sixth of a large table meets each value of each of them. Of tests marked
+    `in_full_only` all is left out.
     """
     cases = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("unsampled") is None:
-            cases[item.nodeid.partition("[")[0]].append(item)
     left_out: set[pytest.Item] = set()
+    for item in items:
+        if item.get_closest_marker("in_full_only") is not None:
+            left_out.add(item)
+        elif item.get_closest_marker("unsampled") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
     for each in cases.values():
         if len(each) > FEW:
             # by a number that does not depend on the process, and mixes the table's rows
             each.sort(key=lambda item: crc32(item.nodeid.encode()))
-            left_out.update(each[max(FEW, len(each) // 5) :])
+            left_out.update(each[max(FEW, len(each) // 6) :])
     return left_out
 
 

@@ -138,6 +138,7 @@ def test_numbers_are_those_of_fsdp2_and_of_one_process(program: str, way: str) -
     _check(PROGRAMS[program](compiled=way == "compile"), way)
 
 
+@pytest.mark.in_full_only
 @pytest.mark.parametrize("way", _WAYS)
 @spmd(ranks=8)
 def test_replicas_of_shards_of_tensor_parallel_parameters_give_them_too(way: str) -> None:

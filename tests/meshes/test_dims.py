@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,6 +69,7 @@ def test_shards_and_replicas_are_named_whatever_their_order() -> None:
     assert (theirs.placements, theirs.device_mesh) == ((Replicate(), Shard(0)), mesh)
 
 
+@pytest.mark.in_full_only
 @spmd(ranks=8)
 def test_dimensions_that_are_not_named_are_tensor_parallel_or_left_alone() -> None:
     mesh = mesh_of(2, 2, 2, names=("dp", "cp", "tp"))
