@@ -53,8 +53,8 @@ def comm_of(
     else:
         made = _COMMS.setdefault(group, {})
         if (device, symmetric) not in made:
-            made_now = _make_comm(group, device)
-            made[device, symmetric] = with_symmetric_memory(made_now) if symmetric else made_now
+            fresh = _make_comm(group, device)
+            made[device, symmetric] = with_symmetric_memory(fresh) if symmetric else fresh
         comm = made[device, symmetric]
     for wrapper in _WRAPPERS:
         comm = wrapper(comm)

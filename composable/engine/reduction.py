@@ -507,8 +507,8 @@ class ReductionState(enum.Enum):
 
 
 class Reduction:
-    """A message in flight, launched when it is made. Whoever gives it up waits for what was
-    launched, and drops it.
+    """A message in flight, launched when it is made. To give it up is to wait for what was
+    launched, and to drop it.
 
     Args:
         gradients: of all parameters, whole; None where this rank has none.

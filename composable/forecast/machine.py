@@ -193,7 +193,7 @@ class Machine:
         return now
 
     def end_step(self) -> float:
-        """When whoever reads the results on the compute stream can go on."""
+        """When a reader of the results on the compute stream can go on."""
         self.exposed += max(0.0, self.ready[COMPUTE] - max(self._ended, self.host))
         self._sampled = -self.peak.total
         self._note_memory()
