@@ -128,7 +128,7 @@ def shadow(unit: Unit, event: Event, detail: int) -> None:
     else:
         root = root_of(unit)
         assert root is not None
-        trained = root.trained(None) if detail else None
+        trained = root.trained() if detail else None
         if event in (Event.OUTPUT, Event.COUNT):
             more = 1 if event is Event.OUTPUT else -1
             unit.step.pending += more

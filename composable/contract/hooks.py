@@ -33,17 +33,9 @@ class Bracket(Protocol):
         """Called instead of `leave` if forward, `enter`, or a bracket inside this one raised."""
 
 
-class _Call:
-    """One call of a module: the brackets it has entered and not left, and the exception that was
-    being handled at entry.
-    """
-
-    __slots__ = ("entered", "handled")
-
-    @untraced
-    def __init__(self) -> None:
-        self.entered: list[Bracket] = []
-        self.handled = sys.exception()
+# One call of a module: the brackets it has entered and not left, and the exception that was being
+# handled at entry.
+_Call = tuple[list[Bracket], BaseException | None]
 
 
 class Dispatcher:
@@ -89,12 +81,12 @@ class Dispatcher:
         """Enter the brackets, outermost first, except for the one named `without`; that is for
         methods other than forward.
         """
-        call = _Call()
-        self._calls.append(call)
+        entered: list[Bracket] = []
+        self._calls.append((entered, sys.exception()))
         for name, bracket in self.brackets.items():
             if name != without:
                 # before `enter`: a bracket whose `enter` fails cleans up in `on_error`
-                call.entered.append(bracket)
+                entered.append(bracket)
                 args, kwargs = bracket.enter(module, args, kwargs)
         return args, kwargs
 
@@ -105,11 +97,10 @@ class Dispatcher:
         """
         if not self._calls:
             return output  # a hook of the user's that runs before `before` raised
-        call = self._calls[-1]
-        if output is None and sys.exception() is not call.handled:
+        entered, handled = self._calls[-1]
+        if output is None and sys.exception() is not handled:
             self._fail(module)
             return None
-        entered = call.entered
         try:
             while entered:
                 output = entered.pop().leave(module, output)
@@ -130,7 +121,7 @@ class Dispatcher:
         self._calls += newest
 
     def _fail(self, module: nn.Module) -> None:
-        entered = self._calls[-1].entered
+        entered, _ = self._calls[-1]
         while entered:
             entered.pop().on_error(module)
         self._calls.pop()

@@ -170,6 +170,8 @@ class Preparation:
                 unit.follow()
 
     def _look(self) -> list[Any]:
+        with as_tensors():
+            grad_dtypes = list(map(_grad_dtype_of, self._at_rest))
         # A shard's memory is the engine's; that of users' own parameters may be exchanged
         # (`param.data = ...`).
         return [
@@ -177,7 +179,7 @@ class Preparation:
             list(map(Tensor.numel, self._shards)),
             list(map(Tensor.data_ptr, self._own)),
             list(map(_dtype_of, self._dtyped)),
-            list(map(_grad_dtype_of, self._at_rest)),
+            grad_dtypes,
         ]
 
     def _unchanged(self) -> bool:

@@ -47,7 +47,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from operator import attrgetter
 from traceback import walk_stack
 from typing import Any, ClassVar, Final, NoReturn
@@ -411,16 +411,14 @@ class Root:
         may come to it unseen.
         """
         iteration = self.step.iteration
-        if iteration is None or (iteration.end is not None and self.phase is Phase.LOST):
+        if iteration is None:
             return False
-        return unit in iteration.active or unit in iteration.untracked
+        needed = unit in iteration.active or unit in iteration.untracked
+        return needed and self.phase is not Phase.LOST
 
-    def trained(self, module: nn.Module | None) -> Iteration | None:
-        """The iteration, if this call of `module` counts as one that is trained on. Without a
-        module it does.
-        """
-        counts = module is None or (module.training and len(self.step.running) == 1)
-        return self.step.iteration if counts else None
+    def trained(self) -> Iteration | None:
+        """What counts a call that is trained on."""
+        return self.step.iteration
 
     def shows(self, unit: Unit) -> bool:
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
@@ -447,6 +445,10 @@ class Root:
         for outer in self.step.running:
             if outer is not unit:
                 unit.relations.ran_inside[outer] = None
+        call.outermost = not self.step.running
+        call.inside = (
+            not call.outermost and unit.kind is not Kind.ARRIVAL
+        ) or self._is_called_by_another(unit)
         self.step.running.append(unit)
         try:
             iteration, forward = self.step.iteration, self.step.forward
@@ -467,7 +469,7 @@ class Root:
                 given = self._check_order(unit, given, forward)
             if given is not None and forward.with_gradients:
                 unit.given = given
-            self._gather(unit, _ahead(unit, self.order, forward.cursor, 1))
+            self._gather(unit, islice(self.order, forward.cursor, None))
         except BaseException:
             self.on_error(unit)
             raise
@@ -546,23 +548,32 @@ class Root:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay:
         not all of these run `unit`.
         """
-        comm = unit.mesh_info.all
+        comm, stay = unit.mesh_info.all, []
         for other in iteration.last:
-            if other is not unit and other.mesh_info.all is comm:
+            if other is unit or other.mesh_info.all is not comm:
+                stay.append(other)
+            else:
                 other.free()
-        iteration.last = [
-            other for other in iteration.last if other is unit or other.mesh_info.all is not comm
-        ]
+        iteration.last = stay
 
-    def _gather(self, unit: Unit, ahead: Iterable[Unit]) -> None:
-        """Have `unit` unshard, and launch the gathers of the units `ahead` before waiting: they
-        travel while it computes.
+    def _gather(self, unit: Unit, following: Iterable[Unit]) -> None:
+        """Have `unit` unshard. Before waiting, launch the gathers of units ahead, which travel
+        while it computes: of those that probably follow, the next `prefetch` ones over its ranks.
+
+        Units over fewer ranks (experts) may come before them. Not every rank enters these, so they
+        do not count; the first of them is gathered ahead as well.
         """
         unit.unshard()
-        for other in ahead:
-            if (
-                not other.step.depth
-            ):  # its forward is under way: its parameters must stay as they are
+        comm, missing, is_first = unit.mesh_info.all, unit.spec.prefetch, True
+        for other in following:
+            if not missing:
+                break
+            if other.mesh_info.all is comm:
+                missing -= 1
+            elif not is_first or other.mesh_info.all.size >= comm.size:
+                continue
+            is_first = False
+            if not other.step.depth:  # a forward of it is under way: it must stay as it is
                 other.unshard()
         unit.wait_for_unshard()
 
@@ -594,7 +605,9 @@ class Root:
             # call with gradients left it there: this may be a call of one rank alone, which would
             # then be the only one to gather the unit in backward.
             if after is None and (grad or unit in iteration.last):
-                iteration.last = [*(other for other in iteration.last if other is not unit), unit]
+                if unit in iteration.last:
+                    iteration.last.remove(unit)
+                iteration.last.append(unit)
             elif after is False and (grad or unit in iteration.finished):
                 pass
             elif grad and isinstance(after, int) and after is not True:
@@ -623,9 +636,10 @@ class Root:
         if not waits and iteration.end is None:
             self.step.iteration = None  # no backward will come
         for unit in self.units:
-            if unit.step.to_run and self._is_called_by_another(unit):
-                continue  # the forward of a model around this unit of several modules goes on
-            unit.end_forward()
+            if unit.step.to_run:
+                if self._is_called_by_another(unit):
+                    continue  # the forward of a model around this unit of several modules goes on
+                unit.end_forward()
             if unit not in stay:
                 unit.free()
         for unit in self.shared:
@@ -674,14 +688,6 @@ class Root:
             return code
         forward.has_unknown |= unit is not None and not unit.trains
         return None
-
-    def is_inside(self, unit: Unit) -> bool:
-        """Whether something around `unit` runs, whose backward is to come to the unit on all ranks
-        alike.
-        """
-        return (
-            len(self.step.running) > 1 and unit.kind is not Kind.ARRIVAL
-        ) or self._is_called_by_another(unit)
 
     def _is_called_by_another(self, unit: Unit) -> bool:
         return unit.relations.is_shared and any(
@@ -760,7 +766,9 @@ class Root:
             call.step.pending -= 1
             if call.trained is not None:
                 call.trained.due.forwards_left -= 1
-        iteration = self._in_backward() or self._open_backward()
+        iteration = self.step.iteration
+        if iteration is None or self.phase is not Phase.BACKWARD:
+            iteration = self._open_backward()
         if call is not None and call.forward is not None:
             if iteration.read_at_rest is not None and iteration.read_at_rest[0] == call.forward:
                 self._refuse_read_at_rest(*iteration.read_at_rest[1:])
@@ -772,7 +780,8 @@ class Root:
         through.
         """
         if unit in iteration.active:
-            self._note_graph(unit, iteration)  # also where a recomputation has entered it
+            if torch.is_grad_enabled():
+                self._note_graph(unit, iteration)  # also where a recomputation has entered it
             self._gather(unit, ())  # another output of it; a recomputation may have freed it
             return
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
@@ -792,15 +801,15 @@ class Root:
             if finished[position] is unit:
                 del finished[position:]
                 break
-        self._note_graph(unit, iteration)
-        self._gather(unit, _ahead(unit, finished, len(finished) - 1, -1))
+        if torch.is_grad_enabled():
+            self._note_graph(unit, iteration)
+        self._gather(unit, reversed(finished))
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
 
     def _note_graph(self, unit: Unit, iteration: Iteration) -> None:
-        if torch.is_grad_enabled():
-            # create_graph=True: the new nodes need the parameters, and lie in no call
-            iteration.due.builds_graph = True
-            unit.pin()
+        """create_graph=True: the new nodes need the parameters, and lie in no call."""
+        iteration.due.builds_graph = True
+        unit.pin()
 
     def before_recomputation(self, again: UnitCall) -> UnitCall | None:
         """Checkpointing is about to run a forward again, for the node that backward is at.
@@ -1061,31 +1070,6 @@ def _drop(unit: Unit, drop: Callable[[], None]) -> None:
         drop()
     except CommunicationError as error:
         logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
-
-
-def _ahead(unit: Unit, units: Sequence[Unit], start: int, step: int) -> list[Unit]:
-    """The units to gather ahead: of those that probably follow, the next `prefetch` ones over the
-    ranks of `unit`.
-
-    Units over fewer ranks (experts) may come before them. Not every rank enters these, so they do
-    not count; the first of them is gathered ahead as well.
-
-    Args:
-        units: in the order, or with `step` -1 in the reverse of the order, in which they probably
-            follow, from `start` on.
-    """
-    ahead: list[Unit] = []
-    comm, missing = unit.mesh_info.all, unit.spec.prefetch
-    for position in range(start, len(units) if step > 0 else -1, step) if missing else ():
-        other = units[position]
-        if other.mesh_info.all is comm:
-            ahead.append(other)
-            missing -= 1
-            if not missing:
-                break
-        elif not ahead and other.mesh_info.all.size < comm.size:
-            ahead.append(other)
-    return ahead
 
 
 def _is_also_below_another(unit: Unit, top: Unit) -> bool:

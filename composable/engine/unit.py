@@ -165,15 +165,8 @@ class Schedule(Protocol):
     def shows(self, unit: Unit) -> bool:
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
 
-    def is_inside(self, unit: Unit) -> bool:
-        """Whether something around `unit` runs, whose backward is to come to the unit on all ranks
-        alike.
-        """
-
-    def trained(self, module: nn.Module | None) -> Any:
-        """What counts this call of `module` as one that is trained on; None if it does not count.
-        Without a module it does.
-        """
+    def trained(self) -> Any:
+        """What counts a call that is trained on; None if there is none."""
 
     def enter_forward(self, call: UnitCall, inputs: object) -> None: ...
 
@@ -218,6 +211,8 @@ class UnitCall:
         step: of the unit; a backward that comes after it was lost counts nowhere.
         since: the number of autograd's next node when the call began.
         root: None if the call recomputes what checkpointing dropped.
+        outermost: of the root.
+        inside: something around the unit runs, whose backward is to come to it on all ranks alike.
         entered: `enter` did not raise.
         anchors: outputs get a node also where this rank used no parameter, because other ranks may
             have. A recomputation repeats what its forward did.
@@ -232,6 +227,8 @@ class UnitCall:
     module: nn.Module
     since: int
     root: Schedule | None
+    outermost: bool = False
+    inside: bool = False
     entered: bool = False
     anchors: bool = False
     watched: bool = False
@@ -294,6 +291,7 @@ class Gradients:
         buckets: for all that is reduced where backward leaves the unit. Gradients of the kind
             ARRIVAL are in buckets of all units (`arrival.py`).
         sparse: gradients of parameters that only sparse lookups read.
+        in_two_stages: some are reduced over a hybrid mesh.
         arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
             unit will be reduced anyway.
         undo: takes all hooks off again.
@@ -301,6 +299,7 @@ class Gradients:
 
     buckets: list[GradBucket] = field(default_factory=list)
     sparse: list[SparseGradients] = field(default_factory=list)
+    in_two_stages: bool = False
     arrivals: dict[ManagedParam, Arrival] = field(default_factory=dict)
     undo: list[Callable[[], object]] = field(default_factory=list)
 
@@ -312,12 +311,17 @@ class Gradients:
     @property
     def backwards(self) -> int:
         """How many backwards have left gradients here under `no_sync`."""
-        return max((bucket.accumulated.backwards for bucket in self.buckets), default=0)
+        most = 0
+        for bucket in self.buckets:
+            most = max(most, bucket.accumulated.backwards)
+        return most
 
     def advance(self) -> bool:
         """On a hybrid mesh: launch the second stage of reductions; returns whether there is one."""
-        advanced = [bucket.advance() for bucket in self.buckets]  # all of them
-        return any(advanced)
+        advanced = False
+        for bucket in self.buckets if self.in_two_stages else ():
+            advanced = bucket.advance() or advanced
+        return advanced
 
     def land(self) -> None:
         """Wait for what was launched; the sums go to the at-rest parameters."""
@@ -352,6 +356,7 @@ class Unit:
         self.gradients = Gradients()
         self.trains = False  # any of its parameters requires gradients
         self._swap = ParameterSwap(())  # which form of parameters modules hold
+        self._is_in = False  # since the last `swap_out`
         self._buffers: BufferCasts | None = None  # the same for buffers that are cast
 
         # --- a step
@@ -567,6 +572,11 @@ class Unit:
                     factor=factor, home=group.home,
                 )  # fmt: skip
                 self.gradients.buckets.append(bucket)
+                if (
+                    bucket.reducer.shard_comm is not None
+                    and bucket.reducer.replica_comm is not None
+                ):
+                    self.gradients.in_two_stages = True
         for param in self.params:
             self._hear_of_gradients(param)
         attach_comm_hooks(self, self.gradients.buckets)  # those of users, in place of collectives
@@ -670,6 +680,7 @@ class Unit:
     # --- what modules hold -----------------------------------------------------------------------
 
     def swap_in(self) -> None:
+        self._is_in = True
         self._swap.swap_in()
         if self._buffers is not None:
             self._buffers.show()
@@ -678,24 +689,26 @@ class Unit:
         if self._buffers is not None:
             self._buffers.hide()
         self._swap.swap_out()
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether modules are to hold compute parameters now."""
-        if self.step.depth or self.step.to_run or EXPLICIT in self.kept_by:
-            return True
-        return self.root is not None and self.root.shows(self)
+        self._is_in = False
 
     def hold_at_rest(self) -> None:
-        """Modules hold at-rest parameters again, unless they are to hold compute parameters."""
-        if not self.is_shown:
+        """Modules hold at-rest parameters again, unless they are to hold compute parameters: in a
+        call, until all modules of the unit have run, after `unshard()`, and where the root says so.
+        """
+        step = self.step
+        if not self._is_in or step.depth or step.to_run or EXPLICIT in self.kept_by:
+            return
+        if self.root is None or not self.root.shows(self):
             self.swap_out()
 
     # --- unshard and reshard ---------------------------------------------------------------------
 
     @property
     def is_unsharded(self) -> bool:
-        return all(group.state is ShardedState.UNSHARDED for group in self.groups)
+        for group in self.groups:  # noqa: SIM110, a generator takes a call for each
+            if group.state is not ShardedState.UNSHARDED:
+                return False
+        return True
 
     def unshard(self) -> None:
         """Launch the all-gathers, unless the parameters are there or on their way, and were not
@@ -725,9 +738,9 @@ class Unit:
         """Reshard, unless the parameters must stay."""
         for group in self.groups:
             if group.state is not ShardedState.SHARDED and group.gathers:
-                if not self.must_stay:
-                    self.reshard()
-                return
+                if self.must_stay:
+                    return
+                group.reshard()
 
     def keep(self, reason: object) -> None:
         """Stay unsharded once unsharded, while there is a reason."""
@@ -817,8 +830,8 @@ class Unit:
         self.step.depth += 1
         self.swap_in()
         policy, device = self.spec.mp_policy, self.mesh_info.device
-        if root is not None and device.type not in ("cpu", "meta") and len(root.running) == 1:
-            args, kwargs = moved((args, kwargs), device)  # inputs of the outermost module
+        if call.outermost and device.type not in ("cpu", "meta"):
+            args, kwargs = moved((args, kwargs), device)
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
         return args, kwargs
@@ -873,11 +886,10 @@ class Unit:
         if root is not None and not root.eager_because:
             return output, False
         if root is not None:
-            call.trained = root.trained(call.module)
+            if call.outermost and call.module.training:
+                call.trained = root.trained()
             needs = self.trains or self.given == 2
-            self._anchors = call.anchors = (
-                self.mesh_info.all.size > 1 and root.is_inside(self) and needs
-            )
+            self._anchors = call.anchors = call.inside and needs and self.mesh_info.all.size > 1
         entry, counted = partial(self.pre_backward, call), root is not None and bool(self.params)
         seen = watch(
             output, call.since, entry, self._aliases, counted=counted, anchors=call.anchors
