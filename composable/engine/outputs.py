@@ -194,9 +194,10 @@ def before_gradient(
 
 def before_node(node: Any, callback: Callable[..., None]) -> None:
     """Call `callback` before backward runs `node`, before the callbacks that were added earlier."""
-    callbacks = node.metadata.get(_CALLBACKS)
+    metadata = node.metadata
+    callbacks = metadata.get(_CALLBACKS)
     if callbacks is None:
-        callbacks = node.metadata[_CALLBACKS] = []
+        callbacks = metadata[_CALLBACKS] = []
         node.register_prehook(partial(_call_each, callbacks))
     callbacks.insert(0, callback)
 

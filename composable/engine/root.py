@@ -440,20 +440,20 @@ class Root:
             inputs: of the module; None if this rank does not compute it.
         """
         unit = call.unit
-        if not self.step.running:
+        call.outermost = not self.step.running
+        if call.outermost:
             self._begin(call.module)
-        for outer in self.step.running:
+        step = self.step
+        for outer in step.running:
             if outer is not unit:
                 unit.relations.ran_inside[outer] = None
-        call.outermost = not self.step.running
         call.inside = (
             not call.outermost and unit.kind is not Kind.ARRIVAL
         ) or self._is_called_by_another(unit)
-        self.step.running.append(unit)
+        step.running.append(unit)
         try:
-            iteration, forward = self.step.iteration, self.step.forward
-            assert iteration is not None
-            assert forward is not None
+            iteration, forward = step.iteration, step.forward
+            assert iteration is not None and forward is not None
             if iteration.last and not unit.is_unsharded:
                 self._free_last(unit, iteration)
             if unit.gathers:
@@ -474,9 +474,9 @@ class Root:
             self.on_error(unit)
             raise
         if torch.is_grad_enabled():
-            self.step.calls.append(call)
-            if len(self.step.calls) > REMEMBERED:
-                del self.step.calls[: REMEMBERED // 2]
+            step.calls.append(call)
+            if len(step.calls) > REMEMBERED:
+                del step.calls[: REMEMBERED // 2]
 
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
@@ -563,7 +563,8 @@ class Root:
         Units over fewer ranks (experts) may come before them. Not every rank enters these, so they
         do not count; the first of them is gathered ahead as well.
         """
-        unit.unshard()
+        for group in unit.groups:
+            group.unshard()
         comm, missing, is_first = unit.mesh_info.all, unit.spec.prefetch, True
         for other in following:
             if not missing:
@@ -573,9 +574,11 @@ class Root:
             elif not is_first or other.mesh_info.all.size >= comm.size:
                 continue
             is_first = False
-            if not other.step.depth:  # a forward of it is under way: it must stay as it is
-                other.unshard()
-        unit.wait_for_unshard()
+            if not other.step.depth:  # otherwise it computes, and must stay as it is
+                for group in other.groups:
+                    group.unshard()
+        for group in unit.groups:
+            group.wait_for_unshard()
 
     def leave_forward(self, call: UnitCall, *, keep: bool) -> None:
         """A module has computed.
@@ -594,8 +597,8 @@ class Root:
             # is right on ranks without data, too, which do as they are told: `join`.)
             if unit.gathers and (unit.trains or unit.step.pending > 0):
                 iteration.finished.append(unit)
-            if len(iteration.finished) > REMEMBERED:
-                del iteration.finished[: REMEMBERED // 2]
+                if len(iteration.finished) > REMEMBERED:
+                    del iteration.finished[: REMEMBERED // 2]
             if keep:
                 iteration.untracked[unit] = None
         after = unit.spec.reshard_after_forward
@@ -787,8 +790,9 @@ class Root:
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
         # at the end of backward. Ranks that enter an expert leave the units before it earlier than
         # ranks that do not, and both must launch in the same order.
+        ran_inside = unit.relations.ran_inside
         for other in [*reversed(iteration.active)]:
-            if other not in unit.relations.ran_inside and unit not in other.relations.ran_inside:
+            if other not in ran_inside and unit not in other.relations.ran_inside:
                 self._leave_backward(other, iteration)
                 # With several forwards before one backward, a unit is reduced when the last of them
                 # has been left.

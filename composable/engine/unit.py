@@ -802,12 +802,12 @@ class Unit:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
         # A forward inside of a backward recomputes what checkpointing dropped. The second half of a
         # split backward runs outside of a step.
-        held = BY_HAND in self.kept_by
-        if self.root is not None and not self.root.eager_because:
+        root, recomputes = self.root, in_backward()
+        if root is not None and not root.eager_because:
             # the compiler reduces the gradients: then backwards have no iteration
-            recomputes = in_backward() or backward_is_compiled()
-        else:
-            recomputes = in_backward() and self.root is not None and (self.root.in_step or held)
+            recomputes = recomputes or backward_is_compiled()
+        elif recomputes:
+            recomputes = root is not None and (root.in_step or BY_HAND in self.kept_by)
         # may reset, which forgets all calls
         root = None if recomputes else self.root_class.for_call(self, module, computes=computes)
         # `next_node`: what autograd's next node will have as its number
@@ -824,10 +824,10 @@ class Unit:
             self.wait_for_unshard()
         else:
             root.enter_forward(call, (args, kwargs) if computes else None)
-        call.entered = True
-        if not self.step.to_run and len(self.modules) > 1:
-            self.step.to_run = list(self.modules)
-        self.step.depth += 1
+        call.entered, step = True, self.step
+        if not step.to_run and len(self.modules) > 1:
+            step.to_run = list(self.modules)
+        step.depth += 1
         self.swap_in()
         policy, device = self.spec.mp_policy, self.mesh_info.device
         if call.outermost and device.type not in ("cpu", "meta"):
@@ -891,25 +891,26 @@ class Unit:
             needs = self.trains or self.given == 2
             self._anchors = call.anchors = call.inside and needs and self.mesh_info.all.size > 1
         entry, counted = partial(self.pre_backward, call), root is not None and bool(self.params)
-        seen = watch(
+        output, found, aliases, opaque = watch(
             output, call.since, entry, self._aliases, counted=counted, anchors=call.anchors
         )
-        if seen.found and root is not None:
+        if not found:
+            if opaque and self.trains and self.is_sharded:
+                raise OutputError(
+                    f"unit '{self.name}': forward returned {', '.join(opaque)}, in which no tensor"
+                    " that requires grad was found, so backward cannot be followed to the unit."
+                    " Return tensors, containers, dataclasses or objects with attributes"
+                )
+            return output, aliases or self.trains
+        if root is not None:
             call.watched = call.waits = True
             self.step.pending += 1
             if call.trained is not None:
                 call.trained.due.forwards += 1
                 call.trained.due.forwards_left += 1
-        if seen.opaque and not seen.found and self.trains and self.is_sharded:
-            raise OutputError(
-                f"unit '{self.name}': forward returned {', '.join(seen.opaque)}, in which no tensor"
-                " that requires grad was found, so backward cannot be followed to the unit. Return"
-                " tensors, containers, dataclasses or objects with attributes"
-            )
-        output = seen.output
-        if seen.found and root is not None and backward_will_be_compiled():
-            output = refuse_compiled(output, root.refuse_compiled)
-        return output, seen.aliases or (not seen.found and self.trains)
+            if backward_will_be_compiled():
+                output = refuse_compiled(output, root.refuse_compiled)
+        return output, aliases
 
     def _aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
