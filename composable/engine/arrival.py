@@ -21,7 +21,6 @@ from composable.engine.param import ManagedParam
 from composable.engine.param_group import ParamGroup
 from composable.engine.param_hooks import (
     Arrival,
-    have_post_accumulate_hooks,
     hear_arrivals,
     ignore_arrivals,
 )
@@ -68,7 +67,7 @@ class _Pending:
         self.launched = False
         # Hooks of users, optimizers in backward among them, put a reduced gradient there before
         # backward ends.
-        hooked = have_post_accumulate_hooks(bucket.at_rest)
+        hooked = bucket.has_post_accumulate_hooks
         if agreed and all(bucket.trainable) and not bucket.has_gradients and not hooked:
             self.missing = None
             self.silent = [self.unit.gradients.arrivals[param] for param in bucket.params[:-1]]
@@ -243,9 +242,7 @@ class Buckets:
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
-            if before.bucket.reduction is not None and (
-                have_post_accumulate_hooks(before.bucket.at_rest)
-            ):
+            if before.bucket.reduction is not None and before.bucket.has_post_accumulate_hooks:
                 before.bucket.land()
 
     def launch_rest(self) -> None:

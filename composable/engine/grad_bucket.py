@@ -51,7 +51,7 @@ from composable.engine.param import (
     unreduced_gradient,
 )
 from composable.engine.param_hooks import (
-    have_post_accumulate_hooks,
+    post_accumulate_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
 )
@@ -182,12 +182,19 @@ class GradBucket:
         self._unhooked: dict[int, None] = {}  # parameters whose hooks wait
         # Sums that have landed, flags that were not read yet, and of which parameters.
         self._undecided: list[tuple[Reduction, Tensor, list[int]]] = []
+        # tables to which users add hooks, see `has_post_accumulate_hooks`
+        self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
         self.follow()
 
     def follow(self) -> None:
         """Parameters may have been frozen or unfrozen."""
         self.trainable = tuple(map(trainability, self.at_rest))
         self.trains = any(self.trainable)
+
+    @property
+    def has_post_accumulate_hooks(self) -> bool:
+        """Whether users have put such hooks on any of the at-rest parameters."""
+        return any(self._post_accumulate_hooks)
 
     # --- what autograd left ----------------------------------------------------------------------
 
@@ -412,7 +419,7 @@ class GradBucket:
         delivered: Sequence[int] = reduction.plan.layout.trainable
         missing = reduction.missing
         if missing and reduction.shards_only:
-            flags = zip(delivered, reduction.plan.flags_of(reduction.flat), strict=False)
+            flags = zip(delivered, reduction.pieces[reduction.plan.flags_piece], strict=False)
             delivered = [
                 index
                 for index, flag in flags
@@ -422,7 +429,7 @@ class GradBucket:
             # To read a flag would make the host wait for the device in the middle of backward.
             delivered = [index for index in delivered if index not in missing]
             self._undecided.append(
-                (reduction, reduction.plan.flags_of(reduction.flat).clone(), missing)
+                (reduction, reduction.pieces[reduction.plan.flags_piece].clone(), missing)
             )
         elif missing:
             used = dict(zip(delivered, said, strict=True))
@@ -457,9 +464,9 @@ class GradBucket:
         if reduction.shards_only:
             self._hold_on(indices, fresh)
         elif plan.specs:
-            self._put(
-                indices, dtensors_around(fresh, map(plan.specs.__getitem__, indices), plan.stand_in)
-            )
+            everyone = len(indices) == len(plan.specs)
+            specs = plan.specs.values() if everyone else [plan.specs[index] for index in indices]
+            self._put(indices, dtensors_around(fresh, specs, plan.stand_in))
         elif not self._wraps:
             self._put(indices, fresh)
         else:
@@ -470,11 +477,12 @@ class GradBucket:
 
     def _put(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Add reduced gradients to those of the at-rest parameters, and call hooks of users."""
-        parameters = list(map(self.at_rest.__getitem__, indices))
+        everyone = len(indices) == len(self.at_rest)
+        parameters = self.at_rest if everyone else [self.at_rest[index] for index in indices]
+        after = self.has_post_accumulate_hooks
         with as_tensors():
             grads = list(map(gradient_of, parameters))
             hooked = any(map(gradient_hooks, parameters)) and not self.in_place
-            after = have_post_accumulate_hooks(parameters)
             merges = hooked or any(map(is_not, grads, repeat(None)))
             if not merges:  # nearly always
                 for parameter, gradient in zip(parameters, gradients, strict=True):

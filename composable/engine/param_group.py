@@ -406,24 +406,27 @@ class ParamGroup:
         """Whether at-rest parameters were written to since they were gathered."""
         return self._regather or self._seen != self._versions_now()
 
-    def note_writes(self) -> None:
+    def _note_writes(self, now: list[int]) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
-        before, now = self._seen, self._versions_now()
-        self._seen, self._regather = now, self.gather is not None
+        before, self._seen = self._seen, now
+        self._regather = self.gather is not None
         number = len(self.params)
-        at_rest = list(map(ne, before[:number], now[:number]))
-        memory = list(map(ne, before[number:], now[number:])) * (number // len(self._memory))
+        changed = list(map(ne, before, now))
+        at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
         written = list(compress(map(or_, at_rest, memory), self._comes))
-        written += list(compress(written, self._inside))
+        if any(self._inside):
+            written += list(compress(written, self._inside))
         if self.state is ShardedState.UNSHARDED:
             increment_version(list(compress(self._counters, written)))
         self._versions = tuple(map(add, self._versions, written))
+        if all(self._comes):
+            return
         apart = [
             param.compute
-            for param, told, comes, changed in zip(
+            for param, told, comes, moved in zip(
                 self.params, memory, self._comes, at_rest, strict=True
             )
-            if ((changed and not told) or (told and param.info.model))
+            if ((moved and not told) or (told and param.info.model))
             and not comes
             and param.compute is not param.at_rest
         ]
@@ -439,7 +442,7 @@ class ParamGroup:
             with as_tensors():
                 now = list(map(version_of, self._counted))
             if now != self._seen:
-                self.note_writes()
+                self._note_writes(now)
         if self.gather is None:
             return
         if self._regather:

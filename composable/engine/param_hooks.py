@@ -5,8 +5,7 @@ land.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -25,6 +24,9 @@ Arrival = tuple[OrderedDict[int, Any], int, Callable[[Tensor], None]]
 def ignore_arrivals(arrivals: Iterable[Arrival]) -> None:
     """Let autograd not call these hooks: an empty table costs a tenth of a call of Python."""
     for table, key, _ in arrivals:
+        if type(table) is OrderedDict:
+            table.pop(key, None)
+            continue
         try:  # noqa: SIM105, `suppress` takes calls of Python
             OrderedDict.__delitem__(table, key)  # past the methods of `DeferredHooks`
         except KeyError:
@@ -34,7 +36,10 @@ def ignore_arrivals(arrivals: Iterable[Arrival]) -> None:
 def hear_arrivals(arrivals: Iterable[Arrival]) -> None:
     """The inverse of `ignore_arrivals`. May be called twice."""
     for table, key, hook in arrivals:
-        OrderedDict.__setitem__(table, key, hook)
+        if type(table) is OrderedDict:
+            table[key] = hook
+        else:
+            OrderedDict.__setitem__(table, key, hook)
 
 
 def hook_gradients(
@@ -81,26 +86,22 @@ def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def have_post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether users have put such hooks on any of these at-rest parameters."""
-    try:
-        return any(map(_deferred_hooks, parameters))
-    except AttributeError:  # not all have deferred ones
-        return any(
-            getattr(hooks, "of_users", hooks) for hooks in map(hooks_after_accumulation, parameters)
-        )
+def post_accumulate_hooks(parameter: nn.Parameter) -> OrderedDict[int, Any]:
+    """The table of such hooks that users have put on an at-rest parameter: the one to which they
+    will add more.
+    """
+    hooks = hooks_after_accumulation(parameter)
+    if hooks is None:
+        hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+    return hooks.of_users if isinstance(hooks, DeferredHooks) else hooks
 
 
 def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
     """Call the post-accumulate hooks of an at-rest parameter, when its reduced gradient is
     there.
     """
-    hooks = hooks_after_accumulation(parameter)
-    if not hooks:
-        return
-    waiting = hooks.of_users if isinstance(hooks, DeferredHooks) else hooks
     with torch.no_grad():
-        for hook in list(waiting.values()):
+        for hook in list(post_accumulate_hooks(parameter).values()):
             hook(parameter)
 
 
@@ -143,9 +144,6 @@ class DeferredHooks(OrderedDict[int, Any]):
     @override
     def __contains__(self, key: object) -> bool:
         return key in self.of_users
-
-
-_deferred_hooks: Final = attrgetter("_post_accumulate_grad_hooks.of_users")
 
 
 def defer_hooks(

@@ -252,12 +252,11 @@ class Reducer:
 
 class Segment(NamedTuple):
     """This rank's sum of one gradient: which of the pieces of the flat gradient buffer, and how it
-    is seen.
+    is seen; a vector as it is.
     """
 
     piece: int
-    numel: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     strides: tuple[int, ...]
 
 
@@ -266,6 +265,8 @@ class Plan:
 
     Attributes:
         segments: by index, of each trainable parameter whose sum is in the flat buffer.
+        flags_piece: which of its pieces the flags are, one for each trainable parameter, and the
+            numbers behind them.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
         apart: parameters whose gradients are reduced where autograd made them.
         kept: where sums arrive in every step, and views of it; None where each message has new
@@ -341,15 +342,16 @@ class Plan:
             local = as_parameter(torch.empty(slot.local_shape(rank), device="meta"), slot)
             if start > end:
                 self._sizes.append(start - end)
-            self.segments[index] = Segment(
-                len(self._sizes), local.numel(), tuple(local.shape), tuple(local.stride())
-            )
+            shape = None if local.ndim == 1 else tuple(local.shape)
+            self.segments[index] = Segment(len(self._sizes), shape, local.stride())
             self._sizes.append(local.numel())
             end = max(end, start + local.numel())
-        self._sizes.append(layout.numel - end)
-        flags = len(layout.trainable) + _NUMBERS
-        self._flags_at = layout.row_start + layout.flags_start, flags
-        self._tail = layout.row_numel - layout.flags_start - flags
+        flags_start, flags = layout.row_start + layout.flags_start, len(layout.trainable) + _NUMBERS
+        self._tail = layout.numel - flags_start - flags
+        if flags_start > end:
+            self._sizes.append(flags_start - end)
+        self.flags_piece = len(self._sizes)
+        self._sizes += [flags, self._tail] if self._tail else [flags]
 
     def make_flat(self, reducer: Reducer) -> Tensor:
         """Memory for the sums of one message."""
@@ -357,36 +359,38 @@ class Plan:
             return self.kept
         flat = torch.empty(self.layout.numel, dtype=reducer.precision.reduce, device=reducer.device)
         if reducer.keeps:
+            indices, pieces = self.layout.trainable, self.cut(flat)
+            self.kept_views = dict(zip(indices, self.views(pieces, indices), strict=True))
             self.kept = flat
-            indices = self.layout.trainable
-            self.kept_views = dict(zip(indices, self.views(flat, indices), strict=True))
         return flat
 
     def has_all(self, gradients: Sequence[Tensor | None]) -> bool:
         """Whether all gradients are where sums arrive: autograd has added to them there."""
         return all(gradients[index] is view for index, view in self.kept_views.items())
 
-    def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
-        """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
-        if flat is self.kept and self.kept_views:
-            return [self.kept_views[index] for index in indices]
-        pieces = flat.split_with_sizes(self._sizes)
-        return [
-            pieces[at] if strides == (1,) else pieces[at].as_strided(shape, strides)
-            for at, _, shape, strides in map(self.segments.__getitem__, indices)
-        ]
+    def cut(self, flat: Tensor) -> Sequence[Tensor]:
+        """A flat gradient buffer in pieces: views of shards, of the flags, and of what is between
+        them.
+        """
+        return flat.split_with_sizes(self._sizes)
+
+    def local_numel(self, index: int) -> int:
+        """Elements of this rank's sum of one gradient."""
+        return self._sizes[self.segments[index].piece]
+
+    def views(self, pieces: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+        """This rank's shards of these parameters' gradients, from a flat gradient buffer."""
+        found = []
+        for index in indices:
+            at, shape, strides = self.segments[index]
+            found.append(pieces[at] if shape is None else pieces[at].as_strided(shape, strides))
+        return found
 
     # --- flags -----------------------------------------------------------------------------------
 
-    def flags_of(self, flat: Tensor) -> Tensor:
-        """The flags in a flat gradient buffer, one for each trainable parameter, and the numbers
-        behind them.
-        """
-        return flat.narrow(0, *self._flags_at)
-
     def put_flags(self, unused: Sequence[int], counts: Counts, flat: Tensor) -> None:
         """Write the flags where no row of a message is copied in."""
-        flags = self.flags_of(flat)
+        flags = self.cut(flat)[self.flags_piece]
         values = torch.tensor(self._flags(unused, counts)[: flags.numel()], dtype=flat.dtype)
         flags.copy_(values, non_blocking=True)
 
@@ -520,6 +524,7 @@ class Reduction:
 
     Attributes:
         flat: this rank's part of the sums, and the flags.
+        pieces: views of these, when the sums are there.
         missing: indices of parameters that this rank has no gradient of.
         apart: gradients that are reduced where autograd made them.
         spared: copies of gradients of earlier backwards that the sums are written over.
@@ -551,6 +556,7 @@ class Reduction:
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat(reducer)
+        self.pieces: Sequence[Tensor] = ()
         # The sums are written over gradients that live in the bucket, or are reduced where they
         # are. If no rank has brought one of them, it must be as it was, to the last bit.
         self.spared: dict[int, Tensor] = {}
@@ -582,9 +588,10 @@ class Reduction:
             flat.zero_()  # the hook does not write to the padding
             plan.put_flags(unused, self.counts, flat)
             terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
-            into = plan.views(flat, layout.trainable)
+            pieces = plan.cut(flat)
+            into = plan.views(pieces, layout.trainable)
             return reducer.first_stage.launch(
-                layout.trainable, terms, into, plan.flags_of(flat), reducer.label
+                layout.trainable, terms, into, pieces[plan.flags_piece], reducer.label
             )
         if (before := self.scales.before) != 1.0:
             gradients = [None if gradient is None else gradient / before for gradient in gradients]
@@ -623,15 +630,16 @@ class Reduction:
             return False
         self.wait()
         for index, shard in self.carried:
-            (view,) = plan.views(flat, (index,))
+            (view,) = plan.views(plan.cut(flat), (index,))
             view.add_(shard.to(flat.device), alpha=self.scales.carried)
         self.state = ReductionState.ALL_REDUCING
         label = f"{reducer.label} over replicas"
         if reducer.second_stage is not None:
-            indices = [index for index in plan.layout.trainable if plan.segments[index].numel]
-            shards = plan.views(flat, indices)
+            pieces = plan.cut(flat)
+            indices = [index for index in plan.layout.trainable if plan.local_numel(index)]
+            shards = plan.views(pieces, indices)
             self.work = reducer.second_stage.launch(
-                indices, shards, shards, plan.flags_of(flat), label
+                indices, shards, shards, pieces[plan.flags_piece], label
             )
         else:
             self.work = reducer.replica_comm.all_reduce([flat], label, self.scales.second)
@@ -657,9 +665,10 @@ class Reduction:
         self.advance()
         self.wait()
         self.state = ReductionState.LANDED
+        self.pieces = self.plan.cut(self.flat)
         if not self.reducer.compares:
             return []
-        said: list[float] = self.plan.flags_of(self.flat).tolist()
+        said: list[float] = self.pieces[self.plan.flags_piece].tolist()
         used = len(self.plan.layout.trainable)
         if not _agree(said[used:]):
             self._refuse_ranks()
@@ -696,11 +705,14 @@ class Reduction:
         """The reduced gradients of these parameters, where `flat` is `self.flat`, or a copy of
         it.
         """
-        if not self.apart:
-            return self.plan.views(flat, indices)
+        plan, apart = self.plan, self.apart
+        if flat is plan.kept:
+            return [plan.kept_views[index] for index in indices]
+        pieces = self.pieces if flat is self.flat else plan.cut(flat)
+        if not apart:
+            return plan.views(pieces, indices)
         return [
-            self.apart[index] if index in self.apart else self.plan.views(flat, (index,))[0]
-            for index in indices
+            apart[index] if index in apart else plan.views(pieces, (index,))[0] for index in indices
         ]
 
 
