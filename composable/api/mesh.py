@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, backend_of, comm_of, group_of_both, is_distributed, world_group
+from composable.comm.ledger import checksum
 from composable.contract.tree import SHARD
 from composable.errors import AnnotationError, MeshError, RanksDisagreeError
 from composable.memory.torch_private import flattened, root_of
@@ -258,6 +259,7 @@ def spread_of_dims(verb: str, mesh: Mesh, dims: Any) -> Spread:
         for role, names in said.items()
         if names
     }
+    _refuse_different_dims(verb, mesh, named)
     needed = "shard" if verb == SHARD else "replicate"
     if needed not in named or (verb != SHARD and len(named) > 1):
         other = "" if verb == SHARD else ", and none to shard over"
@@ -287,6 +289,32 @@ def spread_of_dims(verb: str, mesh: Mesh, dims: Any) -> Spread:
         _mesh_of_pair(verb, kind, shard.get_group(), replicate.get_group(), names),
         shard_dim=1,
         named=(mesh, indices),
+    )
+
+
+def _refuse_different_dims(verb: str, mesh: DeviceMesh, named: dict[str, tuple[str, ...]]) -> None:
+    """Raise on all ranks of `mesh` if they name other dimensions: the groups that are made next
+    need all of them.
+    """
+    if mesh.get_coordinate() is None:
+        return
+    label = f"dp_mesh_dims of {verb}()"
+    comms = [comm_of(group, communication_device(mesh, _CPU)) for group in mesh.get_all_groups()]
+    lowest = highest = checksum(repr(named))
+    for comm in comms:
+        (lowest, _), (_, highest) = comm.min_max([lowest, highest], label)
+    if lowest == highest:
+        return
+    told = {dist.get_rank(): repr(named)}
+    for comm in comms:
+        told = dict(
+            chain.from_iterable(each.items() for each in comm.all_gather_objects(told, label))
+        )
+    first = min(told)
+    other = min(rank for rank, said in told.items() if said != told[first])
+    raise RanksDisagreeError(
+        f"{verb}: dp_mesh_dims names {told[first]} on rank {first} and {told[other]} on rank"
+        f" {other}. Name the same dimensions on every rank of mesh="
     )
 
 

@@ -27,7 +27,7 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import is_, is_not, or_
@@ -36,6 +36,7 @@ from typing import Final, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.layout import Route, Slot
@@ -57,7 +58,7 @@ from composable.engine.param_hooks import (
 )
 from composable.engine.precision import Precision
 from composable.engine.reduction import Counts, Reducer, Reduction, counts_of
-from composable.engine.tensor_parallel import ModelSpec, local_gradients
+from composable.engine.tensor_parallel import ModelSpec, local_gradients, settled
 from composable.errors import PhaseError
 from composable.memory.offload import HostHome, wait_for_traffic
 from composable.memory.torch_private import (
@@ -213,9 +214,13 @@ class GradBucket:
         if self.in_place:
             self._earlier = list(map(gradient_of, self.at_rest))
 
-    def _take(self) -> list[Tensor | None]:
+    def _take(self, as_they_came: Container[int] = ()) -> list[Tensor | None]:
         """Take the gradients of this backward off the compute parameters. In place, those that were
         there before stay.
+
+        Args:
+            as_they_came: indices of tensor-parallel parameters whose gradients keep their
+                placements.
         """
         gradients = list(map(gradient_of, self.compute))
         if self.in_place and self._earlier:
@@ -229,7 +234,7 @@ class GradBucket:
                 parameter.grad = None
         self._earlier = []
         if any(self.models):
-            gradients = local_gradients(gradients, self.models)
+            gradients = local_gradients(gradients, self.models, as_they_came)
         # `torch.nn.functional.embedding(..., sparse=True)`; None is not sparse
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             gradients = [
@@ -246,6 +251,24 @@ class GradBucket:
         return gradients
 
     # --- accumulation ----------------------------------------------------------------------------
+
+    def _waiting(self, *, first: bool) -> dict[int, tuple[Placement, ...]]:
+        """The gradients of this backward that add up to what is accumulated as they came, `Partial`
+        over the user's dimensions (sequence parallel), by index: their placements there.
+
+        Args:
+            first: also those of which nothing is accumulated.
+        """
+        found = {}
+        for index, model in enumerate(self.models if any(self.models) else ()):
+            if model is None:
+                continue
+            held = self.at_rest[index].grad
+            kept = model.placements_held(self.compute[index].grad)
+            alike = isinstance(held, DTensor) and held.placements[: model.ndim] == kept
+            if kept != model.kept and (alike or (first and held is None)):
+                found[index] = kept
+        return found
 
     def hold(self, absent: Sequence[int] = ()) -> None:
         """Add this backward's gradients to what is accumulated on the at-rest parameters
@@ -268,7 +291,8 @@ class GradBucket:
         if self._marks:
             self._hold_marked(first)
             return
-        for index, gradient in enumerate(self._take()):
+        waiting = self._waiting(first=True)
+        for index, gradient in enumerate(self._take(waiting)):
             at_rest = self.at_rest[index]
             before = at_rest.grad
             reduced = before is not None and not is_unreduced(before)
@@ -280,11 +304,14 @@ class GradBucket:
                 (compute,) = locals_of([self.compute[index]])
                 gradient = torch.zeros_like(compute)
             model = self.models[index]
+            kept = waiting.get(index, () if model is None else model.kept)
             if before is None:
                 at_rest.grad = unreduced_gradient(
-                    gradient.to(self.reducer.precision.gradient), at_rest, model
+                    gradient.to(self.reducer.precision.gradient), at_rest, model, kept
                 )
             elif _is_whole(before, model):
+                if index not in waiting:
+                    at_rest.grad = before = settled(before, model)
                 local_of(before).add_(gradient)
             else:
                 # `before` is this rank's shard of what was reduced earlier. Each rank adds it
@@ -297,7 +324,7 @@ class GradBucket:
                 ranks = 1 if slot.route is Route.WHOLE else slot.num_shards
                 mean = local_of(before).to(whole.device)  # type: ignore[arg-type]
                 cut(whole, slot, self.reducer.mesh_info.shard.rank).add_(mean, alpha=ranks)
-                at_rest.grad = unreduced_gradient(whole, at_rest, model)
+                at_rest.grad = unreduced_gradient(whole, at_rest, model, kept)
 
     def _hold_marked(self, first: bool) -> None:
         # in place autograd has added them
@@ -332,7 +359,8 @@ class GradBucket:
         """This backward's gradients together with what was accumulated beside them; and what is
         reduced over the shard dimension already.
         """
-        gradients = self._take()
+        waiting = {} if self._marks else self._waiting(first=False)
+        gradients = self._take(waiting)
         carried: list[tuple[int, Tensor]] = []
         for index, at_rest in enumerate(self.at_rest):
             held = at_rest.grad
@@ -340,9 +368,16 @@ class GradBucket:
                 self.accumulated.wanted[index] if self._marks else is_unreduced(held)
             ):
                 continue
-            if self._marks or _is_whole(held, self.models[index]):
-                fresh, (local,) = gradients[index], locals_of([held])
+            model, fresh = self.models[index], gradients[index]
+            if self._marks:
+                (local,) = locals_of([held])
                 gradients[index] = local if fresh is None else local.add_(fresh)
+            elif _is_whole(held, model):
+                if index not in waiting:
+                    held = settled(held, model)
+                if fresh is not None:
+                    local_of(held).add_(fresh)
+                gradients[index] = local_of(settled(held, model))
             else:
                 carried.append((index, local_of(held)))  # type: ignore[arg-type]
                 continue

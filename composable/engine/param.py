@@ -484,14 +484,18 @@ def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def unreduced_gradient(local: Tensor, parameter: Tensor, model: ModelSpec | None) -> Tensor:
+def unreduced_gradient(
+    local: Tensor, parameter: Tensor, model: ModelSpec | None, kept: Sequence[Placement] = ()
+) -> Tensor:
     """This rank's whole gradient of `parameter`, not yet reduced: the mean over all ranks is the
     gradient.
+
+    Args:
+        kept: of a tensor-parallel parameter, its placements over the user's dimensions.
     """
     if not isinstance(parameter, DTensor):
         return local
     mesh, like = parameter.device_mesh, local if model is None else model.like
-    kept = () if model is None else model.kept
     placements = [*kept, *[Partial("avg")] * (mesh.ndim - len(kept))]
     made = wrap(local, mesh, placements, like.shape, like.stride())
     # torch refuses a gradient on another device than its parameter; under CPU offload this one is
@@ -536,7 +540,7 @@ def unsharded_of(tensor: Tensor, model: ModelSpec | None) -> Tensor:
         moved = gradient_like(local.to(mesh.device_type), tensor)
         assert isinstance(moved, DTensor)
         tensor, local = moved, local_of(moved)
-    whole = whole_over_units(tensor, model.ndim)
+    whole = whole_over_units(tensor, model)
     return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
 
 

@@ -9,7 +9,7 @@ parameter: it is of one shape along the data-parallel dimensions. This file says
 | at rest | (tp, dp) | the user's, then those of the unit |
 | compute | tp | the user's |
 | gradient as autograd leaves it | tp | any; redistributed to the user's |
-| gradient accumulated under `no_sync` | (tp, dp) | the user's, then `Partial` |
+| gradient accumulated under `no_sync` | (tp, dp) | as it comes, or the user's; then `Partial` |
 
 The user's mesh may have the data-parallel dimensions, too, along which parameters are `Replicate`
 before the annotation (`dp_mesh_dims`). Modules compute with them as they were given, and their
@@ -22,14 +22,14 @@ modules compute, and so are their gradients; all else is as for a `DTensor`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, comm_of
@@ -99,6 +99,21 @@ class ModelSpec:
             )
         )
 
+    def placements_held(self, gradient: Tensor | None) -> tuple[Placement, ...]:
+        """The placements, over the user's dimensions, with which a gradient adds up under
+        `no_sync`: of what is replicated there, a sum that is still to be made waits, too.
+        """
+        if not isinstance(gradient, DTensor):
+            return self.kept
+        came, own = gradient.placements, self.placements
+        waits = all(
+            mine == there
+            or (dim not in self.dims and not there.is_shard())
+            or (mine.is_replicate() and type(there) is Partial and there.reduce_op in _LINEAR)
+            for dim, (mine, there) in enumerate(zip(own, came, strict=True))
+        )
+        return tuple(came[dim] for dim in self.dims) if waits else self.kept
+
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """The parameter that modules compute with, around `local`, whose memory may come later."""
         if self.is_plain:
@@ -118,6 +133,7 @@ class ModelSpec:
         return self  # it holds process groups, and nothing of it changes
 
 
+_LINEAR: Final = ("sum", "avg")  # reductions that can wait for more terms
 PART: Final = "_composable_part"  # the attribute that `declare_part` sets
 
 
@@ -142,9 +158,12 @@ def model_like(parameter: Tensor, shape: torch.Size) -> DTensor:
 
 
 def local_gradients(
-    gradients: Sequence[Tensor | None], specs: Sequence[ModelSpec | None]
+    gradients: Sequence[Tensor | None],
+    specs: Sequence[ModelSpec | None],
+    held: Container[int] = (),
 ) -> list[Tensor | None]:
-    """What autograd left, as local tensors with the placements of their parameters.
+    """What autograd left, as local tensors with the placements of their parameters; those with
+    indices in `held` as they came.
 
     Under sequence parallel, the gradient of what is replicated over tp is `Partial` there: an
     all-reduce over tp, which all of its ranks launch, since they compute alike.
@@ -153,20 +172,24 @@ def local_gradients(
     for index, (gradient, spec) in enumerate(zip(gradients, specs, strict=True)):
         if spec is None or not isinstance(gradient, DTensor):
             continue
-        if tuple(gradient.placements) != spec.placements:
+        if index not in held and tuple(gradient.placements) != spec.placements:
             gradient = gradient.redistribute(placements=spec.placements_taken(gradient))
         found[index] = waited_for(local_of(gradient))
     return found
 
 
-def whole_over_units(tensor: DTensor, ndim: int) -> Tensor:
-    """Gather what lies over the unit's dimensions: this rank's local tensor of the user's mesh.
+def settled(held: DTensor, spec: ModelSpec | None) -> DTensor:
+    """An accumulated gradient with the user's placements over the user's dimensions."""
+    if spec is None or held.placements[: spec.ndim] == spec.kept:
+        return held
+    made = held.redistribute(placements=(*spec.kept, *held.placements[spec.ndim :]))
+    set_local(made, waited_for(local_of(made)))
+    return made
 
-    Args:
-        ndim: how many dimensions, the first ones, are the user's.
-    """
-    mesh = tensor.device_mesh
-    placements = [*tensor.placements[:ndim], *[Replicate()] * (mesh.ndim - ndim)]
+
+def whole_over_units(tensor: DTensor, spec: ModelSpec) -> Tensor:
+    """Gather what lies over the unit's dimensions: this rank's local tensor of the user's mesh."""
+    placements = [*spec.kept, *[Replicate()] * (tensor.device_mesh.ndim - spec.ndim)]
     return waited_for(local_of(tensor.redistribute(placements=placements)))
 
 

@@ -118,6 +118,21 @@ def test_what_names_no_dimension_is_refused() -> None:
 
 
 @spmd(ranks=4)
+def test_ranks_that_name_other_dimensions_are_refused_on_all_ranks() -> None:
+    mesh, rank = mesh_of(2, 2, names=("dp", "cp")), dist.get_rank()
+    for dims in (
+        Dims("dp") if rank == 0 else Dims(("dp", "cp")),
+        Dims("dp", "cp") if rank == 3 else Dims("cp", "dp"),
+        Dims("there is none") if rank == 1 else Dims("dp"),
+    ):
+        model = made(MLP)
+        said = refused(model, lambda: fully_shard(model, mesh=mesh, dp_mesh_dims=dims))  # noqa: B023
+        match = r"RanksDisagreeError.*dp_mesh_dims names \{.*\} on rank 0 and \{.*\} on rank [13]"
+        assert re.search(match, said), said
+        fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(("dp", "cp")))
+
+
+@spmd(ranks=4)
 def test_hosts_shard_inside_and_replicate_across() -> None:
     rank = dist.get_rank()
     with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):

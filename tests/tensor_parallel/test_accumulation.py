@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from composable import fully_shard, no_sync, reduce_gradients
 from tests.helpers.world import spmd
@@ -79,3 +81,37 @@ def test_gradients_accumulated_over_shards_and_reduced_later_are_those_of_one_pr
                 loss_of(model, batch).backward()
         reduce_gradients(model)
         torch.testing.assert_close(_gradients(model), _gradients(alone))
+
+
+class _Scale(nn.Module):
+    """Whose gradient over tp is `Partial` if rows are spread there, and `Replicate` if not."""
+
+    def __init__(self, tp: Any) -> None:
+        super().__init__()
+        weight = torch.arange(1.0, 5.0, dtype=torch.float64)
+        self.weight = nn.Parameter(distribute_tensor(weight, tp, [Replicate()]))
+
+    def forward(self, x: torch.Tensor, *, spread: bool) -> torch.Tensor:
+        weight: Any = self.weight
+        spread_x = distribute_tensor(x, weight.device_mesh, [Shard(0) if spread else Replicate()])
+        return full((spread_x * weight).square().sum())
+
+
+@spmd(ranks=4)
+def test_gradients_add_up_whatever_placements_each_backward_brings() -> None:
+    mesh = mesh_of(2, 2)
+    weight, x = torch.arange(1.0, 5.0).double(), torch.arange(8.0).double().view(2, 4)
+    expected = sum(2 * weight * (x + rank).square().sum(0) for rank in (0, 1)) / 2
+    x += mesh.get_local_rank("dp")
+    for first, second, last in itertools.product((True, False), repeat=3):
+        model = fully_shard(_Scale(mesh["tp"]), mesh=mesh["dp"])
+        parameter: Any = model.weight
+        with no_sync(model):
+            for spread in (first, second):
+                model(x, spread=spread).backward()
+        held = parameter.grad
+        assert held.placements[0] == (Partial() if first and second else Replicate())
+        torch.testing.assert_close(held.full_tensor(), 2 * expected)
+        model(x, spread=last).backward()
+        torch.testing.assert_close(full(parameter.grad), 3 * expected)
+        assert parameter.grad.placements == parameter.placements
