@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from composable.memory.elastic import idle_blocks
+
 
 class Kind(IntEnum):
     """What memory is for. The greatest kind counts where several apply."""
@@ -124,6 +126,8 @@ class _Meter(TorchDispatchMode):
             for s in storages
             if s._cdata not in self._live and s._cdata not in self._ignored
         }
+        for block in idle_blocks():  # counted by the samples
+            unseen.pop(block._cdata, None)
         self.trace.idle = sum(unseen.values())
 
     def __torch_dispatch__(
@@ -169,6 +173,9 @@ class _Meter(TorchDispatchMode):
             elif key not in self._ignored and storage.device.type != "meta" and storage.nbytes():
                 start = storage.data_ptr()
                 spans.append((start, start + storage.nbytes(), self._kind[key]))
+        for block in idle_blocks():  # without a tensor, kept for the next message
+            start = block.data_ptr()
+            spans.append((start, start + block.nbytes(), Kind.COMMUNICATION))
         self.trace.totals.append(_bytes_by_kind(spans))
 
 

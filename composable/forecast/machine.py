@@ -358,24 +358,26 @@ class VirtualComm(GroupComm):
         if not self.traits.on_stream:  # a host computes nothing while messages move
             machine.run(seconds, label, id(self._group))
             pairs = self.traits is PointToPointComm.traits and kind == "reduce_scatter"
-            return _Received(machine, (nbytes - nbytes // self.size) if pairs else 0)
+            return _Received(machine, (nbytes - nbytes // self.size) if pairs else 0, tensors)
         with self._streams.fork(kind):
             machine.run(seconds, label, id(self._group))
             return _Joined(self._streams.mark(), tensors)
 
 
 class _Received:
-    """What a host receives of the other ranks before it adds up."""
+    """What a host receives of the other ranks before it adds up, and what it sends meanwhile."""
 
-    __slots__ = ("_kept", "_machine")
+    __slots__ = ("_kept", "_machine", "_sent")
 
-    def __init__(self, machine: Machine, nbytes: int) -> None:
+    def __init__(self, machine: Machine, nbytes: int, sent: object) -> None:
         self._machine = machine
+        self._sent = sent
         machine.keeps_idle(0, nbytes)
         self._kept: Tensor | None = torch.empty(nbytes, dtype=torch.uint8)
         machine.hold_for(self._kept.untyped_storage(), Kind.MESSAGES)
 
     def wait(self) -> None:
+        self._sent = None
         if self._kept is not None:
             self._machine.keeps_idle(self._kept.nbytes, 0)
             self._kept = None

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from composable.errors import ForecastError
 from composable.forecast.machine import Kind, Machine
 from composable.memory.elastic import is_elastic
-from composable.memory.torch_private import accumulates
+from composable.memory.torch_private import CAN_SWAP, accumulates
 
 _SMALL: Final = 1000  # elements of numbers that are computed
 _REAL: Final = ("set_", "resize_", "_unsafe_view", "_fused_sdp_choice", "is_pinned", "lift")
@@ -46,7 +46,7 @@ class NoValues(TorchDispatchMode):
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
             before = storage.nbytes()
             found = resize(storage, size)
-            if not machine.device.accelerator and is_elastic(storage):
+            if CAN_SWAP and not machine.device.accelerator and is_elastic(storage):
                 machine.keeps_idle(before, size)
             machine.hold(storage)
             return found
