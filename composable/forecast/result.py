@@ -11,8 +11,8 @@ from composable.forecast.devices import GIB, Device
 from composable.forecast.machine import KINDS, Kind, Span
 
 NOT_KNOWN: Final = (
-    "not in it: the driver's and the communicators' own memory, kernels' workspaces, and holes"
-    " between the allocator's blocks"
+    "not in it: the driver's and the communicators' own memory. Not counted above: kernels'"
+    " workspaces, and holes between the allocator's blocks; at most that much was measured"
 )
 
 
@@ -77,8 +77,8 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is below the memory of the device."""
-        return self.peak <= self.device.capacity
+        """Whether the peak and the device's margin are below its memory."""
+        return self.peak <= self.device.usable
 
     @property
     def messages(self) -> int:
@@ -91,6 +91,11 @@ class Forecast:
         rows = [
             ("peak of memory", _gib(self.peak), f"of {_gib(self.device.capacity)}; {self.where}"),
             *((f"  {name}", _gib(size), "") for name, size in self.at_peak.items() if size),
+            (
+                "  not counted",
+                _gib(int(self.peak * self.device.margin)),
+                "at most, beyond the peak",
+            ),
             *([("offloaded to the host", _gib(self.on_host), "")] if self.on_host else []),
             ("at rest", _gib(sum(self.at_rest.values())), "between steps, without gradients"),
             ("step", _ms(self.seconds), ""),
@@ -127,6 +132,7 @@ class Forecast:
             "mesh": dict(self.mesh),
             "fits": self.fits,
             "peak": self.peak,
+            "margin": self.device.margin,
             "at_peak": dict(self.at_peak),
             "where": self.where,
             "peaks": dict(self.peaks),
