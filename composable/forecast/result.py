@@ -94,7 +94,7 @@ class Forecast:
             (
                 "  not counted",
                 _gib(int(self.peak * self.device.margin)),
-                "at most, beyond the peak",
+                "at most, beyond it",
             ),
             *([("offloaded to the host", _gib(self.on_host), "")] if self.on_host else []),
             ("at rest", _gib(sum(self.at_rest.values())), "between steps, without gradients"),

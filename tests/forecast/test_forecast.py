@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from composable import CPUOffloadPolicy, checkpoint, fully_shard, replicate
+from composable import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    checkpoint,
+    fully_shard,
+    offload_activations,
+    replicate,
+)
 from composable.__main__ import main
 from composable.comm import Comm, comms_wrapped_by
 from composable.demo.memory import measure_step
@@ -32,6 +40,7 @@ from composable.forecast import (
     suggest,
 )
 from composable.forecast.plans import _Search, repeated
+from composable.memory.elastic import release_idle_memory
 from tests.helpers.communicators import Around
 from tests.helpers.world import Pool
 
@@ -45,20 +54,23 @@ class Block(nn.Module):
         self.mix = nn.Linear(width, 3 * width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def mixed(self, x: Tensor) -> Tensor:
         query, key, value = self.mix(self.norm(x)).view(*x.shape[:2], 3, 4, -1).unbind(2)
         mixed = F.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (query, key, value)), is_causal=True
         )
-        x = x + mixed.transpose(1, 2).reshape(x.shape)
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mixed(x)
         return x + self.down(F.gelu(self.up(x)))
 
 
 class Decoder(nn.Module):
-    def __init__(self, width: int = 96, layers: int = 3) -> None:
+    def __init__(self, width: int = 96, layers: int = 3, block: type[Block] = Block) -> None:
         super().__init__()
         self.embedding = nn.Embedding(250, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.layers = nn.ModuleList(block(width) for _ in range(layers))
         self.head = nn.Linear(width, 250)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -66,6 +78,23 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Gated(Block):
+    """With the shapes of 7B models, and a part of their width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate, self.up = (nn.Linear(width, 43 * width // 16, bias=False) for _ in range(2))
+        self.down = nn.Linear(43 * width // 16, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mixed(x)
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def model_of(name: str) -> Decoder:
+    return Decoder(256, 6, Gated).to(torch.bfloat16) if name.startswith("7B") else Decoder()
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -85,12 +114,32 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> None:
     replicate(model, mesh=mesh)
 
 
+def half(model: nn.Module, mesh: DeviceMesh) -> None:
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, policy={Block}, mesh=mesh, mp_policy=bf16)
+
+
+def recomputed_in_half(model: nn.Module, mesh: DeviceMesh) -> None:
+    checkpoint(model, policy={Block})
+    half(model, mesh)
+
+
+def on_the_host(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Where everything is already."""
+    offload_activations(model, policy={Block})
+    fully_shard(model, policy={Block}, mesh=mesh, offload_policy=CPUOffloadPolicy())
+
+
 ANNOTATE: dict[str, tuple[Callable[..., None], dict[int, dict[str, int]]]] = {
     "sharded": (sharded, {2: {"ranks": 2}, 4: {"ranks": 4}}),
     "kept": (kept, {2: {"ranks": 2}}),
     "recomputed": (recomputed, {2: {"ranks": 2}}),
     "hybrid": (sharded, {4: {"replicate": 2, "shard": 2}}),
     "replicated": (replicated, {2: {"ranks": 2}}),
+    "half": (half, {2: {"ranks": 2}, 4: {"replicate": 2, "shard": 2}}),
+    "7B, half, recomputed": (recomputed_in_half, {4: {"ranks": 4}}),
+    "7B, kept": (kept, {2: {"ranks": 2}}),
+    "offloaded": (on_the_host, {2: {"ranks": 2}}),
 }
 CASES = [(name, ranks) for name, (_, meshes) in ANNOTATE.items() for ranks in meshes]
 
@@ -128,41 +177,38 @@ class Counting(Around):
 
 def real_step(name: str, sizes: dict[str, int]) -> tuple[list[Any], int, int]:
     """Messages of the second step, its peak, and bytes at rest before it."""
+    gc.collect()
+    release_idle_memory()
+    before = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     seen: list[tuple[str, str, int, int]] = []
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(0)
-    model, tokens = Decoder(), torch.randint(250, TOKENS)
+    model, tokens = model_of(name), torch.randint(250, TOKENS)
     with comms_wrapped_by(partial(Counting, seen=seen)):
         ANNOTATE[name][0](model, mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     model(tokens).backward()
     optimizer.step()
     seen.clear()
-    trace = measure_step(model, optimizer, lambda: model(tokens), ignore=[tokens])
+    trace = measure_step(model, optimizer, lambda: model(tokens), ignore=[tokens, *before])
     peak = max(map(sum, trace.totals))
     return seen, peak, sum(trace.totals[0])
 
 
 def told(name: str, ranks: int, device: str = "cpu", **options: Any) -> Forecast:
     annotate, meshes = ANNOTATE[name]
+    make = partial(model_of, name)
     return forecast(
-        Decoder, annotate, batch, ranks=ranks, mesh=meshes[ranks], device=device, **options
+        make, annotate, batch, ranks=ranks, mesh=meshes[ranks], device=device, **options
     )
-
-
-@pytest.fixture(scope="module")
-def fresh(pool: Pool) -> Pool:
-    """Workers without tensors of other tests, which the meter would count."""
-    pool.stop()
-    return pool
 
 
 @pytest.mark.unsampled
 @pytest.mark.parametrize(("name", "ranks"), CASES)
-def test_messages_are_those_of_a_real_run_and_memory_is_within_five_percent(
-    fresh: Pool, name: str, ranks: int
+def test_messages_are_those_of_a_real_run_and_memory_is_within_a_percent(
+    pool: Pool, name: str, ranks: int
 ) -> None:
-    seen, peak, rests = fresh.run(ranks, real_step, name, ANNOTATE[name][1][ranks])[0]
+    seen, peak, rests = pool.run(ranks, real_step, name, ANNOTATE[name][1][ranks])[0]
     found = told(name, ranks)
     counts: dict[tuple[str, str, int], list[int]] = {}
     for kind, label, size, nbytes in seen:
@@ -172,8 +218,8 @@ def test_messages_are_those_of_a_real_run_and_memory_is_within_five_percent(
     assert {
         (each.kind, each.unit, each.ranks): (each.count, each.nbytes) for each in found.collectives
     } == expected
-    assert found.peak == pytest.approx(peak, rel=0.05), found
-    assert sum(found.at_rest.values()) == pytest.approx(rests, rel=0.05)
+    assert found.peak == pytest.approx(peak, rel=0.01), found
+    assert sum(found.at_rest.values()) == pytest.approx(rests, rel=0.01)
 
 
 def test_a_table_says_whether_it_fits_where_the_peak_is_and_what_is_sent() -> None:
