@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from composable.memory.elastic import idle_blocks
+from composable.memory.torch_private import WRAPPERS, waited_for
 
 
 class Kind(IntEnum):
@@ -137,8 +138,10 @@ class _Meter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if not WRAPPERS.isdisjoint(types):
+            return NotImplemented  # what they do to plain tensors comes here again
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             self._note(args, Kind.COMMUNICATION)
         self._note(result, Kind.ACTIVATIONS)
         self._sample()
@@ -210,7 +213,7 @@ def _footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def _local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return waited_for(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

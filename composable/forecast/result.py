@@ -22,7 +22,8 @@ class Collective:
 
     Attributes:
         kind: "all-gather", "reduce-scatter" or "all-reduce".
-        unit: whose; empty for what no unit launches.
+        unit: whose, or in which the program launches them.
+        dimension: of the mesh that they run over; empty for all ranks and for other groups.
         ranks: how many take part.
         count: messages.
         nbytes: in sum, of what is gathered or reduced, as a whole.
@@ -30,6 +31,7 @@ class Collective:
 
     kind: str
     unit: str
+    dimension: str
     ranks: int
     count: int
     nbytes: int
@@ -103,7 +105,12 @@ class Forecast:
             ("  waiting for messages", _ms(self.exposed), f"of {_ms(self.communicating)}"),
             ("  launching, on the host", _ms(self.host), ""),
             *(
-                (f"{each.kind} of {each.ranks} ranks", _gib(each.nbytes), f"{each.count} messages")
+                (
+                    f"{each.kind} of {each.ranks} ranks"
+                    + (f", {each.dimension}" if len(self.mesh) > 1 and each.dimension else ""),
+                    _gib(each.nbytes),
+                    f"{each.count} messages",
+                )
                 for each in kinds
             ),
         ]
@@ -117,12 +124,14 @@ class Forecast:
 
     def collectives_by_kind(self) -> list[Collective]:
         """As `collectives`, added up over the units."""
-        found: dict[tuple[str, int], list[Collective]] = {}
+        found: dict[tuple[str, str, int], list[Collective]] = {}
         for each in self.collectives:
-            found.setdefault((each.kind, each.ranks), []).append(each)
+            found.setdefault((each.kind, each.dimension, each.ranks), []).append(each)
         return [
-            Collective(kind, "", ranks, sum(e.count for e in group), sum(e.nbytes for e in group))
-            for (kind, ranks), group in found.items()
+            Collective(
+                kind, "", over, ranks, sum(e.count for e in group), sum(e.nbytes for e in group)
+            )
+            for (kind, over, ranks), group in found.items()
         ]
 
     def to_dict(self) -> dict[str, Any]:
