@@ -27,7 +27,7 @@ from composable.forecast import DEVICES, compare, suggest
 
 LIMIT = 1.05
 SECONDS = 120.0  # of a processor, for the smaller model
-MEMORY = int(DEVICES["h100"].capacity * 0.95)
+MEMORY = DEVICES["h100"].usable
 
 
 def shard(model: nn.Module, mesh: Any, **options: Any) -> None:
@@ -102,11 +102,9 @@ def look(name: str, ranks: int, bandwidth: int) -> dict[str, Any]:
         annotate, shards = PLANS[plan]
         mesh = {"replicate": ranks // shards, "shard": shards} if shards else {"ranks": ranks}
         named = {plan: lambda model, mesh, annotate=annotate: annotate(model, mesh)}
-        forecasts |= compare(
-            make, named, batch, ranks=ranks, mesh=mesh, device=device, memory=MEMORY
-        ).forecasts
+        forecasts |= compare(make, named, batch, ranks=ranks, mesh=mesh, device=device).forecasts
     started, worked = time.monotonic(), time.process_time()
-    found = suggest(make, batch, ranks=ranks, device=device, memory=MEMORY)
+    found = suggest(make, batch, ranks=ranks, device=device)
     worked, started = time.process_time() - worked, time.monotonic() - started
     fit = {plan: each for plan, each in forecasts.items() if each.peak <= MEMORY}
     best = min(fit, key=lambda plan: fit[plan].seconds)

@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from composable.memory.elastic import idle_blocks
+from composable.memory.torch_private import WRAPPERS, waited_for
+
 
 class Kind(IntEnum):
     """What memory is for. The greatest kind counts where several apply."""
@@ -124,6 +127,8 @@ class _Meter(TorchDispatchMode):
             for s in storages
             if s._cdata not in self._live and s._cdata not in self._ignored
         }
+        for block in idle_blocks():  # counted by the samples
+            unseen.pop(block._cdata, None)
         self.trace.idle = sum(unseen.values())
 
     def __torch_dispatch__(
@@ -133,8 +138,10 @@ class _Meter(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if not WRAPPERS.isdisjoint(types):
+            return NotImplemented  # what they do to plain tensors comes here again
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             self._note(args, Kind.COMMUNICATION)
         self._note(result, Kind.ACTIVATIONS)
         self._sample()
@@ -169,6 +176,9 @@ class _Meter(TorchDispatchMode):
             elif key not in self._ignored and storage.device.type != "meta" and storage.nbytes():
                 start = storage.data_ptr()
                 spans.append((start, start + storage.nbytes(), self._kind[key]))
+        for block in idle_blocks():  # without a tensor, kept for the next message
+            start = block.data_ptr()
+            spans.append((start, start + block.nbytes(), Kind.COMMUNICATION))
         self.trace.totals.append(_bytes_by_kind(spans))
 
 
@@ -203,7 +213,7 @@ def _footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def _local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return waited_for(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

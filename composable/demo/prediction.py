@@ -14,7 +14,6 @@ from composable.demo.memory import MemoryTrace
 from composable.demo.model import ADAMW, loss_of, shapes
 from composable.demo.options import Options
 from composable.forecast import forecast
-from composable.forecast.machine import Kind
 
 MIB = float(1 << 20)
 
@@ -69,13 +68,11 @@ def prediction_table(options: Options, annotate: Any, measured: Measured) -> Tab
     )
     totals = list(map(sum, measured.trace.totals))
     sent = sum(each.nbytes for each in found.collectives)
-    # the meter does not see blocks that no buffer uses
-    peak = max(sum(sizes[: Kind.IDLE]) for _, sizes in found.memory)
     names = [Column(name, justify="right") for name in ("forecast", "measured")]
     table = Table("", *names, box=None, pad_edge=False)
     for name, said, seen in (
         ("at rest, MiB", sum(found.at_rest.values()), totals[0]),
-        ("peak of the step, MiB", peak, max(totals)),
+        ("peak of the step, MiB", found.peak, max(totals)),
         ("in messages, MiB", sent, sum(measured.sizes)),
     ):
         table.add_row(name, f"{said / MIB:.2f}", f"{seen / MIB:.2f}")

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
     parser.add_argument("--tokens", type=int, default=2048, help="per sequence")
     parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)}")
-    parser.add_argument("--memory", type=bytes_of, help="that a step may use, e.g. 80GB")
+    parser.add_argument("--memory", type=bytes_of, help="of the device, e.g. 80GB")
     parser.add_argument("--dtype", default="bfloat16", help="of the parameters")
     parser.add_argument("--plot", type=Path, help="a picture, e.g. forecast.png")
     which = parser.add_mutually_exclusive_group()
@@ -85,12 +85,11 @@ def run(options: Any) -> int:
                 make,
                 make_batch,
                 block=blocks[0] if options.policy else None,
-                memory=options.memory,
                 progress=say,
                 **shared,
             )
         elif options.compare:
-            found = compare(make, _plans(blocks), make_batch, memory=options.memory, **shared)
+            found = compare(make, _plans(blocks), make_batch, **shared)
         else:
 
             def annotate(model: nn.Module) -> None:

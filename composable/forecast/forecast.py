@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -29,6 +29,7 @@ import composable.api.tensor_parallel as tensor_parallel
 import composable.engine.root as engine_root
 import composable.memory.activations as activations
 import composable.memory.elastic as elastic
+from composable.api.mesh import Spread
 from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
 from composable.engine.grad_bucket import GradBucket
@@ -177,7 +178,7 @@ def _pretended(machine: Machine) -> Iterator[None]:
     with (
         comms_wrapped_by(virtual),
         mock.patch.object(elastic, "CAN_SWAP", False),  # storages are resized, as accelerators'
-        mock.patch.object(tensor_parallel, "joint_mesh", _refuse_spread),
+        mock.patch.object(tensor_parallel, "joint_mesh", cache(_joint_mesh)),
         mock.patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", foreach),
         mock.patch.object(Reduction, "land", _land),
         mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
@@ -209,11 +210,16 @@ def _refuse_offloaded_shards(model: nn.Module) -> None:
             )
 
 
-def _refuse_spread(*_: object) -> NoReturn:
-    raise ForecastError(
-        "forecast: the model has tensor-parallel parameters, whose ranks tell each other where they"
-        " are; a pretended world has one rank that tells. Forecast the model with what one rank of"
-        " them has: layers of their share, and the data-parallel ranks alone"
+def _joint_mesh(_: str, own: DeviceMesh, spread: Spread, device: torch.device) -> DeviceMesh:
+    """As `joint_mesh`, whose ranks tell each other where they are. Here all meshes are parts of one
+    grid, of which this rank is the first: numbers of ranks add up.
+    """
+    mesh = spread.mesh
+    ranks = own.mesh.view(*own.shape, *[1] * mesh.ndim) + mesh.mesh
+    groups = [*map(own.get_group, range(own.ndim)), *map(mesh.get_group, range(mesh.ndim))]
+    names = (*(own.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
+    return DeviceMesh.from_group(
+        groups, "cpu", mesh=ranks, mesh_dim_names=names if len(set(names)) == ranks.ndim else None
     )
 
 
@@ -310,11 +316,11 @@ def _train(
 def _told(
     machine: Machine, mesh: Mapping[str, int], at_rest: Sequence[int], start: float, end: float
 ) -> Forecast:
-    sums: dict[tuple[str, str, int], list[int]] = {}
+    sums: dict[tuple[str, str, str, int], list[int]] = {}
     for message in machine.messages:
         unit = message.label.partition("of unit '")[2].partition("'")[0]
         kind = message.kind.replace("_", "-")
-        sums.setdefault((kind, unit, message.ranks), []).append(message.nbytes)
+        sums.setdefault((kind, unit, message.dimension, message.ranks), []).append(message.nbytes)
     spans = [replace(s, start=s.start - start, end=s.end - start) for s in machine.spans]
 
     def taken(*, computing: bool) -> float:
@@ -334,10 +340,7 @@ def _told(
         communicating=taken(computing=False),
         exposed=machine.exposed,
         host=machine.host - start,
-        collectives=tuple(
-            Collective(kind, unit, ranks, len(sizes), sum(sizes))
-            for (kind, unit, ranks), sizes in sums.items()
-        ),
+        collectives=tuple(Collective(*key, len(sizes), sum(sizes)) for key, sizes in sums.items()),
         memory=tuple((moment - start, sizes) for moment, sizes in machine.samples),
         streams=tuple(spans),
     )

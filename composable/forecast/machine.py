@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from weakref import finalize, ref
 
 import torch
@@ -76,12 +76,14 @@ class Message:
     Attributes:
         label: e.g. "all-gather of unit 'layers.3'".
         kind: "all_gather", "reduce_scatter" or "all_reduce".
+        dimension: of a mesh; empty for another group.
         ranks: how many take part.
         nbytes: of the whole: what is gathered, or reduced.
     """
 
     label: str
     kind: str
+    dimension: str
     ranks: int
     nbytes: int
 
@@ -146,6 +148,13 @@ class Machine:
     def place(self) -> str:
         """What runs, e.g. "backward of unit 'layers.3'"."""
         return "optimizer" if self.phase == "optimizer" else f"{self.phase} of unit '{self.unit}'"
+
+    def send(self, label: str, kind: str, group: dist.ProcessGroup, nbytes: int) -> None:
+        """Note a collective."""
+        dimension = group.group_desc.removeprefix("mesh_")  # as meshes call their groups
+        if dimension == group.group_desc:
+            dimension = ""
+        self.messages.append(Message(label, kind, dimension, group.size(), nbytes))
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -348,7 +357,7 @@ class VirtualComm(GroupComm):
         machine = self._machine
         wholes = tensors[1] if kind == "reduce_scatter" else tensors[0]
         nbytes = sum(whole.nbytes for whole in wholes)
-        machine.messages.append(Message(label, kind, self.size, nbytes))
+        machine.send(label, kind, self.group, nbytes)
         for tensor in (part for parts in tensors for part in parts):
             storage = tensor.untyped_storage()
             if machine.kind_of(storage) is Kind.ACTIVATIONS:
@@ -358,24 +367,26 @@ class VirtualComm(GroupComm):
         if not self.traits.on_stream:  # a host computes nothing while messages move
             machine.run(seconds, label, id(self._group))
             pairs = self.traits is PointToPointComm.traits and kind == "reduce_scatter"
-            return _Received(machine, (nbytes - nbytes // self.size) if pairs else 0)
+            return _Received(machine, (nbytes - nbytes // self.size) if pairs else 0, tensors)
         with self._streams.fork(kind):
             machine.run(seconds, label, id(self._group))
             return _Joined(self._streams.mark(), tensors)
 
 
 class _Received:
-    """What a host receives of the other ranks before it adds up."""
+    """What a host receives of the other ranks before it adds up, and what it sends meanwhile."""
 
-    __slots__ = ("_kept", "_machine")
+    __slots__ = ("_kept", "_machine", "_sent")
 
-    def __init__(self, machine: Machine, nbytes: int) -> None:
+    def __init__(self, machine: Machine, nbytes: int, sent: object) -> None:
         self._machine = machine
+        self._sent = sent
         machine.keeps_idle(0, nbytes)
         self._kept: Tensor | None = torch.empty(nbytes, dtype=torch.uint8)
         machine.hold_for(self._kept.untyped_storage(), Kind.MESSAGES)
 
     def wait(self) -> None:
+        self._sent = None
         if self._kept is not None:
             self._machine.keeps_idle(self._kept.nbytes, 0)
             self._kept = None
@@ -418,10 +429,10 @@ class VirtualGroup(dist.ProcessGroup):
 
     broadcast = barrier = _nothing  # type: ignore[assignment]
 
-    def _take(self, kind: str, wholes: Sequence[Tensor]) -> dist.Work:
+    def take(self, kind: str, wholes: Sequence[Tensor]) -> dist.Work:
         machine, nbytes = self.machine, sum(whole.nbytes for whole in wholes)
         ranks = dist.get_process_group_ranks(self)
-        machine.messages.append(Message("", kind, self._num, nbytes))
+        machine.send(f"{kind} of unit '{machine.unit}'", kind, self, nbytes)
         machine.run(
             seconds_of(machine.device, kind, nbytes, len(wholes), ranks),
             kind.replace("_", "-"),
@@ -432,22 +443,22 @@ class VirtualGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], *_: Any) -> dist.Work:  # type: ignore[override]
         if tensors[0].dtype is torch.int64:
             return DoneWork()
-        return self._take("all_reduce", tensors)
+        return self.take("all_reduce", tensors)
 
     def _gather(self, output: Tensor, part: Tensor, *_: Any) -> dist.Work:
         if output.dtype is torch.int64:
             output.view(self._num, -1).copy_(part.clone().view(1, -1))
             return DoneWork()
-        return self._take("all_gather", [output])
+        return self.take("all_gather", [output])
 
     def _gathers(self, outputs: list[Tensor], parts: list[Tensor], *_: Any) -> dist.Work:
-        return self._take("all_gather", outputs)
+        return self.take("all_gather", outputs)
 
     def _scatter(self, output: Tensor, whole: Tensor, *_: Any) -> dist.Work:
-        return self._take("reduce_scatter", [whole])
+        return self.take("reduce_scatter", [whole])
 
     def _scatters(self, outputs: list[Tensor], wholes: list[Tensor], *_: Any) -> dist.Work:
-        return self._take("reduce_scatter", wholes)
+        return self.take("reduce_scatter", wholes)
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -457,22 +468,19 @@ class VirtualGroup(dist.ProcessGroup):
         return name_of_group(self)
 
 
-def _refusal(name: str) -> Any:
-    def refuse(group: VirtualGroup, *_: Any) -> Any:
-        raise ForecastError(
-            f"forecast: the program calls '{name}' of a process group in {group.machine.place}:"
-            " point-to-point messages, as a pipeline's, and exchanges among all, as experts', are"
-            " not forecast. Forecast one stage, or one rank's experts, as a model of its own over"
-            " the data-parallel ranks alone"
-        )
-
-    return refuse
+def refuse(group: VirtualGroup, name: str) -> NoReturn:
+    raise ForecastError(
+        f"forecast: the program calls '{name}' of a process group in {group.machine.place}:"
+        " point-to-point messages, as a pipeline's, and exchanges among all, as experts', are"
+        " not forecast. Forecast one stage, or one rank's experts, as a model of its own over"
+        " the data-parallel ranks alone"
+    )
 
 
 for _name in (
     "send", "recv", "recv_anysource", "alltoall", "alltoall_base", "gather", "scatter", "reduce",
 ):  # fmt: skip
-    setattr(VirtualGroup, _name, _refusal(_name))
+    setattr(VirtualGroup, _name, lambda group, *_, name=_name: refuse(group, name))
 for _names, _method in (  # the second names from torch 2.13 on
     (("_allgather_base", "all_gather_single"), VirtualGroup._gather),
     (("_reduce_scatter_base", "reduce_scatter_single"), VirtualGroup._scatter),

@@ -105,15 +105,16 @@ def draw_comparison(path: Path, comparison: Comparison) -> None:
     names = list(comparison.forecasts)
     figure = Figure(figsize=(10, 1.2 + 0.45 * len(names)), layout="constrained")
     peaks, times = figure.subplots(1, 2, sharey=True)
-    fits = [each.peak <= comparison.memory for each in comparison.forecasts.values()]
+    fits = [each.fits for each in comparison.forecasts.values()]
     colors = [
         COLORS[0] if name == comparison.best else COLORS[1] if fit else "#d9dfe3"
         for name, fit in zip(names, fits, strict=True)
     ]
     found = list(comparison.forecasts.values())
     peaks.barh(names, [each.peak / GIB for each in found], color=colors)
-    peaks.axvline(comparison.memory / GIB, color="#d1622b", linestyle="--", linewidth=1)
-    peaks.set(xlabel="peak of memory, GiB (dashed: what there is)")
+    usable = next(iter(comparison.forecasts.values())).device.usable / GIB
+    peaks.axvline(usable, color="#d1622b", linestyle="--", linewidth=1)
+    peaks.set(xlabel="peak of memory, GiB (dashed: what fits)")
     peaks.invert_yaxis()
     times.barh(names, [each.seconds * 1e3 for each in found], color=colors)
     times.barh(names, [each.exposed * 1e3 for each in found], color="#d1622b", height=0.3)

@@ -23,7 +23,6 @@ from composable.forecast.forecast import forecast
 from composable.forecast.result import Forecast
 from composable.policies.rules import CustomPolicy
 
-MARGIN: Final = 0.05  # of the memory, which no forecast counts
 WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
 SHOWN: Final = 8  # rows of a table
 
@@ -34,24 +33,21 @@ class Comparison:
 
     Attributes:
         forecasts: by the name of the plan.
-        memory: bytes that a plan may use.
     """
 
     forecasts: Mapping[str, Forecast]
-    memory: int
 
     @property
     def best(self) -> str | None:
         """The fastest plan that fits."""
         name, found = next(iter(self.forecasts.items()))
-        return name if found.peak <= self.memory else None
+        return name if found.fits else None
 
     def __str__(self) -> str:
         rows = [("", "peak, GiB", "step, ms", "waits, ms", "messages", "")]
         best, more = self.best, len(self.forecasts) - SHOWN
         for name, found in list(self.forecasts.items())[:SHOWN]:
-            fits = found.peak <= self.memory
-            note = "best" if name == best else "" if fits else "does not fit"
+            note = "best" if name == best else "" if found.fits else "does not fit"
             rows.append(
                 (
                     name, f"{found.peak / GIB:.2f}", f"{found.seconds * 1e3:.1f}",
@@ -81,14 +77,15 @@ def compare(
     *,
     ranks: int,
     memory: int | None = None,
+    device: str | Device = "h100",
     **options: Any,
 ) -> Comparison:
     """Forecast several ways to annotate a model.
 
     Args:
-        make_model, make_batch, ranks: as for `forecast`.
+        make_model, make_batch, ranks, device: as for `forecast`.
         plans: by name, what annotates the model; one that takes two arguments gets the mesh, too.
-        memory: bytes that a plan may use; None: what the device has, less a margin of 5 %.
+        memory: bytes of the device; None: what it has. A plan fits that leaves its `margin` free.
         options: as for `forecast`.
 
     Example:
@@ -104,23 +101,26 @@ def compare(
         ...     )
         ... )
     """
-    found = {
-        name: forecast(make_model, annotate, make_batch, ranks=ranks, **options)
-        for name, annotate in plans.items()
-    }
-    return _ranked(found, _memory(memory, options.get("device", "h100")))
+    limited = _with(memory, device)
+    return _ranked(
+        {
+            name: forecast(make_model, annotate, make_batch, ranks=ranks, device=limited, **options)
+            for name, annotate in plans.items()
+        }
+    )
 
 
-def _memory(memory: int | None, device: str | Device) -> int:
-    return int(device_of(device).capacity * (1 - MARGIN)) if memory is None else memory
+def _with(memory: int | None, device: str | Device) -> Device:
+    found = device_of(device)
+    return found if memory is None else replace(found, capacity=memory)
 
 
-def _ranked(found: Mapping[str, Forecast], memory: int) -> Comparison:
+def _ranked(found: Mapping[str, Forecast]) -> Comparison:
     def order(item: tuple[str, Forecast]) -> tuple[bool, float]:
-        fits = item[1].peak <= memory
+        fits = item[1].fits
         return (not fits, item[1].seconds if fits else float(item[1].peak))
 
-    return Comparison(dict(sorted(found.items(), key=order)), memory)
+    return Comparison(dict(sorted(found.items(), key=order)))
 
 
 # --- a search -----------------------------------------------------------------------------------
@@ -269,8 +269,8 @@ def suggest(
     activations in host memory; and, if not even all blocks recomputed fit, both.
 
     Args:
-        make_model, make_batch, ranks: as for `forecast`.
-        memory: bytes that a step may use; None: what the device has, less a margin of 5 %.
+        make_model, make_batch, ranks, device: as for `forecast`.
+        memory: bytes of the device; None: what it has. A plan fits that leaves its `margin` free.
         block: the class of the units; None: those of the largest modules of which there
             are several.
         half: compute in bfloat16. None: on accelerators, where parameters are float32.
@@ -281,7 +281,7 @@ def suggest(
         ForecastError: nothing that was tried fits, or no class of modules repeats; in the message
             how much the smallest plan needs.
     """
-    found = device_of(device)
+    found = _with(memory, device)
     with torch.device("meta"):
         model = make_model()
     if half is None:
@@ -298,9 +298,9 @@ def suggest(
             ranks=ranks, mesh=plan.mesh(ranks), device=found, **options,
         )  # fmt: skip
 
-    search = _Search(run, _memory(memory, found), count)
+    search = _Search(run, found.usable, count)
     search.find(Plan("fully_shard", blocks, half=half), ranks, found, whole)
-    comparison = _ranked({str(plan): each for plan, each in search.tried.items()}, search.limit)
+    comparison = _ranked({str(plan): each for plan, each in search.tried.items()})
     plan = search.best
     if plan is None:
         least = min(each.peak for each in search.tried.values())

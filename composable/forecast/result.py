@@ -11,8 +11,8 @@ from composable.forecast.devices import GIB, Device
 from composable.forecast.machine import KINDS, Kind, Span
 
 NOT_KNOWN: Final = (
-    "not in it: the driver's and the communicators' own memory, kernels' workspaces, and holes"
-    " between the allocator's blocks"
+    "not in it: the driver's and the communicators' own memory. Not counted above: kernels'"
+    " workspaces, and holes between the allocator's blocks; at most that much was measured"
 )
 
 
@@ -22,7 +22,8 @@ class Collective:
 
     Attributes:
         kind: "all-gather", "reduce-scatter" or "all-reduce".
-        unit: whose; empty for what no unit launches.
+        unit: whose, or in which the program launches them.
+        dimension: of the mesh that they run over; empty for all ranks and for other groups.
         ranks: how many take part.
         count: messages.
         nbytes: in sum, of what is gathered or reduced, as a whole.
@@ -30,6 +31,7 @@ class Collective:
 
     kind: str
     unit: str
+    dimension: str
     ranks: int
     count: int
     nbytes: int
@@ -77,8 +79,8 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is below the memory of the device."""
-        return self.peak <= self.device.capacity
+        """Whether the peak and the device's margin are below its memory."""
+        return self.peak <= self.device.usable
 
     @property
     def messages(self) -> int:
@@ -91,6 +93,11 @@ class Forecast:
         rows = [
             ("peak of memory", _gib(self.peak), f"of {_gib(self.device.capacity)}; {self.where}"),
             *((f"  {name}", _gib(size), "") for name, size in self.at_peak.items() if size),
+            (
+                "  not counted",
+                _gib(int(self.peak * self.device.margin)),
+                "at most, beyond it",
+            ),
             *([("offloaded to the host", _gib(self.on_host), "")] if self.on_host else []),
             ("at rest", _gib(sum(self.at_rest.values())), "between steps, without gradients"),
             ("step", _ms(self.seconds), ""),
@@ -98,7 +105,12 @@ class Forecast:
             ("  waiting for messages", _ms(self.exposed), f"of {_ms(self.communicating)}"),
             ("  launching, on the host", _ms(self.host), ""),
             *(
-                (f"{each.kind} of {each.ranks} ranks", _gib(each.nbytes), f"{each.count} messages")
+                (
+                    f"{each.kind} of {each.ranks} ranks"
+                    + (f", {each.dimension}" if len(self.mesh) > 1 and each.dimension else ""),
+                    _gib(each.nbytes),
+                    f"{each.count} messages",
+                )
                 for each in kinds
             ),
         ]
@@ -112,12 +124,14 @@ class Forecast:
 
     def collectives_by_kind(self) -> list[Collective]:
         """As `collectives`, added up over the units."""
-        found: dict[tuple[str, int], list[Collective]] = {}
+        found: dict[tuple[str, str, int], list[Collective]] = {}
         for each in self.collectives:
-            found.setdefault((each.kind, each.ranks), []).append(each)
+            found.setdefault((each.kind, each.dimension, each.ranks), []).append(each)
         return [
-            Collective(kind, "", ranks, sum(e.count for e in group), sum(e.nbytes for e in group))
-            for (kind, ranks), group in found.items()
+            Collective(
+                kind, "", over, ranks, sum(e.count for e in group), sum(e.nbytes for e in group)
+            )
+            for (kind, over, ranks), group in found.items()
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,6 +141,7 @@ class Forecast:
             "mesh": dict(self.mesh),
             "fits": self.fits,
             "peak": self.peak,
+            "margin": self.device.margin,
             "at_peak": dict(self.at_peak),
             "where": self.where,
             "peaks": dict(self.peaks),

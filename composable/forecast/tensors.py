@@ -12,22 +12,27 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from composable.errors import ForecastError
-from composable.forecast.machine import Kind, Machine
+from composable.forecast.machine import Kind, Machine, Streams, refuse
 from composable.memory.elastic import is_elastic
-from composable.memory.torch_private import accumulates
+from composable.memory.torch_private import CAN_SWAP, WRAPPERS, accumulates, group_named
 
 _SMALL: Final = 1000  # elements of numbers that are computed
 _REAL: Final = ("set_", "resize_", "_unsafe_view", "_fused_sdp_choice", "is_pinned", "lift")
 _MADE: Final = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
 )  # fmt: skip
+_COLLECTIVES: Final = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+}
 _READS: Final = ("_local_scalar_dense", "equal", "is_nonzero", "item")
 
 
@@ -46,7 +51,7 @@ class NoValues(TorchDispatchMode):
         def noted(storage: torch.UntypedStorage, size: int) -> Any:
             before = storage.nbytes()
             found = resize(storage, size)
-            if not machine.device.accelerator and is_elastic(storage):
+            if CAN_SWAP and not machine.device.accelerator and is_elastic(storage):
                 machine.keeps_idle(before, size)
             machine.hold(storage)
             return found
@@ -59,14 +64,16 @@ class NoValues(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # what it does to local tensors comes here again
+        if not WRAPPERS.isdisjoint(types):
+            return NotImplemented  # what they do to plain tensors comes here again
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         returns = func._schema.returns
         if name in _READS:
             self.refuse_to_read(name, args)
             return func(*args)
+        if func.namespace == "_c10d_functional":
+            return self._collective(func, name, args, kwargs)
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if func.namespace == "profiler" or name in _REAL or views:
             if name == "detach" and accumulates():
@@ -95,6 +102,27 @@ class NoValues(TorchDispatchMode):
                     self._hold(tensor)
                 return made
         return self._skip(func, name, returns, given, args, kwargs)
+
+    def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """A collective of DTensors: on a stream of its own, until something waits for it."""
+        machine = self.machine
+        if name == "wait_tensor":
+            machine.wait_until(getattr(args[0].untyped_storage(), "_composable_comes", 0.0))
+            return args[0]
+        if name == "_wrap_tensor_autograd":
+            return func(*args)
+        group, kind = group_named(args[-1]), _COLLECTIVES.get(name)
+        if kind is None:
+            refuse(group, name)
+        made = args[0]
+        if not name.endswith("_"):
+            made, _ = self._outputs(func, args, kwargs, True)
+            self._hold(made, unknown=True)
+        stream = kind if machine.device.accelerator else machine.current
+        with Streams(machine).fork(stream):
+            group.take(kind, [made if kind == "all_gather" else args[0]])
+            made.untyped_storage()._composable_comes = machine.ready[stream]
+        return made
 
     def _skip(
         self, func: Any, name: str, returns: Any, given: Sequence[Tensor], args: Any, kwargs: Any

@@ -7,7 +7,8 @@ forward saved without knowing of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final
 
 import torch
@@ -49,9 +50,14 @@ def release_idle_memory() -> None:
         blocks.clear()
 
 
+def idle_blocks() -> Iterator[torch.UntypedStorage]:
+    """Host memory that no buffer uses."""
+    return chain.from_iterable(_IDLE.values())
+
+
 def idle_bytes() -> int:
     """Bytes of host memory that no buffer uses."""
-    return sum(nbytes * len(blocks) for nbytes, blocks in _IDLE.items())
+    return sum(block.nbytes() for block in idle_blocks())
 
 
 class ElasticBuffer:

@@ -44,6 +44,9 @@ from torch.nn.parallel import DistributedDataParallel
 P = ParamSpec("P")
 R = TypeVar("R")
 
+# Classes of tensors whose operations become operations on the plain tensors in them.
+WRAPPERS: Final = frozenset({DTensor, AsyncCollectiveTensor})
+
 # A work that is done, which process groups in Python must return (`composable.forecast`).
 DoneWork: Final = FakeWork
 
@@ -51,6 +54,13 @@ DoneWork: Final = FakeWork
 def name_of_group(group: dist.ProcessGroup) -> Any:
     """As torch knows it; a process group in Python does not have its name itself."""
     return str(dist.distributed_c10d._world.pg_names[group])
+
+
+def group_named(name: Any) -> Any:
+    """The process group that an operation of functional collectives was given, mostly by name."""
+    if isinstance(name, dist.ProcessGroup):
+        return name
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
 
 
 # --- autograd ------------------------------------------------------------------------------------

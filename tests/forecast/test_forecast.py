@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +16,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable import CPUOffloadPolicy, checkpoint, fully_shard, replicate
+from composable import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    checkpoint,
+    fully_shard,
+    offload_activations,
+    replicate,
+)
 from composable.__main__ import main
 from composable.comm import Comm, comms_wrapped_by
 from composable.demo.memory import measure_step
@@ -31,8 +47,9 @@ from composable.forecast import (
     forecast,
     suggest,
 )
-from composable.forecast.machine import Kind
 from composable.forecast.plans import _Search, repeated
+from composable.memory.elastic import release_idle_memory
+from composable.memory.torch_private import WRAPPERS, group_named
 from tests.helpers.communicators import Around
 from tests.helpers.world import Pool
 
@@ -46,20 +63,23 @@ class Block(nn.Module):
         self.mix = nn.Linear(width, 3 * width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def mixed(self, x: Tensor) -> Tensor:
         query, key, value = self.mix(self.norm(x)).view(*x.shape[:2], 3, 4, -1).unbind(2)
         mixed = F.scaled_dot_product_attention(
             *(t.transpose(1, 2) for t in (query, key, value)), is_causal=True
         )
-        x = x + mixed.transpose(1, 2).reshape(x.shape)
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mixed(x)
         return x + self.down(F.gelu(self.up(x)))
 
 
 class Decoder(nn.Module):
-    def __init__(self, width: int = 96, layers: int = 3) -> None:
+    def __init__(self, width: int = 96, layers: int = 3, block: type[Block] = Block) -> None:
         super().__init__()
         self.embedding = nn.Embedding(250, width)
-        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.layers = nn.ModuleList(block(width) for _ in range(layers))
         self.head = nn.Linear(width, 250)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -67,6 +87,36 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Gated(Block):
+    """With the shapes of 7B models, and a part of their width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gate, self.up = (nn.Linear(width, 43 * width // 16, bias=False) for _ in range(2))
+        self.down = nn.Linear(43 * width // 16, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mixed(x)
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class OfHalves(Block):
+    """Without attention: computes with any part of a sequence."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        del self.mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def model_of(name: str) -> Decoder:
+    if name == "sequence parallel":
+        return Decoder(block=OfHalves)
+    return Decoder(256, 6, Gated).to(torch.bfloat16) if name.startswith("7B") else Decoder()
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -86,12 +136,59 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> None:
     replicate(model, mesh=mesh)
 
 
+def half(model: nn.Module, mesh: DeviceMesh) -> None:
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, policy={Block}, mesh=mesh, mp_policy=bf16)
+
+
+def recomputed_in_half(model: nn.Module, mesh: DeviceMesh) -> None:
+    checkpoint(model, policy={Block})
+    half(model, mesh)
+
+
+def spread(model: nn.Module, mesh: DeviceMesh) -> None:
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+        "layers.*.up": ColwiseParallel(),
+        "layers.*.down": RowwiseParallel(),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, policy={Block}, mesh=mesh["dp"])
+
+
+def spread_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
+    cut = Shard(1)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=cut),
+        "head": ColwiseParallel(input_layouts=cut, output_layouts=Replicate()),
+        "layers.*.norm": SequenceParallel(),
+        "layers.*.up": ColwiseParallel(input_layouts=cut),
+        "layers.*.down": RowwiseParallel(output_layouts=cut),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    checkpoint(model, policy={Block})
+    half(model, mesh["dp"])
+
+
+def on_the_host(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Where everything is already."""
+    offload_activations(model, policy={Block})
+    fully_shard(model, policy={Block}, mesh=mesh, offload_policy=CPUOffloadPolicy())
+
+
+# what annotates, and the meshes, by their ranks, over which it is compared with a real run
 ANNOTATE: dict[str, tuple[Callable[..., None], dict[int, dict[str, int]]]] = {
-    "sharded": (sharded, {2: {"ranks": 2}, 4: {"ranks": 4}}),
-    "kept": (kept, {2: {"ranks": 2}}),
+    "sharded": (sharded, {4: {"ranks": 4}}),
+    "kept": (kept, {}),
     "recomputed": (recomputed, {2: {"ranks": 2}}),
-    "hybrid": (sharded, {4: {"replicate": 2, "shard": 2}}),
     "replicated": (replicated, {2: {"ranks": 2}}),
+    "half, hybrid": (half, {4: {"replicate": 2, "shard": 2}}),
+    "7B, half, recomputed": (recomputed_in_half, {4: {"ranks": 4}}),
+    "7B, kept": (kept, {2: {"ranks": 2}}),
+    "tensor parallel": (spread, {4: {"dp": 2, "tp": 2}}),
+    "sequence parallel": (spread_sequences, {4: {"dp": 2, "tp": 2}}),
+    "offloaded": (on_the_host, {2: {"ranks": 2}}),
 }
 CASES = [(name, ranks) for name, (_, meshes) in ANNOTATE.items() for ranks in meshes]
 
@@ -127,57 +224,79 @@ class Counting(Around):
         return super().all_reduce(tensors, label, scale)
 
 
+KINDS_OF_DTENSORS = {
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_reduce": "all-reduce",
+}
+
+
+class CountingDTensors(TorchDispatchMode):
+    """Notes the collectives that DTensors launch, too; they have no unit."""
+
+    def __init__(self, seen: list[tuple[str, str, int, int]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not WRAPPERS.isdisjoint(types):
+            return NotImplemented
+        made = func(*args, **(kwargs or {}))
+        kind = KINDS_OF_DTENSORS.get(func.overloadpacket.__name__)
+        if kind is not None:
+            whole = made if kind == "all-gather" else args[0]
+            self._seen.append((kind, "", group_named(args[-1]).size(), whole.nbytes))
+        return made
+
+
 def real_step(name: str, sizes: dict[str, int]) -> tuple[list[Any], int, int]:
     """Messages of the second step, its peak, and bytes at rest before it."""
+    gc.collect()
+    release_idle_memory()
+    before = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     seen: list[tuple[str, str, int, int]] = []
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     torch.manual_seed(0)
-    model, tokens = Decoder(), torch.randint(250, TOKENS)
+    model, tokens = model_of(name), torch.randint(250, TOKENS)
     with comms_wrapped_by(partial(Counting, seen=seen)):
         ANNOTATE[name][0](model, mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     model(tokens).backward()
     optimizer.step()
     seen.clear()
-    trace = measure_step(model, optimizer, lambda: model(tokens), ignore=[tokens])
+    with CountingDTensors(seen):
+        trace = measure_step(model, optimizer, lambda: model(tokens), ignore=[tokens, *before])
     peak = max(map(sum, trace.totals))
     return seen, peak, sum(trace.totals[0])
 
 
 def told(name: str, ranks: int, device: str = "cpu", **options: Any) -> Forecast:
     annotate, meshes = ANNOTATE[name]
-    return forecast(
-        Decoder, annotate, batch, ranks=ranks, mesh=meshes[ranks], device=device, **options
-    )
-
-
-@pytest.fixture(scope="module")
-def fresh(pool: Pool) -> Pool:
-    """Workers without tensors of other tests, which the meter would count."""
-    pool.stop()
-    return pool
+    make = partial(model_of, name)
+    options |= {"mesh": meshes.get(ranks), "device": device}
+    return forecast(make, annotate, batch, ranks=ranks, **options)
 
 
 @pytest.mark.unsampled
 @pytest.mark.parametrize(("name", "ranks"), CASES)
-def test_messages_are_those_of_a_real_run_and_memory_is_within_five_percent(
-    fresh: Pool, name: str, ranks: int
+def test_messages_are_those_of_a_real_run_and_memory_is_within_a_percent(
+    pool: Pool, name: str, ranks: int
 ) -> None:
-    seen, peak, rests = fresh.run(ranks, real_step, name, ANNOTATE[name][1][ranks])[0]
+    seen, peak, rests = pool.run(ranks, real_step, name, ANNOTATE[name][1][ranks])[0]
     found = told(name, ranks)
     counts: dict[tuple[str, str, int], list[int]] = {}
     for kind, label, size, nbytes in seen:
         unit = label.partition("of unit '")[2].partition("'")[0]
         counts.setdefault((kind, unit, size), []).append(nbytes)
     expected = {key: (len(sizes), sum(sizes)) for key, sizes in counts.items()}
-    assert {
-        (each.kind, each.unit, each.ranks): (each.count, each.nbytes) for each in found.collectives
-    } == expected
-    # the meter does not see blocks that no buffer uses
-    used = max(sum(sizes[: Kind.IDLE]) for _, sizes in found.memory)
-    assert used == pytest.approx(peak, rel=0.05), found
-    assert used <= found.peak
-    assert sum(found.at_rest.values()) == pytest.approx(rests, rel=0.05)
+    sent: dict[tuple[str, str, int], tuple[int, int]] = {}
+    for each in found.collectives:
+        key = each.kind, "" if each.dimension == "tp" else each.unit, each.ranks
+        count, nbytes = sent.get(key, (0, 0))
+        sent[key] = count + each.count, nbytes + each.nbytes
+    assert sent == expected
+    assert found.peak == pytest.approx(peak, rel=0.01), found
+    assert sum(found.at_rest.values()) == pytest.approx(rests, rel=0.01)
 
 
 def test_a_table_says_whether_it_fits_where_the_peak_is_and_what_is_sent() -> None:
@@ -191,8 +310,11 @@ def test_a_table_says_whether_it_fits_where_the_peak_is_and_what_is_sent() -> No
     assert kept["peak"] == found.peak == sum(found.at_peak.values())
     assert found.exposed <= found.seconds
     assert found.computing <= found.seconds
-    small = replace(DEVICES["h100"], name="Small", capacity=found.peak - 1)
-    assert "Small, 4 ranks: DOES NOT FIT" in str(told("sharded", 4, device=small))
+    beyond = int(found.peak * DEVICES["h100"].margin)  # what was measured beyond forecasts
+    assert f"not counted {beyond / 2**20:.1f} MiB at most" in " ".join(said.split())
+    for capacity, verdict in ((found.peak + beyond // 2, "DOES NOT FIT"), (beyond * 22, "fits")):
+        small = replace(DEVICES["h100"], name="Small", capacity=capacity)
+        assert str(replace(found, device=small)).startswith(f"Small, 4 ranks: {verdict}")
 
 
 def test_what_saves_memory_costs_what_it_costs() -> None:
@@ -225,7 +347,8 @@ def test_plans_that_fit_come_first_and_the_fastest_of_them_is_the_best() -> None
     times = [each.seconds for each in both.forecasts.values()]
     assert times == sorted(times)
     limit = both.forecasts["sharded"].peak
-    tight = compare(Decoder, plans, batch, memory=limit, **options)
+    assert compare(Decoder, plans, batch, memory=limit, **options).best == "recomputed"
+    tight = compare(Decoder, plans, batch, memory=int(limit * 1.06), **options)
     assert tight.best in ("sharded", "recomputed")
     assert "replicated" in str(tight).splitlines()[-1]
     assert str(tight).splitlines()[-1].endswith("does not fit")
@@ -408,13 +531,13 @@ def test_a_program_that_reads_values_is_refused_by_the_module_and_a_forecast_fol
     assert forecast(Looks, annotate, batch, ranks=2).fits
 
 
-def spread(model: nn.Module, mesh: DeviceMesh) -> None:
-    parallelize_module(model.get_submodule("layers.0"), mesh["tp"], {"up": ColwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-
-
 def offloaded(model: nn.Module) -> None:
     fully_shard(model, policy={Block}, offload_policy=CPUOffloadPolicy())
+
+
+def to_experts(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch)
+    return loss + all_to_all_single(torch.zeros(4096), None, None, dist.group.WORLD).sum()
 
 
 def next_stage(model: nn.Module, batch: Tensor) -> Tensor:
@@ -423,17 +546,14 @@ def next_stage(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-def test_offload_policies_and_pipelines_are_refused_by_name() -> None:
+def test_offload_policies_pipelines_and_experts_are_refused_by_name() -> None:
     with pytest.raises(ForecastError, match=r"unit '\(root\)' has an offload_policy"):
         forecast(Decoder, offloaded, batch, ranks=2)
     assert forecast(Decoder, offloaded, batch, ranks=2, device="cpu").fits  # it has no effect
     with pytest.raises(ForecastError, match=r"calls 'send' of a process group in forward"):
         forecast(Decoder, ANNOTATE["sharded"][0], batch, ranks=2, loss=next_stage)
-
-
-def test_tensor_parallel_parameters_are_refused_by_what_is_missing() -> None:
-    with pytest.raises(ForecastError, match="the model has tensor-parallel parameters"):
-        forecast(Decoder, spread, batch, ranks=4, mesh={"dp": 2, "tp": 2})
+    with pytest.raises(ForecastError, match=r"calls 'all_to_all_single' of a process group"):
+        forecast(Decoder, ANNOTATE["sharded"][0], batch, ranks=2, loss=to_experts)
 
 
 @pytest.mark.parametrize(
