@@ -356,7 +356,7 @@ class Unit:
         self.gradients = Gradients()
         self.trains = False  # any of its parameters requires gradients
         self._swap = ParameterSwap(())  # which form of parameters modules hold
-        self._is_in = False  # since the last `swap_out`
+        self._is_in = False  # modules hold compute parameters: from `swap_in` to `swap_out`
         self._buffers: BufferCasts | None = None  # the same for buffers that are cast
 
         # --- a step
