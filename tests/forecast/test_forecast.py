@@ -180,12 +180,11 @@ def on_the_host(model: nn.Module, mesh: DeviceMesh) -> None:
 # what annotates, and the meshes, by their ranks, over which it is compared with a real run
 ANNOTATE: dict[str, tuple[Callable[..., None], dict[int, dict[str, int]]]] = {
     "sharded": (sharded, {4: {"ranks": 4}}),
-    "kept": (kept, {}),
+    "kept": (kept, {2: {"ranks": 2}}),
     "recomputed": (recomputed, {2: {"ranks": 2}}),
     "replicated": (replicated, {2: {"ranks": 2}}),
     "half, hybrid": (half, {4: {"replicate": 2, "shard": 2}}),
-    "7B, half, recomputed": (recomputed_in_half, {4: {"ranks": 4}}),
-    "7B, kept": (kept, {2: {"ranks": 2}}),
+    "7B, half, recomputed": (recomputed_in_half, {2: {"ranks": 2}}),
     "tensor parallel": (spread, {4: {"dp": 2, "tp": 2}}),
     "sequence parallel": (spread_sequences, {4: {"dp": 2, "tp": 2}}),
     "offloaded": (on_the_host, {2: {"ranks": 2}}),
