@@ -2,7 +2,7 @@
 
 Outputs are tensors of the host whose pages nobody touches, so that storages, views and version
 counters are real ones. Small numbers that no skipped operation made are computed, since programs
-read them: counters of steps, sizes, indices.
+read them: counters of steps, sizes, indices, and positions and tokens of a batch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from composable.memory.elastic import is_elastic
 from composable.memory.torch_private import CAN_SWAP, WRAPPERS, accumulates, group_named
 
 _SMALL: Final = 1000  # elements of numbers that are computed
+_SMALL_WHOLE: Final = 1 << 18  # of integers and truth values
 _REAL: Final = ("set_", "resize_", "_unsafe_view", "_fused_sdp_choice", "is_pinned", "lift")
 _MADE: Final = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
@@ -92,11 +93,11 @@ class NoValues(TorchDispatchMode):
                 self.machine.hold_on_host(made.untyped_storage())
                 return made
             made = func(*args, **kwargs)
-            self._hold(made)
+            self._hold(made, unknown=not _is_small(made, _SMALL))
             return made
-        if all(t.numel() < _SMALL and not self._is_unknown(t) for t in given):
-            asked = _numel_asked(func, args, kwargs) if not given else 0
-            if asked < _SMALL:
+        if all(_is_small(t) and not self._is_unknown(t) for t in given):
+            few = given and all(t.numel() < _SMALL for t in given)
+            if few or all(map(_is_small, _tensors(self._outputs(func, args, kwargs, True)[0]))):
                 made = func(*args, **kwargs)
                 for tensor in _tensors(made):
                     self._hold(tensor)
@@ -207,9 +208,8 @@ class NoValues(TorchDispatchMode):
             self.machine.hold_for(storage, kind)
 
     def _note_unknown(self, tensor: Tensor) -> None:
-        if tensor.numel() < _SMALL:  # large ones are never read
-            storage = tensor.untyped_storage()
-            storage._composable_unknown = True  # type: ignore[attr-defined]
+        storage = tensor.untyped_storage()
+        storage._composable_unknown = True  # type: ignore[attr-defined]
 
     def _is_unknown(self, tensor: Tensor) -> bool:
         return getattr(tensor.untyped_storage(), "_composable_unknown", False)
@@ -217,7 +217,7 @@ class NoValues(TorchDispatchMode):
     def refuse_to_read(self, name: str, tensors: Any) -> None:
         """Raise where values are not known."""
         for tensor in _tensors(tensors):
-            if not tensor.is_meta and (tensor.numel() >= _SMALL or self._is_unknown(tensor)):
+            if not tensor.is_meta and (not _is_small(tensor) or self._is_unknown(tensor)):
                 raise _refused(self.machine, f"a value ({name})")
 
 
@@ -276,10 +276,9 @@ def _meta_of(value: Any) -> Any:
     )
 
 
-def _numel_asked(func: Any, args: Any, kwargs: Any) -> int:
-    """Elements that a factory is asked for."""
-    made = func(*args, **{**kwargs, "device": torch.device("meta")})
-    return sum(tensor.numel() for tensor in _tensors(made))
+def _is_small(tensor: Tensor, limit: int = _SMALL_WHOLE) -> bool:
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.numel() < (limit if whole else _SMALL)
 
 
 def _written(func: Any, args: Any, kwargs: Any, written: Sequence[Any]) -> Any:
