@@ -11,6 +11,7 @@ A comm may send from and into memory of others (comm/supplied.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -140,12 +141,15 @@ class Gather:
         if not self._comm.traits.on_stream:
             # On a host in half the time of `split_with_sizes_copy`, which makes views; on an
             # accelerator that is one kernel.
-            strides = layout.packed_numel, 1
-            self._copies = [], []
-            for slot in packed:
-                shape, start = (ranks, slot.chunk_numel), slot.shard_start - layout.packed_start
-                self._copies[0].append(self._room(slot).view(shape))
-                self._copies[1].append(staging.part(start, shape, strides).data)
+            into, row, targets, sources = self.buffer_of(packed[0]), layout.packed_numel, [], []
+            assert into is not None
+            for chunk, slots in groupby(packed, key=lambda slot: slot.chunk_numel):
+                alike = list(slots)
+                full = [slot.full_start for slot in alike]
+                sent = [slot.shard_start - layout.packed_start for slot in alike]
+                targets.append(_stacked(into, full, ranks, chunk, chunk))
+                sources.append(_stacked(staging, sent, ranks, row, chunk))
+            self._copies = targets, sources
             return
         sizes, targets = [], []
         ends = [
@@ -229,6 +233,16 @@ class Gather:
         """Whether `tensor` is, or views, memory of compute parameters."""
         key = storage_key(innermost(tensor))
         return any(buffer.held and storage_key(buffer.tensor) == key for buffer in self.buffers)
+
+
+def _stacked(
+    buffer: ElasticBuffer, starts: Sequence[int], ranks: int, row: int, chunk: int
+) -> Tensor:
+    """The chunks that all ranks have of parameters of one size, side by side, `row` elements from
+    rank to rank: one view, so that they are copied at once.
+    """
+    step = starts[1] - starts[0] if len(starts) > 1 else 0
+    return buffer.part(starts[0], (len(starts), ranks, chunk), (step, row, 1)).data
 
 
 def row_pairs(slot: Slot, whole: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:

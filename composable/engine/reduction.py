@@ -357,7 +357,7 @@ class Plan:
         """Memory for the sums of one message."""
         if self.kept is not None:
             return self.kept
-        flat = torch.empty(self.layout.numel, dtype=reducer.precision.reduce, device=reducer.device)
+        flat = self.sent.new_empty(self.layout.numel)
         if reducer.keeps:
             indices, pieces = self.layout.trainable, self.cut(flat)
             self.kept_views = dict(zip(indices, self.views(pieces, indices), strict=True))

@@ -228,6 +228,7 @@ def _land(reduction: Reduction) -> list[float]:
     reduction.advance()
     reduction.wait()
     reduction.state = ReductionState.LANDED
+    reduction.pieces = reduction.plan.cut(reduction.flat)
     return [float(each not in reduction.missing) for each in reduction.plan.layout.trainable]
 
 
