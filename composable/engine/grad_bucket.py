@@ -58,7 +58,7 @@ from composable.engine.param_hooks import (
 )
 from composable.engine.precision import Precision
 from composable.engine.reduction import Counts, Reducer, Reduction, counts_of
-from composable.engine.tensor_parallel import ModelSpec, local_gradients, settled
+from composable.engine.tensor_parallel import ModelSpec, local_gradients, redistributed
 from composable.errors import PhaseError
 from composable.memory.offload import HostHome, wait_for_traffic
 from composable.memory.torch_private import (
@@ -261,7 +261,7 @@ class GradBucket:
         """
         found = {}
         for index, model in enumerate(self.models if any(self.models) else ()):
-            if model is None:
+            if model is None or (self._marks and model.ndim < model.mesh.ndim):
                 continue
             held = self.at_rest[index].grad
             kept = model.placements_held(self.compute[index].grad)
@@ -269,6 +269,16 @@ class GradBucket:
             if kept != model.kept and (alike or (first and held is None)):
                 found[index] = kept
         return found
+
+    def _settled(self, index: int, held: Tensor) -> Tensor:
+        """An accumulated gradient with the user's placements over the user's dimensions."""
+        model = self.models[index]
+        if model is None or not isinstance(held, DTensor):
+            return held
+        at_rest = self.at_rest[index]
+        if self._marks and isinstance(at_rest, DTensor):
+            return redistributed(held, at_rest.placements)
+        return redistributed(held, (*model.kept, *held.placements[model.ndim :]))
 
     def hold(self, absent: Sequence[int] = ()) -> None:
         """Add this backward's gradients to what is accumulated on the at-rest parameters
@@ -311,8 +321,8 @@ class GradBucket:
                 )
             elif _is_whole(before, model):
                 if index not in waiting:
-                    at_rest.grad = before = settled(before, model)
-                local_of(before).add_(gradient)
+                    at_rest.grad = before = self._settled(index, before)
+                locals_of([before])[0].add_(gradient)
             else:
                 # `before` is this rank's shard of what was reduced earlier. Each rank adds it
                 # `ranks` times to its own gradient: the later mean divides by `ranks`, so it counts
@@ -328,7 +338,8 @@ class GradBucket:
 
     def _hold_marked(self, first: bool) -> None:
         # in place autograd has added them
-        gradients = [None] * len(self.at_rest) if self.in_place else self._take()
+        waiting = {} if self.in_place else self._waiting(first=True)
+        gradients = [None] * len(self.at_rest) if self.in_place else self._take(waiting)
         for index, (at_rest, gradient) in enumerate(zip(self.at_rest, gradients, strict=True)):
             held = at_rest.grad
             if gradient is not None:
@@ -336,8 +347,11 @@ class GradBucket:
                     self._refuse_hooks_twice(index)
                 if held is None:
                     gradient = gradient.to(self.reducer.precision.gradient)
-                    at_rest.grad = gradient_like(gradient, at_rest)
+                    kept = waiting.get(index)
+                    at_rest.grad = gradient_like(gradient, at_rest, kept)
                 else:
+                    if index not in waiting:
+                        at_rest.grad = held = self._settled(index, held)
                     locals_of([held])[0].add_(gradient)
             if first:
                 set_holds_unreduced(at_rest, holds=True)
@@ -359,7 +373,7 @@ class GradBucket:
         """This backward's gradients together with what was accumulated beside them; and what is
         reduced over the shard dimension already.
         """
-        waiting = {} if self._marks else self._waiting(first=False)
+        waiting = self._waiting(first=False)
         gradients = self._take(waiting)
         carried: list[tuple[int, Tensor]] = []
         for index, at_rest in enumerate(self.at_rest):
@@ -368,16 +382,13 @@ class GradBucket:
                 self.accumulated.wanted[index] if self._marks else is_unreduced(held)
             ):
                 continue
-            model, fresh = self.models[index], gradients[index]
-            if self._marks:
-                (local,) = locals_of([held])
-                gradients[index] = local if fresh is None else local.add_(fresh)
-            elif _is_whole(held, model):
+            if self._marks or _is_whole(held, self.models[index]):
+                fresh = gradients[index]
                 if index not in waiting:
-                    held = settled(held, model)
+                    held = self._settled(index, held)
                 if fresh is not None:
-                    local_of(held).add_(fresh)
-                gradients[index] = local_of(settled(held, model))
+                    locals_of([held])[0].add_(fresh)
+                (gradients[index],) = locals_of([self._settled(index, held)])
             else:
                 carried.append((index, local_of(held)))  # type: ignore[arg-type]
                 continue

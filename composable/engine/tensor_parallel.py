@@ -178,11 +178,11 @@ def local_gradients(
     return found
 
 
-def settled(held: DTensor, spec: ModelSpec | None) -> DTensor:
-    """An accumulated gradient with the user's placements over the user's dimensions."""
-    if spec is None or held.placements[: spec.ndim] == spec.kept:
-        return held
-    made = held.redistribute(placements=(*spec.kept, *held.placements[spec.ndim :]))
+def redistributed(gradient: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """A gradient with these placements, in memory that nothing writes to any more."""
+    if gradient.placements == placements:
+        return gradient
+    made = gradient.redistribute(placements=placements)
     set_local(made, waited_for(local_of(made)))
     return made
 

@@ -52,12 +52,12 @@ def record(out: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight steps in one go, all checked against the un-annotated model, though more were asked for
     than there are.
     """
     out = tmp_path_factory.mktemp("straight")
-    printed = demo(out, "--steps", "8", "--baseline-steps", "9")
+    printed = demo_on(pool, 2, out, "--steps", "8", "--baseline-steps", "9")
     assert "first 8 steps agree with the un-annotated model" in printed
     return out
 
@@ -87,10 +87,10 @@ def interrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_resumed_run_has_the_losses_of_one_that_was_never_interrupted(
-    straight: Path, interrupted: Path, tmp_path: Path
+    pool: Pool, straight: Path, interrupted: Path, tmp_path: Path
 ) -> None:
     out = shutil.copytree(interrupted, tmp_path / "run")
-    printed = demo(out, "--steps", "8", "--resume")
+    printed = demo_on(pool, 2, out, "--steps", "8", "--resume")
     assert "resumed from step 5" in printed
     assert record(interrupted)["losses"] == record(straight)["losses"][:5]
     assert record(out)["losses"] == record(straight)["losses"]
@@ -144,8 +144,8 @@ def test_an_interrupted_run_says_in_a_line_how_to_go_on(interrupted: Path, tmp_p
 
 
 def test_a_checkpoint_of_two_ranks_is_resumed_by_one(
-    pool: Pool, straight: Path, interrupted: Path, tmp_path: Path
+    straight: Path, interrupted: Path, tmp_path: Path
 ) -> None:
     out = shutil.copytree(interrupted, tmp_path / "run")
-    demo_on(pool, 1, out, "--steps", "8", "--resume")
+    assert "resumed from step 5" in demo(out, "--ranks", "1", "--steps", "8", "--resume")
     assert record(out)["losses"] == pytest.approx(record(straight)["losses"], rel=1e-5)

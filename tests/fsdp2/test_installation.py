@@ -156,9 +156,24 @@ def _losses(printed: str) -> list[str]:
     return re.findall(r"^loss .*$", printed, re.M)
 
 
+def _assert_runs_as_fsdp2(printed: str, theirs: str) -> None:
+    assert len(_losses(theirs)) == 6
+    assert _losses(printed) == _losses(theirs)
+    assert "class FSDPSequential\n" in theirs  # FSDP2 swaps it, composable does not
+    assert "class Sequential\n" in printed
+    assert len(_INSTALLED.findall(printed)) == 1
+
+
 def test_the_runner_runs_a_script_with_its_arguments(pool: Pool) -> None:
     script = PROGRAMS / "plain.py"
-    theirs = launched(pool, 2, script, "6")
+    theirs = launched(pool, 2, script, "6")  # first: then other ranks take over
+    ours = launched(pool, 2, "composable.fsdp2", str(script), "6", stderr=True)
+    _assert_runs_as_fsdp2(ours, theirs)
+
+
+@pytest.mark.in_full_only
+def test_torchrun_runs_the_runner(pool: Pool) -> None:
+    script = PROGRAMS / "plain.py"
     ours = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          "-m", "composable.fsdp2", str(script), "6"],
@@ -166,11 +181,7 @@ def test_the_runner_runs_a_script_with_its_arguments(pool: Pool) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert ours.returncode == 0, ours.stdout + ours.stderr
-    assert len(_losses(theirs)) == 6
-    assert _losses(ours.stdout) == _losses(theirs)
-    assert "class FSDPSequential\n" in theirs  # FSDP2 swaps it, composable does not
-    assert "class Sequential\n" in ours.stdout
-    assert len(_INSTALLED.findall(ours.stderr)) == 1
+    _assert_runs_as_fsdp2(ours.stdout + ours.stderr, launched(pool, 2, script, "6"))
 
 
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])

@@ -9,7 +9,7 @@ import os
 import runpy
 import sys
 import warnings
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Final
 from unittest import mock
@@ -21,15 +21,18 @@ from tests.helpers.world import Pool
 SECONDS: Final = 240.0  # until a program counts as hung
 
 
-def launched(pool: Pool, ranks: int, program: Path | str, *arguments: str) -> str:
-    """What `program`, a file or the name of a module, prints on rank 0, on the host. New ranks take
-    over afterwards.
+def launched(
+    pool: Pool, ranks: int, program: Path | str, *arguments: str, stderr: bool = False
+) -> str:
+    """What `program`, a file or the name of a module, prints on rank 0, on the host; with `stderr`,
+    also what it prints there. New ranks take over afterwards.
     """
     printed: list[str] = pool.run(
         ranks,
         _as_torchrun_does,
         program,
         arguments,
+        stderr,
         device="cpu",
         timeout=SECONDS,
         group_timeout=SECONDS,
@@ -45,7 +48,7 @@ def environment(port: int, **more: str) -> dict[str, str]:
     return {**of_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
 
 
-def _as_torchrun_does(program: Path | str, arguments: tuple[str, ...]) -> str:
+def _as_torchrun_does(program: Path | str, arguments: tuple[str, ...], stderr: bool) -> str:
     """Ranks find each other by the environment, in a store that is there already."""
     store = (
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -61,6 +64,7 @@ def _as_torchrun_does(program: Path | str, arguments: tuple[str, ...]) -> str:
         mock.patch.dict(os.environ, said),
         mock.patch.object(sys, "argv", [str(program), *arguments]),
         redirect_stdout(printed),
+        redirect_stderr(printed) if stderr else nullcontext(),
         warnings.catch_warnings(action="default"),  # as in a program that nobody tests
     ):
         try:

@@ -162,6 +162,10 @@ def test_a_plain_parameter_in_place_of_a_tensor_parallel_one_is_refused() -> Non
     train(model, inputs)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11's redistribution looks for dimensions of the mesh in another order",
+)
 @spmd(ranks=2)
 def test_offload_on_an_accelerator_is_refused_and_has_no_effect_on_hosts() -> None:
     mesh = mesh_of(1, 2)

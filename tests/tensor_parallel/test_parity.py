@@ -101,14 +101,15 @@ def test_tensor_parallel_ranks_may_be_apart() -> None:
 
 
 @spmd(ranks=4)
-def test_hybrid_without_shards_or_replicas_trains_as_one_process() -> None:
-    for shape in ((2, 1, 2), (1, 2, 2)):
+def test_hybrid_with_one_rank_in_a_dimension_trains_as_one_process() -> None:
+    for shape in ((2, 1, 2), (1, 2, 2), (2, 2, 1)):
         mesh = mesh_of(*shape, names=("replicate", "shard", "tp"))
         dp = mesh["replicate", "shard"]
         annotate = partial(_annotate, tp=mesh["tp"], mesh=dp)
         assert_trains_as_one_process(GPT, annotate, dp)
 
 
+@pytest.mark.in_full_only
 @spmd(ranks=8)
 def test_hybrid_trains_as_one_process() -> None:
     mesh = mesh_of(2, 2, 2, names=("replicate", "shard", "tp"))

@@ -17,6 +17,10 @@ from tests.helpers.world import spmd
 from tests.tensor_parallel.models import MLP, OPTIMIZERS, WIDTH, full, made, mesh_of
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11's redistribution looks for dimensions of the mesh in another order",
+)
 @pytest.mark.filterwarnings("ignore")
 @spmd(ranks=4)
 def test_stages_train_as_one_process() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -29,6 +29,7 @@ from composable import (
 )
 from composable.errors import AnnotationError, RanksDisagreeError
 from tests.helpers.world import spmd
+from tests.meshes import test_dims
 from tests.tensor_parallel.models import (
     MLP,
     assert_same_parameters,
@@ -41,6 +42,8 @@ from tests.tensor_parallel.models import (
     train,
 )
 
+# torch 2.11 has none, and its FSDP2 does not know `dp_mesh_dims`
+Dims: Any = getattr(fsdp, "DataParallelMeshDims", test_dims.Dims)
 _UNEVEN = 7  # of which two ranks have four and three
 
 
@@ -81,7 +84,7 @@ def _spread(model: Net, mesh: DeviceMesh) -> Net:
 
 
 def _annotate(model: Any, *, mesh: DeviceMesh, verb: Any = fully_shard, **dims: Any) -> None:
-    verb(_spread(model, mesh), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+    verb(_spread(model, mesh), mesh=mesh, dp_mesh_dims=Dims(**dims))
 
 
 @pytest.mark.unsampled
@@ -107,6 +110,7 @@ def test_replicas_train_as_one_process() -> None:
     assert model.up.weight.device_mesh == mesh  # type: ignore[union-attr]
 
 
+@pytest.mark.skipif(Dims is test_dims.Dims, reason="FSDP2 of torch 2.11 takes no dp_mesh_dims")
 @spmd(ranks=4)
 def test_the_numbers_are_those_of_fsdp2() -> None:
     # FSDP2 wants the very mesh object, and torch remembers equal ones of other tests
@@ -130,7 +134,7 @@ def test_what_else_an_annotation_does_works_and_remove_gives_back_what_was_given
     model, alone = _spread(made(Net), mesh), made(Net)
     given = dict(model.named_parameters())
     placements = {name: each.placements for name, each in given.items()}
-    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
     first, second = batches(model, rank, 2, 2)
     with no_sync(model):
         loss_of(model, first).backward()
@@ -164,7 +168,7 @@ def test_what_else_an_annotation_does_works_and_remove_gives_back_what_was_given
 @spmd(ranks=2)
 def test_a_mesh_without_other_dimensions_will_do_and_shards_of_the_users_are_refused() -> None:
     mesh = mesh_of(2, names=("dp",))
-    dims = DataParallelMeshDims(shard="dp")
+    dims = Dims(shard="dp")
     assert_trains_as_one_process(Net, partial(_annotate, mesh=mesh, shard="dp"), mesh)
     model = _spread(made(Net), mesh)
     model.up.weight = nn.Parameter(model.up.weight.detach().redistribute(placements=[Shard(0)]))
@@ -175,7 +179,7 @@ def test_a_mesh_without_other_dimensions_will_do_and_shards_of_the_users_are_ref
 @spmd(ranks=4)
 def test_a_failure_on_one_rank_is_raised_on_all() -> None:
     mesh, first = mesh_of(2, 2), dist.get_rank() == 0
-    model, dims = _spread(made(Net), mesh), DataParallelMeshDims(shard="dp")
+    model, dims = _spread(made(Net), mesh), Dims(shard="dp")
     with pytest.raises(AnnotationError if first else RanksDisagreeError, match="prefetch must be"):
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims, prefetch=-1 if first else 1)
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)

@@ -291,6 +291,10 @@ def test_describe_says_how_parameters_are_spread() -> None:
     assert "Shard(dim=1), Shard(dim=0)" in str(describe(model)) or "S(1)" in str(describe(model))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11 cannot gather a DTensor while its values are made: it knows no detach_",
+)
 @spmd(ranks=4)
 def test_a_model_of_the_meta_device_gets_the_weights_of_one_process() -> None:
     mesh = mesh_of(2, 2)
