@@ -105,6 +105,7 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
 # Programs of guides that need more than a page has: how many there are, and the tests that run
 # them.
 _RUN_ELSEWHERE = {
+    "docs/guides/forecast.md": (1, "tests/forecast/test_forecast.py"),
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
     "docs/guides/pipelines.md": (1, "tests/whole/test_pipelines.py"),
     "docs/guides/trainers.md": (
