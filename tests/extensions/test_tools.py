@@ -69,7 +69,8 @@ def _materialize() -> None:
 def _compile() -> None:
     model = _sharded(with_rows(Net(hidden=5)))
     for block in model.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
+        # from 2.14 on Dynamo traces hooks of modules whose forward is torch's own
+        block.compile(backend="aot_eager", fullgraph=torch.__version__ < (2, 14))
     torch.testing.assert_close(_train(model), _alone(Net(Emulated, 5)))
 
 
