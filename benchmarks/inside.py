@@ -54,7 +54,7 @@ PIECES = (
     Piece(
         "version counters",
         (
-            "engine.param_group:ParamGroup.note_writes",
+            "engine.param_group:ParamGroup._note_writes",
             "engine.param_group:ParamGroup._look_for_writes",
             "engine.param_group:set_versions",
         ),
