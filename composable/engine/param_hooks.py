@@ -24,7 +24,7 @@ Arrival = tuple[OrderedDict[int, Any], int, Callable[[Tensor], None]]
 def ignore_arrivals(arrivals: Iterable[Arrival]) -> None:
     """Let autograd not call these hooks: an empty table costs a tenth of a call of Python."""
     for table, key, _ in arrivals:
-        if type(table) is OrderedDict:
+        if type(table) is OrderedDict:  # nearly always; plain operations take half the time
             table.pop(key, None)
             continue
         try:  # noqa: SIM105, `suppress` takes calls of Python
@@ -38,7 +38,7 @@ def hear_arrivals(arrivals: Iterable[Arrival]) -> None:
     for table, key, hook in arrivals:
         if type(table) is OrderedDict:
             table[key] = hook
-        else:
+        else:  # past the methods of `DeferredHooks`
             OrderedDict.__setitem__(table, key, hook)
 
 
