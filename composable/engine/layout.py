@@ -162,6 +162,12 @@ def _route(spec: ParamShape, num_shards: int, direct_numel: int, align: int) -> 
     )
 
 
+def _chunk(spec: ParamShape, num_shards: int) -> int:
+    """Elements of the largest shard of a parameter that is cut."""
+    dim = spec.dim or 0
+    return math.prod((*spec.shape[:dim], -(-spec.shape[dim] // num_shards), *spec.shape[dim + 1 :]))
+
+
 def plan_layout(
     specs: Sequence[ParamShape],
     *,
@@ -192,7 +198,10 @@ def plan_layout(
     ends = {}  # of the routes in the shard buffer
     for route in (Route.DIRECT, Route.PACKED, Route.WHOLE):
         is_late = late and route is Route.PACKED
-        for index in [index for index, each in enumerate(routes) if each is route]:
+        indices = [index for index, each in enumerate(routes) if each is route]
+        if route is Route.PACKED:  # those of one size side by side, to be copied out at once
+            indices.sort(key=lambda index: -_chunk(specs[index], num_shards))
+        for index in indices:
             spec, start = specs[index], late_numel if is_late else full
             slot = Slot(
                 spec.name, spec.shape, spec.dim or 0, num_shards, route, shard, start, spec.order

@@ -94,6 +94,12 @@ def test_packed_shards_lie_side_by_side_so_that_one_message_carries_them(plan: P
     )
 
 
+def test_packed_shards_of_one_size_are_neighbours_so_that_one_copy_moves_them() -> None:
+    shapes = [(8, 4), (6,), (4, 8), (5,), (7, 4)]  # shards of 16, 3, 16, 3 and 16 elements
+    layout = plan_layout([ParamShape(str(s), s) for s in shapes], num_shards=2)
+    assert [slot.chunk_numel for slot in layout.of(Route.PACKED)] == [16, 16, 16, 3, 3]
+
+
 @SETTINGS
 @given(planned())
 def test_direct_rows_land_where_the_whole_parameter_has_them(plan: Planned) -> None:
