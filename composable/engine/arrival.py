@@ -204,12 +204,10 @@ class Buckets:
             return  # sparse gradients are summed at the end of backward
         if each.launched:
             _refuse_second_gradient(each.unit, param)
-        if (
-            each.missing is not None
-            and each.missing.pop(param, param) is None
-            and self._ready is not None
-        ):
-            self._ready.append(param)
+        if each.missing is not None and param in each.missing:
+            del each.missing[param]
+            if self._ready is not None:
+                self._ready.append(param)
         iteration = self._iteration()
         while (
             self._by_arrival

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.layout import Route, Slot
 from composable.engine.param import (
@@ -244,11 +245,20 @@ class GradBucket:
                 if parameter.grad is not None:
                     # it stays, and the reduced gradient will be copied to it
                     parameter.grad = gradient
-        if self._factor != 1.0:
-            there = [gradient for gradient in gradients if gradient is not None]
-            if there:
-                torch._foreach_mul_(there, self._factor)
-        return gradients
+        return gradients if self._factor == 1.0 else self._multiplied(gradients)
+
+    def _multiplied(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of this backward times what `grad_reduce` asks for, in the reduce dtype: in a
+        lower one each term of the sum would be rounded.
+        """
+        dtype = self.reducer.precision.reduce
+        multiplied = [None if gradient is None else gradient.to(dtype) for gradient in gradients]
+        there = [gradient for gradient in multiplied if gradient is not None]
+        if there and self.reducer.mesh_info.all.traits.on_stream:
+            torch._foreach_mul_(there, self._factor)
+        else:
+            scale_sums(there, self._factor)
+        return multiplied
 
     # --- accumulation ----------------------------------------------------------------------------
 

@@ -14,7 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import describe, fully_shard, no_sync, reduce_gradients, registry, remove, replicate
+from composable import (
+    MixedPrecisionPolicy,
+    describe,
+    fully_shard,
+    no_sync,
+    reduce_gradients,
+    registry,
+    remove,
+    replicate,
+)
 from composable.errors import AnnotationError
 from tests.helpers.compare import full_gradients
 from tests.helpers.world import current_device, spmd
@@ -191,3 +200,19 @@ def test_a_policy_gives_units_their_own_and_describe_shows_what_is_not_a_mean() 
     assert [row.grad_reduce for row in describe(model).rows] == ["mean", "sum / 8", "sum"]
     assert "grad_reduce: sum / 8" in str(describe(model))
     assert "mean" not in str(describe(model))
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_a_divisor_is_not_rounded_to_a_low_dtype(
+    verb: Callable[..., Any], reduce_dtype: torch.dtype
+) -> None:
+    """100 ranks' worth of batches: 0.02 in bfloat16 is 0.02002, 0.1 % more than it should be."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    model = verb(nn.Linear(64, 1, bias=False), mp_policy=policy, grad_reduce=100.0)
+    x = (torch.arange(64.0) + 1).expand(1, 64).to(current_device())
+    model(x).sum().backward()
+    (gradient,) = full_gradients(model).values()
+    terms = x.bfloat16() * 0.02 if reduce_dtype is torch.bfloat16 else x * 0.02
+    torch.testing.assert_close(gradient, terms.to(gradient.dtype), rtol=1e-6, atol=0.0)
