@@ -74,7 +74,7 @@ class PostBackward:
         due: gives the `Due` of the iteration that is under way, if there is one.
 
     Attributes:
-        beside: replicated units next to shards, whose parameters rest as DTensors.
+        beside: replicated units next to shards (`Kind.BESIDE`).
         in_one_order: whether all ranks leave the units in one order in backward: None until
             `_compare_left` has compared them, once and for good.
         buckets: of units that are reduced by arrival.
@@ -84,7 +84,7 @@ class PostBackward:
         self._units = list(units)
         self._due = due
         self._indices = {unit: index for index, unit in enumerate(units)}
-        self.beside = [unit for unit in units if unit.rest_mesh is not None]
+        self.beside = [unit for unit in units if unit.kind is Kind.BESIDE]
         # The root itself is left last on all ranks: there is nothing to compare if it is the only
         # one.
         alone = not self.beside or self.beside == self._units[:1]

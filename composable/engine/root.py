@@ -339,7 +339,7 @@ class Root:
         shared = [each for each in units if _is_also_below_another(each, unit)]
         # Replicated units that own a parameter which modules here read as well.
         owners = [unit_of(parameter) for top in tops for parameter in top.parameters()]
-        units += [owner for owner in owners if owner is not None and owner.rest_mesh is not None]
+        units += [owner for owner in owners if owner is not None and owner.kind is Kind.BESIDE]
         units = [each for each in dict.fromkeys(units) if each not in shared]
         names: dict[int, str] = {}
         for top in reversed(tops):

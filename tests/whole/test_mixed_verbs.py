@@ -4,10 +4,13 @@ they do in one process.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import composable
@@ -146,3 +149,35 @@ def test_replicas_of_other_ranks_than_the_shards_are_left_plain() -> None:
 
 
 # --- what modules compute with ------------------------------------------------------------------
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        self.expert = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor, branches: str) -> Tensor:
+        for name in branches:
+            x = self.get_submodule(name)(x).tanh()
+        return self.last(self.expert(x)).sum()  # type: ignore[no-any-return]
+
+
+@spmd(ranks=4)
+def test_replicas_of_other_ranks_than_the_shards_are_reduced_whichever_some_ranks_skip() -> None:
+    device, rank = current_device(), dist.get_rank()
+    torch.manual_seed(0)
+    model = _Branches().double().to(device)
+    alone = copy.deepcopy(model)
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("copies", "shards"))
+    fully_shard(model.expert, mesh=mesh["shards"])  # the ranks of a row share an expert
+    replicate(model, policy={nn.Linear})
+    for taken in (("ab", "b", "ab", "a"), ("a", "ba", "", "b"), ("ab", "ab", "ab", "ab")):
+        inputs = torch.rand(4, 3, 4, dtype=torch.float64).to(device)
+        model(inputs[rank], taken[rank]).backward()
+        for each, branches in zip(inputs, taken, strict=True):
+            (alone(each, branches) / 4).backward()
+        for name in ("a", "b", "last"):
+            torch.testing.assert_close(
+                model.get_submodule(name).weight.grad, alone.get_submodule(name).weight.grad
+            )
