@@ -193,7 +193,7 @@ def simulate(contender: str, name: str, ranks: int, bandwidths: list[int]) -> li
     patches = ANNOTATE[contender](model, init_device_mesh("cpu", (ranks,)), machine)
     found = []
     with ExitStack() as stack:
-        for each in (*patches, NoValues(machine)):
+        for each in (*patches, NoValues(machine, model)):
             stack.enter_context(each)
         model.to_empty(device="cpu")
         tokens = torch.zeros(1, shape.tokens, dtype=torch.int64)

@@ -18,7 +18,6 @@ import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -26,6 +25,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_leaves
 
 import composable.api.tensor_parallel as tensor_parallel
+import composable.engine.param_group as param_group
 import composable.engine.root as engine_root
 import composable.memory.activations as activations
 import composable.memory.elastic as elastic
@@ -44,11 +44,13 @@ from composable.forecast.machine import (
     Streams,
     VirtualComm,
     form_group,
+    is_unknown,
+    note_unknown,
     traits_of,
 )
 from composable.forecast.result import Collective, Forecast, by_name
-from composable.forecast.tensors import Functions, NoValues
-from composable.memory.torch_private import local_of
+from composable.forecast.tensors import Functions, NoValues, local_tensor
+from composable.memory.elastic import with_own_storage
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -119,10 +121,11 @@ def forecast(
             model = annotated
         if found.accelerator:
             _refuse_offloaded_shards(model)
-        values = NoValues(machine)
+        values = NoValues(machine, model)
         stack.enter_context(values)
         stack.enter_context(Functions(values))
         model.to_empty(device="cpu")
+        note_unknown(*map(local_tensor, (*model.parameters(), *model.buffers())))
         stack.enter_context(_places(machine, model))
         return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
 
@@ -180,6 +183,7 @@ def _pretended(machine: Machine) -> Iterator[None]:
         mock.patch.object(elastic, "CAN_SWAP", False),  # storages are resized, as accelerators'
         mock.patch.object(tensor_parallel, "joint_mesh", cache(_joint_mesh)),
         mock.patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", foreach),
+        mock.patch.object(param_group, "with_own_storage", _with_own_storage),
         mock.patch.object(Reduction, "land", _land),
         mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
         mock.patch.object(engine_root, "warn_of_equal_shards", return_value=None),
@@ -221,6 +225,14 @@ def _joint_mesh(_: str, own: DeviceMesh, spread: Spread, device: torch.device) -
     return DeviceMesh.from_group(
         groups, "cpu", mesh=ranks, mesh_dim_names=names if len(set(names)) == ranks.ndim else None
     )
+
+
+def _with_own_storage(shard: Tensor) -> Tensor:
+    """As `with_own_storage`; what is noted of the shard's storage holds for the other one, too."""
+    own = with_own_storage(shard)
+    if is_unknown(shard):
+        note_unknown(own)
+    return own
 
 
 def _land(reduction: Reduction) -> list[float]:
@@ -279,7 +291,7 @@ def _label_resting(machine: Machine, model: nn.Module) -> None:
             for buffer in () if group.gather is None else group.gather.buffers:
                 machine.hold_for(buffer.tensor.untyped_storage(), Kind.UNSHARDED)
     for tensor in (*model.parameters(), *model.buffers()):
-        storage = _local(tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         if machine.kind_of(storage) is not None:  # else it is a part of the unit's shards
             machine.hold_for(storage, Kind.PARAMETERS)
 
@@ -308,7 +320,7 @@ def _train(
             stepping.step()
             for state in stepping.state.values():
                 for tensor in _tensors(state):
-                    machine.hold_for(_local(tensor).untyped_storage(), Kind.OPTIMIZER)
+                    machine.hold_for(local_tensor(tensor).untyped_storage(), Kind.OPTIMIZER)
         end = machine.end_step()
         del value
     return _told(machine, mesh, at_rest, start, end)
@@ -360,7 +372,3 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor

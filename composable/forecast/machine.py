@@ -280,6 +280,19 @@ class Machine:
             self.samples.append((max(self.ready[COMPUTE], self.host), tuple(self._held)))
 
 
+# --- what is known of values ---------------------------------------------------------------------
+
+
+def note_unknown(*tensors: Tensor) -> None:
+    """No operation computed their values, or those of other tensors in the same memory."""
+    for tensor in tensors:
+        tensor.untyped_storage()._composable_unknown = True  # type: ignore[attr-defined]
+
+
+def is_unknown(tensor: Tensor) -> bool:
+    return getattr(tensor.untyped_storage(), "_composable_unknown", False)
+
+
 # --- streams ------------------------------------------------------------------------------------
 
 
@@ -358,6 +371,7 @@ class VirtualComm(GroupComm):
         wholes = tensors[1] if kind == "reduce_scatter" else tensors[0]
         nbytes = sum(whole.nbytes for whole in wholes)
         machine.send(label, kind, self.group, nbytes)
+        note_unknown(*tensors[0])
         for tensor in (part for parts in tensors for part in parts):
             storage = tensor.untyped_storage()
             if machine.kind_of(storage) is Kind.ACTIVATIONS:
@@ -449,15 +463,19 @@ class VirtualGroup(dist.ProcessGroup):
         if output.dtype is torch.int64:
             output.view(self._num, -1).copy_(part.clone().view(1, -1))
             return DoneWork()
+        note_unknown(output)
         return self.take("all_gather", [output])
 
     def _gathers(self, outputs: list[Tensor], parts: list[Tensor], *_: Any) -> dist.Work:
+        note_unknown(*outputs)
         return self.take("all_gather", outputs)
 
     def _scatter(self, output: Tensor, whole: Tensor, *_: Any) -> dist.Work:
+        note_unknown(output)
         return self.take("reduce_scatter", [whole])
 
     def _scatters(self, outputs: list[Tensor], wholes: list[Tensor], *_: Any) -> dist.Work:
+        note_unknown(*outputs)
         return self.take("reduce_scatter", wholes)
 
     def getBackendName(self) -> str:

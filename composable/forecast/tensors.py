@@ -1,8 +1,9 @@
 """Tensors without values: operations take time on the machine, and memory, and compute nothing.
 
 Outputs are tensors of the host whose pages nobody touches, so that storages, views and version
-counters are real ones. Small numbers that no skipped operation made are computed, since programs
-read them: counters of steps, sizes, indices, and positions and tokens of a batch.
+counters are real ones. Small tensors are computed if all their inputs were, since programs read
+them: counters of steps, sizes, indices, masks, and positions and tokens of a batch. Parameters,
+buffers, and what a collective brings were never computed: they are unknown, whatever their size.
 """
 
 from __future__ import annotations
@@ -11,22 +12,39 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from composable.errors import ForecastError
-from composable.forecast.machine import Kind, Machine, Streams, refuse
+from composable.forecast.machine import (
+    Kind,
+    Machine,
+    Streams,
+    is_unknown,
+    note_unknown,
+    refuse,
+)
 from composable.memory.elastic import is_elastic
-from composable.memory.torch_private import CAN_SWAP, WRAPPERS, accumulates, group_named
+from composable.memory.torch_private import (
+    CAN_SWAP,
+    WRAPPERS,
+    accumulates,
+    group_named,
+    local_of,
+)
 
-_SMALL: Final = 1000  # elements of numbers that are computed
-_SMALL_WHOLE: Final = 1 << 18  # of integers and truth values
+_SMALL: Final = 1 << 18  # elements of tensors that are computed
+_TAKES_TIME: Final = 1000  # floating elements of what is computed on the device; fewer are free
 _REAL: Final = ("set_", "resize_", "_unsafe_view", "_fused_sdp_choice", "is_pinned", "lift")
 _MADE: Final = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
+)  # fmt: skip
+_CONSTANT: Final = (  # of which only the shape depends on what is given
+    "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full",
 )  # fmt: skip
 _COLLECTIVES: Final = {
     "all_gather_into_tensor": "all_gather",
@@ -34,15 +52,20 @@ _COLLECTIVES: Final = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
 }
-_READS: Final = ("_local_scalar_dense", "equal", "is_nonzero", "item")
+_READS: Final = ("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose")
 
 
 class NoValues(TorchDispatchMode):
-    """Operations of the body take time and leave memory as it is."""
+    """Operations of the body take time and leave memory as it is.
 
-    def __init__(self, machine: Machine) -> None:
+    Args:
+        model: has the names of parameters for messages.
+    """
+
+    def __init__(self, machine: Machine, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.machine = machine
+        self._model = model
         self._resize = torch.UntypedStorage.resize_
         self._outputs_of: dict[Any, Any] = {}
 
@@ -93,15 +116,17 @@ class NoValues(TorchDispatchMode):
                 self.machine.hold_on_host(made.untyped_storage())
                 return made
             made = func(*args, **kwargs)
-            self._hold(made, unknown=not _is_small(made, _SMALL))
+            self._hold(made, unknown=not _is_small(made))
             return made
-        if all(_is_small(t) and not self._is_unknown(t) for t in given):
-            few = given and all(t.numel() < _SMALL for t in given)
-            if few or all(map(_is_small, _tensors(self._outputs(func, args, kwargs, True)[0]))):
-                made = func(*args, **kwargs)
-                for tensor in _tensors(made):
-                    self._hold(tensor)
-                return made
+        known = all(map(_is_known, given))
+        if (known or name in _CONSTANT) and self._makes_small(func, args, kwargs):
+            made = func(*args, **kwargs)
+            outputs = _tensors(made)
+            for tensor in outputs:
+                self._hold(tensor)
+            if not known or any(map(_takes_time, [*given, *outputs])):
+                self._take(name, _bytes_of(given) + _bytes_of(outputs), 0.0)
+            return made
         return self._skip(func, name, returns, given, args, kwargs)
 
     def _collective(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -138,12 +163,18 @@ class NoValues(TorchDispatchMode):
             self._hold(tensor, unknown=True)
         targets = _written(func, args, kwargs, written) if written else None
         for tensor in _tensors(targets):
-            self._note_unknown(tensor)
+            note_unknown(tensor)
         if name == "copy_" and any(map(_is_on_host, given)):
             self.machine.run(args[1].nbytes / self.machine.device.to_host, name)
         else:
             self._take(name, _bytes_of(given) + _bytes_of(outputs), products)
         return made if fresh else targets if returns else None
+
+    def _makes_small(self, func: Any, args: Any, kwargs: Any) -> bool:
+        try:
+            return all(map(_is_small, _tensors(self._outputs(func, args, kwargs, True)[0])))
+        except RuntimeError:  # the shape depends on values, and these are known
+            return True
 
     def _outputs(self, func: Any, args: Any, kwargs: Any, fresh: bool) -> tuple[Any, float]:
         """What the operation returns, without values, and the operations of its products.
@@ -171,9 +202,12 @@ class NoValues(TorchDispatchMode):
                     options["device"] = torch.device("meta")
                 try:
                     like = func(*_meta_of(args), **_meta_of(options))
-                except NotImplementedError as error:  # `nonzero`, and what picks by a mask
+                except RuntimeError as error:  # `nonzero`, and what picks by a mask
+                    by_values = torch.Tag.dynamic_output_shape in func.tags
+                    if not (by_values or isinstance(error, NotImplementedError)):
+                        raise
                     said = f"the shape of what {func.name()} returns"
-                    raise _refused(self.machine, said) from error
+                    raise self._refused(said, (args, kwargs)) from error
             products = _flops(func, args, kwargs, like)
             dtype = next((t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()), None)
             found = like, products / self.machine.device.flops_of(dtype or torch.float32)
@@ -200,25 +234,39 @@ class NoValues(TorchDispatchMode):
     def _hold(self, tensor: Tensor, *, unknown: bool = False) -> None:
         self.machine.hold(tensor.untyped_storage())
         if unknown:
-            self._note_unknown(tensor)
+            note_unknown(tensor)
 
     def _relabel(self, tensor: Tensor, kind: Kind) -> None:
         storage = tensor.untyped_storage()
         if self.machine.kind_of(storage) is Kind.ACTIVATIONS:
             self.machine.hold_for(storage, kind)
 
-    def _note_unknown(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        storage._composable_unknown = True  # type: ignore[attr-defined]
-
-    def _is_unknown(self, tensor: Tensor) -> bool:
-        return getattr(tensor.untyped_storage(), "_composable_unknown", False)
-
     def refuse_to_read(self, name: str, tensors: Any) -> None:
         """Raise where values are not known."""
-        for tensor in _tensors(tensors):
-            if not tensor.is_meta and (not _is_small(tensor) or self._is_unknown(tensor)):
-                raise _refused(self.machine, f"a value ({name})")
+        if not all(tensor.is_meta or _is_known(tensor) for tensor in _tensors(tensors)):
+            raise self._refused(f"a value ({name})", tensors)
+
+    def _refused(self, what: str, tensors: Any) -> ForecastError:
+        machine = self.machine
+        module = f", module '{machine.module}'" if machine.module else ""
+        return ForecastError(
+            f"forecast: the program reads {what} in {machine.place}{module}"
+            f"{self._named(_tensors(tensors))}, and tensors have no values here. Leave the reading"
+            " out for the forecast (a flag of the model, a loss that is not printed), or give the"
+            " part a fixed shape"
+        )
+
+    def _named(self, tensors: Sequence[Tensor]) -> str:
+        """The parameter or buffer of which one of the tensors is a part, for a message."""
+        model = self._model
+        for kind, members in (
+            ("parameter", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+        ):
+            for name, member in members:
+                if any(_is_part(tensor, local_tensor(member)) for tensor in tensors):
+                    return f", {kind} '{name}'"
+        return ""
 
 
 class Functions(TorchFunctionMode):
@@ -235,7 +283,7 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.tolist or func is Tensor.numpy:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             self._values.refuse_to_read(func.__name__, args[:1])
         if not self._accelerator:
             return func(*args, **kwargs)
@@ -251,13 +299,14 @@ class Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _refused(machine: Machine, what: str) -> ForecastError:
-    module = f", module '{machine.module}'" if machine.module else ""
-    return ForecastError(
-        f"forecast: the program reads {what} in {machine.place}{module}, and tensors have no"
-        " values here. Leave the reading out for the forecast (a flag of the model, a loss that is"
-        " not printed), or give the part a fixed shape"
-    )
+def local_tensor(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _is_part(tensor: Tensor, whole: Tensor) -> bool:
+    if tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+        return False
+    return 0 <= tensor.data_ptr() - whole.data_ptr() < whole.nbytes
 
 
 def _is_on_host(tensor: Tensor) -> bool:
@@ -276,9 +325,16 @@ def _meta_of(value: Any) -> Any:
     )
 
 
-def _is_small(tensor: Tensor, limit: int = _SMALL_WHOLE) -> bool:
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.numel() < (limit if whole else _SMALL)
+def _is_small(tensor: Tensor) -> bool:
+    return tensor.numel() < _SMALL
+
+
+def _takes_time(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() >= _TAKES_TIME
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return _is_small(tensor) and not is_unknown(tensor)
 
 
 def _written(func: Any, args: Any, kwargs: Any, written: Sequence[Any]) -> Any:

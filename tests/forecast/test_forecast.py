@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -548,6 +549,83 @@ def test_a_program_that_reads_values_is_refused_by_the_module_and_a_forecast_fol
     assert not dist.is_initialized()
     for legal in (Looks, Counts):
         assert forecast(legal, annotate, batch, ranks=2).fits
+
+
+class Gate(Decoder):
+    """Branches on a value of its own, or of the batch."""
+
+    def __init__(self, read: Callable[[Gate], object]) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1))
+        self.register_buffer("limit", torch.ones(1))
+        self.table = torch.arange(3, device="cpu")
+        self.read = read
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss = super().forward(tokens) + self.gate.sum()
+        return loss if self.read(self) else -loss
+
+
+def alone(model: nn.Module) -> None:
+    """The root has nothing but the gate."""
+    fully_shard(model, policy={Block, nn.Embedding, nn.Linear})
+
+
+def gathered(_: Gate) -> Tensor:
+    whole = torch.empty(8)
+    dist.all_gather_into_tensor(whole, torch.ones(4))
+    return whole.sum() > 0
+
+
+OF_PARAMETERS: dict[str, tuple[Callable[[Gate], object], str]] = {
+    "item": (lambda model: model.gate.item() > 0, ", parameter 'gate'"),
+    "tolist": (lambda model: model.gate.tolist()[0] > 0, ", parameter 'gate'"),
+    "numpy": (lambda model: np.asarray(model.gate.detach())[0] > 0, ", parameter 'gate'"),
+    "allclose": (lambda model: torch.allclose(model.gate, model.gate + 1), ", parameter 'gate'"),
+    "nonzero": (lambda model: len(model.gate.nonzero()), ", parameter 'gate'"),
+    "a buffer": (lambda model: model.get_buffer("limit") > 0, ""),
+    "a buffer's item": (lambda model: model.get_buffer("limit").item(), ", buffer 'limit'"),
+    "compared": (lambda model: model.gate > 0, ""),
+    "computed": (lambda model: float(model.gate.sigmoid()) > 0.5, ""),
+    "repeated": (
+        lambda model: len(torch.repeat_interleave(model.table, model.gate.long().expand(3))),
+        "",
+    ),
+    "of a unit at rest": (lambda model: (model.get_parameter("layers.0.norm.bias") > 0).any(), ""),
+    "gathered": (gathered, ""),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*:FutureWarning")
+@pytest.mark.parametrize(("read", "named"), OF_PARAMETERS.values(), ids=OF_PARAMETERS)
+def test_a_program_that_reads_a_small_parameter_is_refused_by_its_name(
+    read: Callable[[Gate], object], named: str
+) -> None:
+    message = rf"forward of unit '\(root\)', module '\(root\)'{named}, and tensors have no values"
+    with pytest.raises(ForecastError, match=message):
+        forecast(partial(Gate, read), alone, batch, ranks=2, steps=1)
+
+
+OF_CONSTANTS: dict[str, Callable[[Gate], object]] = {
+    "a tensor that is no buffer": lambda model: model.table.tolist() == [0, 1, 2],
+    "the shape of a parameter": lambda model: torch.full_like(model.gate, 3.0).item() == 3.0,
+    "a mask": lambda model: torch.ones(64, 64).tril().sum() == 65 * 32,
+    "angles": lambda model: torch.arange(5000.0).outer(torch.ones(32)).cos()[0, 0] == 1.0,
+    "rows": lambda model: len((torch.arange(5000) % 2).nonzero()) == 2500,
+    "repeated": lambda model: (
+        len(torch.repeat_interleave(model.table, torch.tensor([0, 2000, 1]))) == 2001
+    ),
+}
+
+
+@pytest.mark.parametrize("read", OF_CONSTANTS.values(), ids=OF_CONSTANTS)
+def test_a_program_that_reads_what_it_computed_of_constants_is_forecast(
+    read: Callable[[Gate], object],
+) -> None:
+    seen: list[bool] = []
+    model = partial(Gate, lambda model: seen.append(bool(read(model))))
+    assert forecast(model, alone, batch, ranks=2).fits
+    assert seen == [True, True]
 
 
 def offloaded(model: nn.Module) -> None:
