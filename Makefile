@@ -24,8 +24,13 @@ demo: $(READY) ## train a small language model over two processes (ARGS="--help"
 # one in every run, unless ARGS names tests.
 SAMPLE := $(if $(ARGS),,--sample)
 # Two processes take files of tests in turns, each with ranks of its own: where one waits for a
-# rank to start, the other computes.
-PARALLEL := $(if $(ARGS),,-n 2 --dist loadfile)
+# rank to start, the other computes. In the order of names, which ends with many short files:
+# pytest-xdist would end with files of few tests, some of which take half a minute.
+PARALLEL := $(if $(ARGS),,-n 2 --dist loadfile --no-loadscope-reorder)
+
+# Compiled files are kept also where the environment says otherwise: every rank of every test would
+# compile the package again, and rewrite the assertions of the test.
+test test-all test-accelerator: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## run all tests, on a sixth of large tables of cases (ARGS="-k name": some)
 	@$(PY) -m pytest $(SAMPLE) $(PARALLEL) $(ARGS)

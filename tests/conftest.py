@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Final
 from zlib import crc32
@@ -37,6 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("--device") != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Do not look for garbage while modules are imported, nor among them later: there is none in
+    half a million objects, and tests that collect garbage would look through all of them.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def is_simulated(config: pytest.Config) -> bool:

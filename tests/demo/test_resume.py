@@ -34,6 +34,9 @@ TINY = [
 ]
 
 
+Run = tuple[Path, str]  # where it wrote, what it printed
+
+
 def demo(out: Path, *options: str) -> str:
     """Run the demo as a person would; returns what it printed."""
     command = [sys.executable, "-m", "composable", "demo", *TINY, "--out", str(out), *options]
@@ -79,11 +82,16 @@ def test_a_run_leaves_a_checkpoint_the_exported_model_and_both_pictures(straight
 
 
 @pytest.fixture(scope="module")
-def interrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run, but ended after five steps; tests resume copies of it."""
-    out = tmp_path_factory.mktemp("interrupted")
-    demo_on(pool, 2, out, "--steps", "5", "--no-baseline")
-    return out
+def replacing(pool: Pool, straight: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same run where that one has left its checkpoint, but ended after five steps."""
+    out = shutil.copytree(straight, tmp_path_factory.mktemp("interrupted") / "run")
+    return out, demo_on(pool, 2, out, "--steps", "5", "--no-baseline")
+
+
+@pytest.fixture(scope="module")
+def interrupted(replacing: Run) -> Path:
+    """A run of five steps; tests resume copies of it."""
+    return replacing[0]
 
 
 def test_a_resumed_run_has_the_losses_of_one_that_was_never_interrupted(
@@ -97,16 +105,13 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_interrupted(
     assert record(out)["validation"][-1] == record(straight)["validation"][-1]
 
 
-def test_a_run_says_that_it_replaces_a_checkpoint(
-    pool: Pool, interrupted: Path, tmp_path: Path
-) -> None:
-    out = shutil.copytree(interrupted, tmp_path / "run")
-    printed = demo_on(pool, 2, out, "--steps", "1", "--no-baseline")
+def test_a_run_says_that_it_replaces_a_checkpoint(replacing: Run) -> None:
+    out, printed = replacing
     assert (
-        f"the checkpoint in {out} (step 5) will be replaced; --resume would continue from it"
+        f"the checkpoint in {out} (step 8) will be replaced; --resume would continue from it"
         in printed
     )
-    assert record(out)["step"] == 1
+    assert record(out)["step"] == 5
 
 
 def test_an_interrupted_run_says_in_a_line_how_to_go_on(interrupted: Path, tmp_path: Path) -> None:
