@@ -51,12 +51,12 @@ from composable.algorithms.narration import (
 from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
 from composable.engine import root as roots
-from composable.engine.grad_bucket import SyncMode
 from composable.engine.param import is_unreduced
 from composable.engine.param_hooks import hook_gradients
 from composable.engine.prepare import broadcast_buffers
 from composable.engine.root import BEFORE_CALLS, Root, use_roots_of
 from composable.engine.unit import Unit, unit_of
+from composable.engine.unreduced import SyncMode
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.memory.torch_private import join_hooks, locals_of
 from composable.optim.clip import clip_grad_norm_

@@ -22,11 +22,11 @@ from torch.distributed._functional_collectives import all_reduce
 
 from composable.algorithms.narration import open_scope
 from composable.compilation import backward_is_compiled, traceable
-from composable.engine.grad_bucket import SyncMode
 from composable.engine.param_group import Kind
 from composable.engine.param_hooks import DeferredHooks
 from composable.engine.reduction import division_factors
 from composable.engine.root import Root, root_of
+from composable.engine.unreduced import SyncMode
 from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
 from composable.optim.in_backward import counted_in_backward

@@ -14,7 +14,7 @@ from typing import Final, NoReturn, Protocol
 
 import torch
 
-from composable.engine.grad_bucket import GradBucket, SyncMode
+from composable.engine.grad_bucket import GradBucket
 from composable.engine.hook_stages import attach_comm_hooks
 from composable.engine.layout import Slot
 from composable.engine.param import ManagedParam
@@ -26,6 +26,7 @@ from composable.engine.param_hooks import (
 )
 from composable.engine.sparse import only_looked_up
 from composable.engine.unit import Unit
+from composable.engine.unreduced import SyncMode
 from composable.errors import CommunicationError, PhaseError
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early

@@ -5,9 +5,7 @@ at-rest parameters.
 puts the sums on the at-rest parameters, cast to the gradient dtype and added to what is there. If
 no rank had a gradient of a parameter, `.grad` stays as it was, on all ranks.
 
-Accumulation. What backwards under `no_sync` leave *is* the gradient of the at-rest parameter: a
-`DTensor` with a `Partial` placement around this rank's whole gradient, or the plain local gradient
-of a plain parameter. So users see it, `zero_grad` clears it, and there is no other copy.
+Gradients that wait under `no_sync` are in `unreduced.py`.
 
 Memory. A bucket is *in place* if autograd accumulates on the very parameters that users see.
 
@@ -26,31 +24,24 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from operator import is_, is_not, or_
-from typing import Final, TypeGuard
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.layout import Route, Slot
+from composable.engine.layout import Slot
 from composable.engine.param import (
     ManagedParam,
-    cut,
     gradient_like,
     gradient_of,
-    gradient_of_shards,
     is_unreduced,
-    set_holds_unreduced,
     trainability,
-    unreduced_gradient,
 )
 from composable.engine.param_hooks import (
     post_accumulate_hooks,
@@ -59,65 +50,18 @@ from composable.engine.param_hooks import (
 )
 from composable.engine.precision import Precision
 from composable.engine.reduction import Counts, Reducer, Reduction, counts_of
-from composable.engine.tensor_parallel import ModelSpec, local_gradients, redistributed
-from composable.errors import PhaseError
+from composable.engine.tensor_parallel import local_gradients
+from composable.engine.unreduced import Accumulated
 from composable.memory.offload import HostHome, wait_for_traffic
 from composable.memory.torch_private import (
     as_tensors,
     dtensors_around,
     gradient_hooks,
     local_of,
-    locals_of,
     placed_alike,
 )
 
 _NO_COUNTS: Final = Counts()
-
-
-class SyncMode(enum.Enum):
-    """What happens to a unit's gradients when backward leaves it."""
-
-    REDUCE = "they are reduced, with all that was accumulated"
-    HOLD = "they are accumulated on their rank (no_sync)"
-    HOLD_SHARDS = (
-        "they are reduced over the shard dimension and accumulated (no_sync(level='replicate'))"
-    )
-
-
-class Accumulation:
-    """The scopes of `no_sync` that a unit is in; the innermost decides.
-
-    Attributes:
-        now: what a backward that runs now does.
-    """
-
-    __slots__ = ("_scopes", "now")
-
-    def __init__(self) -> None:
-        self.now = SyncMode.REDUCE
-        self._scopes: dict[object, SyncMode] = {}
-
-    def open_scope(self, scope: object, mode: SyncMode) -> None:
-        self._scopes[scope] = self.now = mode
-
-    def close_scope(self, scope: object) -> None:
-        self._scopes.pop(scope, None)
-        self.now = next(reversed(self._scopes.values()), SyncMode.REDUCE)
-
-
-@dataclass(slots=True)
-class Accumulated:
-    """What is known of the gradients that wait to be reduced; dropped when they are.
-
-    Attributes:
-        backwards: that brought them.
-        wanted: which parameters trained in any of these.
-        absent: in place, indices of parameters that none of these brought.
-    """
-
-    backwards: int = 0
-    wanted: tuple[bool, ...] = ()
-    absent: Sequence[int] = ()
 
 
 class GradBucket:
@@ -167,13 +111,10 @@ class GradBucket:
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self.home = home
-        self.accumulated = Accumulated()
+        self.accumulated = Accumulated(self.params, self.reducer, in_place=self.in_place)
         self.forwards = (0, 0)
         # gradients land as DTensors
         self._wraps = any(isinstance(param, DTensor) for param in self.at_rest)
-        # What is accumulated on users' own parameters is a plain local gradient, which is marked;
-        # others say so by `Partial`.
-        self._marks = all(param.at_rest is param.own for param in self.params)
         # in place, a tensor hook of the unit multiplies what arrives
         self._factor = 1.0 if self.in_place else factor
         # in place, the gradients that were there before this backward
@@ -260,39 +201,10 @@ class GradBucket:
             scale_sums(there, self._factor)
         return multiplied
 
-    # --- accumulation ----------------------------------------------------------------------------
-
-    def _waiting(self, *, first: bool) -> dict[int, tuple[Placement, ...]]:
-        """The gradients of this backward that add up to what is accumulated as they came, `Partial`
-        over the user's dimensions (sequence parallel), by index: their placements there.
-
-        Args:
-            first: also those of which nothing is accumulated.
-        """
-        found = {}
-        for index, model in enumerate(self.models if any(self.models) else ()):
-            if model is None or (self._marks and model.ndim < model.mesh.ndim):
-                continue
-            held = self.at_rest[index].grad
-            kept = model.placements_held(self.compute[index].grad)
-            alike = isinstance(held, DTensor) and held.placements[: model.ndim] == kept
-            if kept != model.kept and (alike or (first and held is None)):
-                found[index] = kept
-        return found
-
-    def _settled(self, index: int, held: Tensor) -> Tensor:
-        """An accumulated gradient with the user's placements over the user's dimensions."""
-        model = self.models[index]
-        if model is None or not isinstance(held, DTensor):
-            return held
-        at_rest = self.at_rest[index]
-        if self._marks and isinstance(at_rest, DTensor):
-            return redistributed(held, at_rest.placements)
-        return redistributed(held, (*model.kept, *held.placements[model.ndim :]))
+    # --- accumulation and reduction --------------------------------------------------------------
 
     def hold(self, absent: Sequence[int] = ()) -> None:
-        """Add this backward's gradients to what is accumulated on the at-rest parameters
-        (`no_sync`).
+        """Add this backward's gradients to what waits on the at-rest parameters (`no_sync`).
 
         Args:
             absent: in place, indices of parameters that this backward brought no gradient for.
@@ -300,115 +212,11 @@ class GradBucket:
         if self.reducer.is_alone:
             self._hooks_wait = True
             self._land_alone()
-            return
-        if not self.trains:
-            return
-        left = self.accumulated
-        first = not left.backwards
-        left.absent = [index for index in absent if first or index in left.absent]
-        left.backwards += 1
-        left.wanted = tuple(map(or_, left.wanted or self.trainable, self.trainable))
-        if self._marks:
-            self._hold_marked(first)
-            return
-        waiting = self._waiting(first=True)
-        for index, gradient in enumerate(self._take(waiting)):
-            at_rest = self.at_rest[index]
-            before = at_rest.grad
-            reduced = before is not None and not is_unreduced(before)
-            if gradient is None and not (reduced and self.trainable[index]):
-                continue
-            if reduced:
-                self._refuse_hooks_twice(index)
-            if gradient is None:
-                (compute,) = locals_of([self.compute[index]])
-                gradient = torch.zeros_like(compute)
-            model = self.models[index]
-            kept = waiting.get(index, () if model is None else model.kept)
-            if before is None:
-                at_rest.grad = unreduced_gradient(
-                    gradient.to(self.reducer.precision.gradient), at_rest, model, kept
-                )
-            elif _is_whole(before, model):
-                if index not in waiting:
-                    at_rest.grad = before = self._settled(index, before)
-                locals_of([before])[0].add_(gradient)
-            else:
-                # `before` is this rank's shard of what was reduced earlier. Each rank adds it
-                # `ranks` times to its own gradient: the later mean divides by `ranks`, so it counts
-                # once. Ranks without a gradient must do so, too.
-                whole, slot = (
-                    gradient.to(self.reducer.precision.gradient),
-                    self.reducer.slots[index],
-                )
-                ranks = 1 if slot.route is Route.WHOLE else slot.num_shards
-                mean = local_of(before).to(whole.device)  # type: ignore[arg-type]
-                cut(whole, slot, self.reducer.mesh_info.shard.rank).add_(mean, alpha=ranks)
-                at_rest.grad = unreduced_gradient(whole, at_rest, model, kept)
-
-    def _hold_marked(self, first: bool) -> None:
-        # in place autograd has added them
-        waiting = {} if self.in_place else self._waiting(first=True)
-        gradients = [None] * len(self.at_rest) if self.in_place else self._take(waiting)
-        for index, (at_rest, gradient) in enumerate(zip(self.at_rest, gradients, strict=True)):
-            held = at_rest.grad
-            if gradient is not None:
-                if held is not None and first:
-                    self._refuse_hooks_twice(index)
-                if held is None:
-                    gradient = gradient.to(self.reducer.precision.gradient)
-                    kept = waiting.get(index)
-                    at_rest.grad = gradient_like(gradient, at_rest, kept)
-                else:
-                    if index not in waiting:
-                        at_rest.grad = held = self._settled(index, held)
-                    locals_of([held])[0].add_(gradient)
-            if first:
-                set_holds_unreduced(at_rest, holds=True)
-
-    def _refuse_hooks_twice(self, index: int) -> None:
-        if gradient_hooks(self.at_rest[index]):
-            raise PhaseError(
-                f"parameter '{self.params[index].fqn}' has a reduced gradient, for which its tensor"
-                " hooks were called; under no_sync more is added to it, and they would be called"
-                " again for all of it. Call zero_grad() before the first backward under no_sync"
-            )
-
-    def _hold_no_more(self) -> None:
-        for at_rest in self.at_rest if self._marks else ():
-            set_holds_unreduced(at_rest, holds=False)
-        self.accumulated = Accumulated()
-
-    def _take_held(self) -> tuple[list[Tensor | None], list[tuple[int, Tensor]]]:
-        """This backward's gradients together with what was accumulated beside them; and what is
-        reduced over the shard dimension already.
-        """
-        waiting = self._waiting(first=False)
-        gradients = self._take(waiting)
-        carried: list[tuple[int, Tensor]] = []
-        for index, at_rest in enumerate(self.at_rest):
-            held = at_rest.grad
-            if held is None or not (
-                self.accumulated.wanted[index] if self._marks else is_unreduced(held)
-            ):
-                continue
-            if self._marks or _is_whole(held, self.models[index]):
-                fresh = gradients[index]
-                if index not in waiting:
-                    held = self._settled(index, held)
-                if fresh is not None:
-                    locals_of([held])[0].add_(fresh)
-                (gradients[index],) = locals_of([self._settled(index, held)])
-            else:
-                carried.append((index, local_of(held)))  # type: ignore[arg-type]
-                continue
-            at_rest.grad = None
-        return [
-            None if gradient is None else gradient.to(self.reducer.precision.gradient)
-            for gradient in gradients
-        ], carried
-
-    # --- reduction -------------------------------------------------------------------------------
+        elif self.trains:
+            self.accumulated.begin(self.trainable, absent)
+            if not self.in_place:  # there autograd has added them
+                waiting = self.accumulated.waiting(first=True)
+                self.accumulated.add(self._take(waiting), waiting, self.trainable)
 
     def reduce(self, absent: Sequence[int] = (), *, shards_only: bool = False) -> None:
         """Launch the reduction of what is here. All ranks call it at the same point of their
@@ -428,7 +236,7 @@ class GradBucket:
             return
         self._hooks_wait = shards_only and reducer.replica_comm is None
         if reducer.is_alone:
-            self.accumulated = Accumulated()
+            left.forget()
             self._land_alone()
             return
         shards_only = shards_only and reducer.replica_comm is not None
@@ -440,7 +248,8 @@ class GradBucket:
         if left.backwards:
             absent = [index for index in absent if index in left.absent]
         if left.backwards and not self.in_place:
-            gradients, carried = self._take_held()
+            waiting = left.waiting(first=False)
+            gradients, carried = left.take(self._take(waiting), waiting)
         else:
             gradients = self._take()
         if shards_only:
@@ -450,7 +259,7 @@ class GradBucket:
             for index, _ in carried:
                 self.at_rest[index].grad = None
             if left.backwards:
-                self._hold_no_more()
+                left.end()
         plan = reducer.plan_of(trainable)
         self.reduction = Reduction(
             reducer, plan, gradients, counts,
@@ -518,7 +327,9 @@ class GradBucket:
             (flat,) = self.home.take([flat])
         fresh = reduction.shards(indices, flat)
         if reduction.shards_only:
-            self._hold_on(indices, fresh)
+            if self.home is not None and any(self.at_rest[i].grad is not None for i in indices):
+                wait_for_traffic()  # the host adds to them
+            self.accumulated.add_shards(indices, fresh)
         elif plan.specs:
             everyone = len(indices) == len(plan.specs)
             specs = plan.specs.values() if everyone else [plan.specs[index] for index in indices]
@@ -578,23 +389,6 @@ class GradBucket:
             else:
                 _add(parameter, grad, gradient)
 
-    def _hold_on(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
-        """Accumulate gradients that are reduced over the shard dimension only."""
-        if self.home is not None and any(self.at_rest[index].grad is not None for index in indices):
-            wait_for_traffic()  # the host adds to them
-        for index, local in zip(indices, fresh, strict=True):
-            at_rest = self.at_rest[index]
-            before = at_rest.grad
-            if isinstance(before, DTensor) and is_unreduced(before):
-                local_of(before).add_(local)
-                continue
-            if isinstance(before, DTensor):  # a mean, the same on every replica
-                self._refuse_hooks_twice(index)
-                local = local + local_of(before)
-            model, shard_dim = self.models[index], self.reducer.mesh_info.shard_dim
-            first = 0 if model is None else model.ndim
-            at_rest.grad = gradient_of_shards(local, at_rest, first, first + shard_dim)
-
     def _land_alone(self) -> None:
         """One rank alone: nothing is summed. Gradients are cast as where there are other ranks."""
         there = [
@@ -629,19 +423,11 @@ class GradBucket:
                 parameter.grad = None
             for parameter in self.at_rest:
                 if is_unreduced(parameter.grad) or (
-                    lost and self._marks and not self.reducer.is_alone
+                    lost and self.accumulated.marks and not self.reducer.is_alone
                 ):
                     parameter.grad = None
             if self.accumulated.backwards:
-                self._hold_no_more()
-
-
-def _is_whole(gradient: Tensor | None, model: ModelSpec | None) -> TypeGuard[DTensor]:
-    """Whether `gradient` was accumulated before any stage of its reduction."""
-    return isinstance(gradient, DTensor) and all(
-        placement.is_partial()
-        for placement in gradient.placements[0 if model is None else model.ndim :]
-    )
+                self.accumulated.end()
 
 
 def _add(parameter: nn.Parameter, grad: Tensor, more: Tensor) -> None:

@@ -32,10 +32,10 @@ from typing import Final, NoReturn
 
 from composable.comm.ledger import checksum, debug_enabled
 from composable.engine.arrival import Buckets
-from composable.engine.grad_bucket import SyncMode
 from composable.engine.param_group import Kind
 from composable.engine.param_hooks import hear_arrivals, ignore_arrivals
 from composable.engine.unit import Unit
+from composable.engine.unreduced import SyncMode
 from composable.errors import DifferentiationError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit

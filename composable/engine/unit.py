@@ -42,7 +42,7 @@ from composable.contract.values import tensors_in
 from composable.engine.copies import attach_copying, detach_copying, twin_of
 from composable.engine.explain import explain
 from composable.engine.extension import ExtendedGroup, travelling_together
-from composable.engine.grad_bucket import Accumulation, GradBucket
+from composable.engine.grad_bucket import GradBucket
 from composable.engine.hook_stages import CommHook, attach_comm_hooks
 from composable.engine.loading import StateDictHook
 from composable.engine.outputs import refuse_compiled, watch
@@ -73,6 +73,7 @@ from composable.engine.precision import (
 )
 from composable.engine.removal import Whole, gather_whole, restore
 from composable.engine.sparse import SparseGradients, only_looked_up
+from composable.engine.unreduced import Accumulation
 from composable.errors import AnnotationError, OutputError, PhaseError, unit_name
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (

@@ -1,0 +1,268 @@
+"""`no_sync`: gradients that wait on their rank until they are reduced.
+
+What backwards under `no_sync` leave *is* the gradient of the at-rest parameter, in one of three
+forms. So users see it, `zero_grad` clears it, and there is no other copy.
+
+| parameter at rest             | its gradient until it is reduced                                |
+|-------------------------------|-----------------------------------------------------------------|
+| a `DTensor`                   | a `DTensor` around this rank's whole gradient, `Partial`        |
+| the same, under               | one around a shard, reduced over the shard dimension already,   |
+| `no_sync(level="replicate")`  | `Partial` over the replicate dimension                          |
+| the user's own, `replicate`   | this rank's whole gradient, as it is; a mark says so            |
+
+A `Partial` of a mean reads as what would land if it were reduced now.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from operator import or_
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from composable.engine.layout import Route
+from composable.engine.param import (
+    ManagedParam,
+    cut,
+    gradient_like,
+    gradient_of_shards,
+    is_unreduced,
+    set_holds_unreduced,
+    unreduced_gradient,
+)
+from composable.engine.reduction import Reducer
+from composable.engine.tensor_parallel import ModelSpec, redistributed
+from composable.errors import PhaseError
+from composable.memory.torch_private import gradient_hooks, local_of, locals_of
+
+
+class SyncMode(enum.Enum):
+    """What happens to a unit's gradients when backward leaves it."""
+
+    REDUCE = "they are reduced, with all that was accumulated"
+    HOLD = "they are accumulated on their rank (no_sync)"
+    HOLD_SHARDS = (
+        "they are reduced over the shard dimension and accumulated (no_sync(level='replicate'))"
+    )
+
+
+class Accumulation:
+    """The scopes of `no_sync` that a unit is in; the innermost decides.
+
+    Attributes:
+        now: what a backward that runs now does.
+    """
+
+    __slots__ = ("_scopes", "now")
+
+    def __init__(self) -> None:
+        self.now = SyncMode.REDUCE
+        self._scopes: dict[object, SyncMode] = {}
+
+    def open_scope(self, scope: object, mode: SyncMode) -> None:
+        self._scopes[scope] = self.now = mode
+
+    def close_scope(self, scope: object) -> None:
+        self._scopes.pop(scope, None)
+        self.now = next(reversed(self._scopes.values()), SyncMode.REDUCE)
+
+
+class Accumulated:
+    """The gradients of one bucket that wait to be reduced.
+
+    Args:
+        in_place: autograd accumulates on the very parameters that users see, so that it has added
+            what this rank brings.
+
+    Attributes:
+        marks: what is accumulated is plain, and marked as such; otherwise `Partial` says so.
+        backwards: that brought them.
+        wanted: which parameters trained in any of these.
+        absent: in place, indices of parameters that none of these brought.
+    """
+
+    def __init__(self, params: Sequence[ManagedParam], reducer: Reducer, *, in_place: bool) -> None:
+        self._params = params
+        self._at_rest = tuple(param.at_rest for param in params)
+        self._compute = tuple(param.compute for param in params)
+        self._models = tuple(param.info.model for param in params)
+        self._reducer = reducer
+        self._in_place = in_place
+        self.marks = all(param.at_rest is param.own for param in params)
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing waits any more."""
+        self.backwards = 0
+        self.wanted: tuple[bool, ...] = ()
+        self.absent: Sequence[int] = ()
+
+    def end(self) -> None:
+        """What waited is about to be reduced, or is dropped."""
+        for at_rest in self._at_rest if self.marks else ():
+            set_holds_unreduced(at_rest, holds=False)
+        self.forget()
+
+    # --- sequence parallel -----------------------------------------------------------------------
+
+    def waiting(self, *, first: bool) -> dict[int, tuple[Placement, ...]]:
+        """Of the gradients that this backward has left, by index, those that stay `Partial` over
+        the user's dimensions (sequence parallel) until they are reduced, and their placements
+        there: what waits already is so, too.
+
+        Args:
+            first: also those of which nothing waits.
+        """
+        found = {}
+        for index, model in enumerate(self._models if any(self._models) else ()):
+            if model is None or (self.marks and model.ndim < model.mesh.ndim):
+                continue
+            held = self._at_rest[index].grad
+            kept = model.placements_held(self._compute[index].grad)
+            alike = isinstance(held, DTensor) and held.placements[: model.ndim] == kept
+            if kept != model.kept and (alike or (first and held is None)):
+                found[index] = kept
+        return found
+
+    def _settled(self, index: int, held: Tensor) -> Tensor:
+        """A gradient that waits, with the user's placements over the user's dimensions."""
+        model = self._models[index]
+        if model is None or not isinstance(held, DTensor):
+            return held
+        at_rest = self._at_rest[index]
+        if self.marks and isinstance(at_rest, DTensor):
+            return redistributed(held, at_rest.placements)
+        return redistributed(held, (*model.kept, *held.placements[model.ndim :]))
+
+    # --- gradients come --------------------------------------------------------------------------
+
+    def begin(self, trainable: Sequence[bool], absent: Sequence[int]) -> None:
+        """A backward leaves gradients here.
+
+        Args:
+            trainable: which parameters train in it.
+            absent: in place, indices of parameters that it brought no gradient for.
+        """
+        first = not self.backwards
+        self.absent = [index for index in absent if first or index in self.absent]
+        self.backwards += 1
+        self.wanted = tuple(map(or_, self.wanted or trainable, trainable))
+        for at_rest in self._at_rest if self.marks and first else ():
+            set_holds_unreduced(at_rest, holds=True)
+
+    def add(
+        self,
+        gradients: Sequence[Tensor | None],
+        waiting: Mapping[int, tuple[Placement, ...]],
+        trainable: Sequence[bool],
+    ) -> None:
+        """Add the gradients of the backward that `begin` was called for to what waits.
+
+        Args:
+            waiting: from `waiting(first=True)`.
+        """
+        for index, gradient in enumerate(gradients):
+            at_rest = self._at_rest[index]
+            before = at_rest.grad
+            if self.marks:
+                reduced = before is not None and self.backwards == 1
+            else:
+                reduced = before is not None and not is_unreduced(before)
+            if gradient is None and (self.marks or not (reduced and trainable[index])):
+                continue
+            if reduced:
+                self._refuse_hooks_twice(index)
+            if gradient is None:  # other ranks may have one
+                (compute,) = locals_of([self._compute[index]])
+                gradient = torch.zeros_like(compute)
+            model, dtype = self._models[index], self._reducer.precision.gradient
+            if before is None and self.marks:
+                at_rest.grad = gradient_like(gradient.to(dtype), at_rest, waiting.get(index))
+            elif before is None:
+                at_rest.grad = self._unreduced(index, gradient.to(dtype), waiting)
+            elif self.marks or _is_whole(before, model):
+                if index not in waiting:
+                    at_rest.grad = before = self._settled(index, before)
+                locals_of([before])[0].add_(gradient)
+            else:
+                # `before` is this rank's shard of a mean that was reduced earlier. The reduction to
+                # come divides by as many ranks as it sums over: those of the shard dimension each
+                # add the shard that they have, times their number, and all replicas the same.
+                whole, slot = gradient.to(dtype), self._reducer.slots[index]
+                ranks = 1 if slot.route is Route.WHOLE else slot.num_shards
+                mean = local_of(before).to(whole.device)  # type: ignore[arg-type]
+                cut(whole, slot, self._reducer.mesh_info.shard.rank).add_(mean, alpha=ranks)
+                at_rest.grad = self._unreduced(index, whole, waiting)
+
+    def _unreduced(
+        self, index: int, whole: Tensor, waiting: Mapping[int, tuple[Placement, ...]]
+    ) -> Tensor:
+        model = self._models[index]
+        kept = waiting.get(index, () if model is None else model.kept)
+        return unreduced_gradient(whole, self._at_rest[index], model, kept)
+
+    def add_shards(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
+        """Add gradients that are reduced over the shard dimension."""
+        for index, local in zip(indices, fresh, strict=True):
+            at_rest = self._at_rest[index]
+            before = at_rest.grad
+            if isinstance(before, DTensor) and is_unreduced(before):
+                local_of(before).add_(local)
+                continue
+            if isinstance(before, DTensor):  # a mean, the same on every replica
+                self._refuse_hooks_twice(index)
+                local = local + local_of(before)
+            model, shard_dim = self._models[index], self._reducer.mesh_info.shard_dim
+            first = 0 if model is None else model.ndim
+            at_rest.grad = gradient_of_shards(local, at_rest, first, first + shard_dim)
+
+    def _refuse_hooks_twice(self, index: int) -> None:
+        if gradient_hooks(self._at_rest[index]):
+            raise PhaseError(
+                f"parameter '{self._params[index].fqn}' has a reduced gradient, for which its"
+                " tensor hooks were called; under no_sync more is added to it, and they would be"
+                " called again for all of it. Call zero_grad() before the first backward under"
+                " no_sync"
+            )
+
+    # --- they are reduced ------------------------------------------------------------------------
+
+    def take(
+        self, gradients: list[Tensor | None], waiting: Mapping[int, tuple[Placement, ...]]
+    ) -> tuple[list[Tensor | None], list[tuple[int, Tensor]]]:
+        """Whole gradients to be reduced: those of this backward, and with them what waited; and
+        shards, by index, that are reduced over the shard dimension already.
+
+        Args:
+            waiting: from `waiting(first=False)`.
+        """
+        carried: list[tuple[int, Tensor]] = []
+        for index, at_rest in enumerate(self._at_rest):
+            held = at_rest.grad
+            if held is None or not (self.wanted[index] if self.marks else is_unreduced(held)):
+                continue
+            if not self.marks and not _is_whole(held, self._models[index]):
+                carried.append((index, local_of(held)))  # type: ignore[arg-type]
+                continue
+            fresh = gradients[index]
+            if index not in waiting:
+                held = self._settled(index, held)
+            if fresh is not None:
+                locals_of([held])[0].add_(fresh)
+            (gradients[index],) = locals_of([self._settled(index, held)])
+            at_rest.grad = None
+        dtype = self._reducer.precision.gradient
+        return [None if gradient is None else gradient.to(dtype) for gradient in gradients], carried
+
+
+def _is_whole(gradient: Tensor | None, model: ModelSpec | None) -> TypeGuard[DTensor]:
+    """Whether `gradient` was accumulated before any stage of its reduction."""
+    return isinstance(gradient, DTensor) and all(
+        placement.is_partial()
+        for placement in gradient.placements[0 if model is None else model.ndim :]
+    )
