@@ -5,15 +5,15 @@ In this file: what belongs to one step (`Step`, `Forward`, `Iteration`), the end
 (`BackwardEnd`), and `Root`: which root a call has, forward, backward, a lost step, split backwards.
 
 State machine of a `Root`; what may change its phase is in this file, and the phase is what its
-`Step` says:
+`Step` says. What runs is the forward in row FORWARD, and the backward in row BACKWARD:
 
-| phase    | a forward begins | a forward ends | a backward begins | it ends | it raises | `reset` |
-|----------|------------------|----------------|-------------------|---------|-----------|---------|
-| IDLE     | FORWARD          | -              | BACKWARD          | -       | -         | -       |
-| FORWARD  | -                | WAITING, or idle if nothing waits | BACKWARD | - | IDLE | IDLE    |
-| WAITING  | FORWARD          | -              | BACKWARD          | -       | -         | IDLE    |
-| BACKWARD | FORWARD, by reset | -    | -     | IDLE, or on with what is open | LOST    | IDLE    |
-| LOST     | FORWARD, by reset | -             | refused           | -       | -         | IDLE    |
+| phase    | a forward begins  | a backward begins | what runs ends   | what runs raises | `reset` |
+|----------|-------------------|-------------------|------------------|------------------|---------|
+| IDLE     | FORWARD           | BACKWARD          | -                | -                | -       |
+| FORWARD  | -         | BACKWARD | WAITING, or idle if nothing waits | IDLE             | IDLE    |
+| WAITING  | FORWARD           | BACKWARD          | -                | -                | IDLE    |
+| BACKWARD | FORWARD, by reset | -    | IDLE, or on with what is open | LOST             | IDLE    |
+| LOST     | FORWARD, by reset | refused           | -                | -                | IDLE    |
 
 Laws:
 
@@ -115,7 +115,7 @@ class Forward:
         with_gradients: autograd records it.
         order: the units that gather, as it has entered them.
         cursor: in the order of the last forward; what follows there is gathered ahead.
-        has_unknown: some frozen unit was computed by no rank, so that its `given` is not known.
+        has_unknown: some frozen unit was computed by no rank, so that `Unit.given` is not known.
     """
 
     module: nn.Module
@@ -542,7 +542,7 @@ class Root:
         if trained != self._trained:
             self._trained = trained
             for unit in self.units:
-                unit.given = None  # what is frozen before a unit decides, too
+                unit.given = None  # its inputs may require gradients now, or no longer
 
     def _free_last(self, unit: Unit, iteration: Iteration) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay:
@@ -560,8 +560,8 @@ class Root:
         """Have `unit` unshard. Before waiting, launch the gathers of units ahead, which travel
         while it computes: of those that probably follow, the next `prefetch` ones over its ranks.
 
-        Units over fewer ranks (experts) may come before them. Not every rank enters these, so they
-        do not count; the first of them is gathered ahead as well.
+        Units over fewer ranks (experts) do not count, since not every rank enters them. One of them
+        is gathered ahead as well if it is the very next unit, and otherwise none.
         """
         for group in unit.groups:
             group.unshard()
@@ -662,8 +662,8 @@ class Root:
         return any(unit.kept_by for unit in self.units)
 
     def _check_order(self, unit: Unit | None, given: int | None, forward: Forward) -> int | None:
-        """In the first forward: all ranks enter the same unit, or end. Returns what is `given` on
-        ranks that compute it.
+        """In the first forward: all ranks enter the same unit, or end. Returns `Unit.given` as
+        ranks that compute the unit have it.
         """
         found = (
             unit
