@@ -38,7 +38,8 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Return when the result is there; on an accelerator, make the current stream wait for it
-        and go on.
+        and go on. Memory that the collective used may be freed then: its next user is later work
+        of this stream, which waits as well (Note [Stream discipline] in memory/streams.py).
 
         Raises:
             CommunicationError: the collective failed.

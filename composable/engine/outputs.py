@@ -163,10 +163,10 @@ def before_gradient(
     """Call `callback` before backward goes through `tensor`, which requires gradients. Returns
     whether there is a node that `where` accepts (by default any), or a leaf, where it is called.
 
-    A view is watched at its own node and at its base's: an in-place write gives the view a new node
-    and leaves the old one out of the graph, but the graph still goes through the base. A callback
-    at a leaf is called once and is then removed, because a leaf may be a parameter, which outlives
-    the graph.
+    A view is watched at its own node and at its base's. If a caller writes to the view in place,
+    its node is replaced by one that leads to the base's node, and backward does not run the old
+    one. A callback at a leaf is called once and is then removed, because a leaf may be a parameter,
+    which outlives the graph.
 
     Several callbacks at one node are called in reverse order. They come from nested modules that
     return the same tensor, and backward enters the outer module first. Another rank may see

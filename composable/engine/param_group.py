@@ -19,11 +19,12 @@ it, since autograd may have saved any alias of a compute parameter. Packed param
 of their own, which gets its memory when their message has landed. All writes of the engine go
 through tensors made from `.data`, whose version counters are their own.
 
-Versions. A compute parameter's version counter moves when its at-rest parameter is written to, so
-autograd refuses a graph that saved the values of before, as it does for a plain parameter. Two
-counters tell: the at-rest parameter's own (an operator on a `DTensor` does not move its local
-tensor's) and the shard buffer's, which all local tensors share. While the memory is gone the
-counter has a value that no graph has: autograd raises its own error before it reads freed memory.
+Versions. Autograd refuses a backward if the version counter of a saved tensor has moved. Graphs
+save compute parameters, and users write to at-rest ones, so `unshard` looks for such writes and
+moves the counters of the compute parameters (`_note_writes`). A write moves one of two counters: an
+operator on a `DTensor` moves the at-rest parameter's own, a write to its local tensor that of the
+shard buffer, which all local tensors share. While the memory is gone, the counters have the value
+`ABSENT`, which no graph has saved: autograd raises its error and does not read freed memory.
 """
 
 from __future__ import annotations
@@ -95,7 +96,12 @@ class ShardedState(enum.Enum):
 
 
 class Kind(enum.Enum):
-    """How the parameters of a unit lie over the ranks, and when their gradients are reduced."""
+    """How the parameters of a unit lie over the ranks, and when their gradients are reduced.
+
+    Those of BESIDE rest as `DTensor(Replicate)`, as optimizers and clipping expect next to shards,
+    if the unit has the ranks of the shards around it (`Unit.choose_rest`). Otherwise, and if they
+    are tensor parallel or have sparse gradients, they rest as users made them.
+    """
 
     SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
     BESIDE = "replicated in a tree with shards: all-reduced where backward leaves the unit"
@@ -118,8 +124,7 @@ class ParamGroup:
     Args:
         params: as they are registered now: plain parameters, or `DTensor`s of an earlier group of
             the same unit.
-        rest_mesh: for `replicate` in a tree with shards: the mesh that its parameters rest on as
-            `DTensor(Replicate)`.
+        rest_mesh: on which parameters of the kind BESIDE rest as `DTensor(Replicate)`, if any.
 
     Attributes:
         unit: its name, for messages.
@@ -248,7 +253,7 @@ class ParamGroup:
             param.compute = param.at_rest
 
     def _adopt_own(self, rest_mesh: DeviceMesh | None) -> None:
-        """The users' parameters stay where they are; next to shards they rest as
+        """The users' parameters stay where they are; with `rest_mesh` they rest as
         `DTensor(Replicate)` over the same memory.
         """
         for param in self.params:

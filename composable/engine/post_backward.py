@@ -20,8 +20,9 @@ which order. For sharded units that is the same on all ranks, because all gather
 and their outputs have a node for backward in any case (`outputs.py`). Replicated units may be run
 by some ranks, or by each in an order of its own. So the first backward compares in which order the
 ranks left the units. If that is one order, replicated units are reduced where they are left from
-then on; otherwise all of them at the end of each backward, in the order of the model. One that
-backward did not come to goes at the end in both cases: some rank may have read its weight.
+then on; otherwise all of them at the end of each backward, in the order of the model. A replicated
+unit that backward has not entered is reduced at the end in both cases, since some rank may have
+read its weight without calling it.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class PostBackward:
         rest = [
             unit
             for unit in dict.fromkeys([*reversed(due.to_reduce), *unseen, *held])
-            # one that was sent goes again only if backward has come to it again
+            # what is in flight: only if backward has entered it again, or brought more gradients
             if unit in due.to_reduce or unit not in sent or unit.gradients.are_there
         ]
         beside = [unit for unit in self.beside if unit not in due.reduced]

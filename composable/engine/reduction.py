@@ -136,6 +136,9 @@ def scales_of(
     | two, the first to a mean   | / `before` | `before` / shards | -                 | / replicas |
     | the first is a user's hook | -          | the hook's        | -                 | / replicas |
 
+    In row three `before` cancels: the first sum becomes the mean over the shard dimension, and the
+    mean of these over the replicas, which have equally many ranks, is the mean over all.
+
     `before` and `after` are `division_factors` of all ranks. Carried are means over the shard
     dimension, of earlier backwards under `no_sync(level="replicate")`; they are added between the
     stages. What must be a mean after the first stage is what such a backward accumulates, and what
@@ -264,6 +267,9 @@ class Plan:
     """How gradients travel while a given set of parameters trains.
 
     Attributes:
+        layout: `direct` gradients are sent as they are, and their sums land at the start of the
+            flat buffer. The others are `columns` of a row for each rank, flags behind them
+            (`flags_start`); this rank's reduced row lands behind the direct sums (`row_start`).
         segments: by index, of each trainable parameter whose sum is in the flat buffer.
         flags_piece: which of its pieces the flags are, one for each trainable parameter, and the
             numbers behind them.

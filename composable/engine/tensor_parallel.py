@@ -100,8 +100,9 @@ class ModelSpec:
         )
 
     def placements_held(self, gradient: Tensor | None) -> tuple[Placement, ...]:
-        """The placements, over the user's dimensions, with which a gradient adds up under
-        `no_sync`: of what is replicated there, a sum that is still to be made waits, too.
+        """The placements, over the user's dimensions, in which a gradient is accumulated under
+        `no_sync`. Where the parameter is replicated and the gradient `Partial`, it stays `Partial`:
+        that all-reduce waits for the reduction, too.
         """
         if not isinstance(gradient, DTensor):
             return self.kept

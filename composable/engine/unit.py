@@ -213,7 +213,8 @@ class UnitCall:
         since: the number of autograd's next node when the call began.
         root: None if the call recomputes what checkpointing dropped.
         outermost: of the root.
-        inside: something around the unit runs, whose backward is to come to it on all ranks alike.
+        inside: another forward runs around the call, so backward must enter the unit on all ranks
+            or on none. The kind ARRIVAL does not need that, unless roots share the unit.
         entered: `enter` did not raise.
         anchors: outputs get a node also where this rank used no parameter, because other ranks may
             have. A recomputation repeats what its forward did.
@@ -346,8 +347,7 @@ class Unit:
         self.name = unit_name("")  # the FQN below the root, for messages
         # how its parameters lie over the ranks, and when their gradients are reduced
         self.kind = Kind.LOCAL
-        # of the kind BESIDE, over the same ranks as the shards around it: their mesh, on which its
-        # parameters rest as DTensors
+        # of the kind BESIDE: the mesh on which its parameters rest as DTensors, see `Kind`
         self.rest_mesh: DeviceMesh | None = None
         self.relations = Relations()  # to other units
 
@@ -363,9 +363,10 @@ class Unit:
         # --- a step
         self.root: Schedule | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
-        # Of a frozen unit, how ranks that compute it entered it last: 0 without autograd, 1 with
-        # inputs that require no gradients, 2 with inputs that do, the only case in which backward
-        # comes to it. None: not known.
+        # Of a frozen unit, how it was last computed: 0 without autograd, 1 with inputs that require
+        # no gradients, 2 with inputs that do; None: not known. Backward enters it in case 2 only,
+        # and must do so on all ranks. A rank that skips the unit (`skipped`) has no inputs to tell
+        # by, so ranks that compute it tell the others in the first forward (`Root._check_order`).
         self.given: int | None = None
         self._anchors = False  # `UnitCall.anchors` of the last forward
 
@@ -586,9 +587,10 @@ class Unit:
     def _hear_of_gradients(self, param: ManagedParam) -> None:
         """Tell the root when autograd has accumulated a gradient.
 
-        The root ignores this for a unit that backward entered at its outputs. It needs it for
-        gradients that come by another way (of a parameter that is read outside of its module), and
-        for gradients that are reduced by arrival.
+        The root needs this for gradients that are reduced by arrival, and for those of parameters
+        that are read outside of their module. A unit not of the kind ARRIVAL is reduced anyway once
+        backward has entered it at its outputs, so `PostBackward.enter` takes its hooks off
+        (`ignore_arrivals`): autograd calls nothing until `hear_arrivals` puts them back.
         """
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -616,7 +618,9 @@ class Unit:
             (unit.root or unit.root_class.plan(unit, unit.modules[0])).on_gradient(unit, param)
 
         if param.compute is param.at_rest:
-            # autograd calls `arrived` in place of users' hooks, which wait for the reduced gradient
+            # Autograd would call users' hooks with the local gradient. `defer_hooks` moves them out
+            # of the table that autograd reads, which holds `arrived` only; they are called when the
+            # reduced gradient lands.
             arrival, undo = defer_hooks(parameter, arrived)
             self.gradients.undo.append(undo)
         else:
@@ -838,7 +842,7 @@ class Unit:
         return args, kwargs
 
     def describe_inputs(self, inputs: object) -> int:
-        """See `given`."""
+        """What `given` says of a forward with these inputs."""
         if not torch.is_grad_enabled():
             return 0
         return 2 if any(tensor.requires_grad for tensor in tensors_in(inputs)) else 1
@@ -1181,9 +1185,7 @@ class Unit:
             other.choose_rest()
 
     def choose_rest(self) -> None:
-        """Decide how replicated parameters rest: next to shards, as their optimizers and clipping
-        expect, as `DTensor`s.
-        """
+        """Decide the kind of a replicated unit and how its parameters rest, see `Kind`."""
         if self.is_sharded or not self.params or self.mesh_info.mesh is None:
             return
         meshes = [
