@@ -2,10 +2,11 @@
 
 | gradients of | are launched |
 |--------------|--------------|
-| units with shards, and replicated ones next to shards | where backward leaves the unit: `leave` |
+| units with shards | where backward leaves the unit: `leave` |
 | the same, after several forwards | when backward has left the last of these |
+| replicated units next to shards | where backward leaves the next unit with shards, used or not |
 | a unit whose gradient came after it was left, or that may be entered unseen | at the end: `rest` |
-| one next to shards that was not reduced so far, or has tied weights | at the end, used or not |
+| a replicated unit with tied weights, or that none with shards follows | at the end, used or not |
 | what `no_sync` has left on the ranks | at the end of the next backward outside, or `launch_held` |
 | replicated units below a root without shards | all in each backward, by arrival: `arrival.py` |
 
@@ -19,10 +20,9 @@ gradients came: a rank without one sends zeros. It depends on which units backwa
 which order. For sharded units that is the same on all ranks, because all gather them in forward,
 and their outputs have a node for backward in any case (`outputs.py`). Replicated units may be run
 by some ranks, or by each in an order of its own. So the first backward compares in which order the
-ranks left the units. If that is one order, replicated units are reduced where they are left from
-then on; otherwise all of them at the end of each backward, in the order of the model. A replicated
-unit that backward has not entered is reduced at the end in both cases, since some rank may have
-read its weight without calling it.
+ranks left the units. If that is one order, it says from then on which replicated units are reduced
+before which unit with shards, also on ranks that skip some of them; otherwise all are reduced at
+the end of each backward, in the order of the model.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class PostBackward:
         beside: replicated units next to shards (`Kind.BESIDE`).
         in_one_order: whether all ranks leave the units in one order in backward: None until
             `_compare_left` has compared them, once and for good.
+        before: of a unit with shards, the replicated ones that backward left before it, and after
+            the unit with shards before that.
         buckets: of units that are reduced by arrival.
     """
 
@@ -90,6 +92,7 @@ class PostBackward:
         # one.
         alone = not self.beside or self.beside == self._units[:1]
         self.in_one_order: bool | None = True if alone else None
+        self.before: dict[Unit, list[Unit]] = {}
         self._launched: list[Unit] = []  # by `launch_held`, until `land_held`
         self.make_buckets()
 
@@ -112,10 +115,11 @@ class PostBackward:
         """Backward has left `unit`, and its parameters are resharded."""
         if not self.in_one_order:
             due.left.append(self._indices[unit])
-        if unit in self.beside and (not self.in_one_order or unit.relations.readers):
-            # At the end of backward, in an order that does not depend on the rank. A tied gradient
-            # is complete when backward has been through all readers that take part on this rank.
-            return
+        if unit in self.beside:
+            return  # some ranks may skip it
+        for each in self.before.get(unit, ()):
+            due.reduced[each] = None
+            self.reduce(each, due)
         due.reduced[unit] = None
         self.reduce(unit, due)
         # Land the oldest reductions, or launch their second stage, until `IN_FLIGHT` are left in
@@ -173,8 +177,13 @@ class PostBackward:
             # what is in flight: only if backward has entered it again, or brought more gradients
             if unit in due.to_reduce or unit not in sent or unit.gradients.are_there
         ]
-        beside = [unit for unit in self.beside if unit not in due.reduced]
-        return [*(unit for unit in rest if unit not in beside), *beside]
+        beside = dict.fromkeys(unit for unit in self.beside if unit not in due.reduced)
+        order: dict[Unit, None] = {}
+        for unit in rest:
+            if unit not in beside:  # it is left now
+                order |= dict.fromkeys(each for each in self.before.get(unit, ()) if each in beside)
+                order[unit] = None
+        return [*(order | beside)]
 
     def launch_last(self, due: Due) -> None:
         """`rest` was reduced: launch the buckets that did not fill, and all second stages."""
@@ -212,6 +221,16 @@ class PostBackward:
                 [checksum(str(due.left))], "comparison of the order of units in backward"
             )
             self.in_one_order = lowest == highest
+        if not self.in_one_order:
+            return
+        left, waiting = [self._units[index] for index in due.left], list[Unit]()
+        for number, unit in enumerate(left, start=1):
+            if unit in left[number:] or unit.relations.readers:
+                continue  # left again; or tied: complete when all readers have been left
+            if unit in self.beside:
+                waiting.append(unit)
+            elif left.count(unit) == 1 and unit.mesh_info.all.size >= comm.size:  # on all ranks
+                self.before[unit], waiting = waiting, []
 
     # --- without a backward ----------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ def test_replicas_of_other_ranks_than_the_shards_are_reduced_whichever_some_rank
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("copies", "shards"))
     fully_shard(model.expert, mesh=mesh["shards"])  # the ranks of a row share an expert
     replicate(model, policy={nn.Linear})
-    for taken in (("ab", "b", "ab", "a"), ("a", "ba", "", "b"), ("ab", "ab", "ab", "ab")):
+    for taken in (("ab", "ab", "ab", "ab"), ("ab", "b", "ab", "a"), ("a", "b", "", "ab")):
         inputs = torch.rand(4, 3, 4, dtype=torch.float64).to(device)
         model(inputs[rank], taken[rank]).backward()
         for each, branches in zip(inputs, taken, strict=True):
@@ -181,3 +181,39 @@ def test_replicas_of_other_ranks_than_the_shards_are_reduced_whichever_some_rank
             torch.testing.assert_close(
                 model.get_submodule(name).weight.grad, alone.get_submodule(name).weight.grad
             )
+
+
+class _Seeing(nn.Module):
+    """Whose tower, and a layer in the middle, some batches leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, sees: str) -> Tensor:
+        x = self.first(self.tower(x).tanh() if "t" in sees else x).tanh()
+        return self.last(self.middle(x).tanh() if "m" in sees else x).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("first", ["tm", "by rank"])
+@spmd(ranks=2)
+def test_ranks_may_skip_replicated_units_next_to_shards_in_any_step(first: str) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = _Seeing().double().to(current_device())
+    alone = copy.deepcopy(model)
+    for each in (*model.tower, model.middle):
+        replicate(each)
+    fully_shard(model, policy={nn.Linear})
+    steps = [("tm", "tm") if first == "tm" else ("tm", "m"), ("tm", ""), ("m", "t"), ("", "tm")]
+    for number, sees in enumerate([*steps, ("", ""), ("tm", "tm")]):
+        inputs = torch.rand(2, 3, 4, dtype=torch.float64).to(current_device())
+        model(inputs[rank], sees[rank]).backward()
+        for each, seen in zip(inputs, sees, strict=True):
+            (alone(each, seen) / 2).backward()
+        for found, (name, expected) in zip(
+            model.parameters(), alone.named_parameters(), strict=True
+        ):
+            assert found.grad is not None, f"{name} in step {number}"
+            torch.testing.assert_close(full(found.grad), expected.grad)
