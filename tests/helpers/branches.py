@@ -40,7 +40,9 @@ FEATURES: Final = (
     "retain",  # two backwards through one graph
     "holder",  # annotated modules in one that nobody annotates
     "options",  # `prefetch`, `gradient_as_bucket_view`
+    "skips",  # ranks and steps that do not call a replicated unit
 )
+SKIP: Final = "skip"
 
 # What each kind of part does: the first way is the usual one.
 WAYS: Final[dict[str, tuple[str, ...]]] = {
@@ -110,6 +112,14 @@ class Part:
     @property
     def has_unit(self) -> bool:
         return any(part.unit is not None for part in self.everything())
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether it is a replicated unit, in which nothing is sharded."""
+        units = [part.unit for part in self.everything()]
+        return self.unit is not None and all(
+            unit is None or unit.verb == "replicate" for unit in units
+        )
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -484,20 +494,27 @@ class _Ops:
         apart = root.unit is not None and not self.frozen[model]
         entered = False  # whether backward may come to a unit before this place
 
+        inside = False
+
         def choose(part: Part, place: str) -> None:
             for inner in part.inside:
                 choose(inner, f"{place}.{inner.name}")
             if not self._draw.may("branches", self._often):
                 return
-            alike = self._draw.choice(part.ways)
+            skips = inside and part.is_replicated and self._draw.may("skips", 0.5)
+            choices = (*part.ways, SKIP) if skips else part.ways
+            alike = self._draw.choice(choices)
             same = (cut and not apart) or self._draw.random() < 0.3
-            by_rank = [alike if same else self._draw.choice(part.ways) for _ in ways]
+            by_rank = [alike if same else self._draw.choice(choices) for _ in ways]
             for mine, way in zip(ways, by_rank, strict=True):
                 if way != part.ways[0]:
                     mine[place] = way
 
         for index, name in enumerate(root.chain):
             part = self._plan.part(name)
+            # What is a root of its own, all ranks run: here, or of several models.
+            chains = [each.chain for each in self._plan.roots if name in each.chain]
+            inside = root.unit is not None and len(chains) == 1
             choose(part, f"{index}.{name}")
             before, entered = entered, entered or part.has_unit
             if not part.checkpoint and self._draw.may("branches", 0.1 if self._often else 0.0):

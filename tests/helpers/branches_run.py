@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from composable import checkpoint, fully_shard, no_sync, reduce_gradients, replicate
 from composable.comm import Comm, comms_wrapped_by
-from tests.helpers.branches import ROWS, WIDTH, WORDS, Op, Part, Plan, RootOf, Unit, plan_of
+from tests.helpers.branches import ROWS, SKIP, WIDTH, WORDS, Op, Part, Plan, RootOf, Unit, plan_of
 from tests.helpers.communicators import Delayed, Log, Recording, all_ordered
 from tests.helpers.compare import full_gradients, full_parameters
 from tests.helpers.world import current_device, set_timeout
@@ -65,6 +65,8 @@ class Piece(nn.Module):
     def forward(self, x: Tensor, words: Tensor, ways: Ways, place: str) -> Any:
         for inner in self.inside:
             name = f"{place}.{inner.part.name}"
+            if ways.get(name) == SKIP:
+                continue
             x = joined(inner(x, words, ways, name), ways.get(name, ""))
         way = ways.get(place, self.part.ways[0])
         if way == "constant":
@@ -152,6 +154,8 @@ class Root(nn.Module):
         y = x if self.root.beside else h
         for index, name in enumerate(self.root.chain):
             place = f"{index}.{name}"
+            if ways.get(place) == SKIP:
+                continue
             y = joined(self.parts[name](y, words, ways, place), ways.get(place, ""))
         return h + y  # type: ignore[no-any-return]
 
