@@ -320,7 +320,8 @@ class GradBucket:
     # --- landing ---------------------------------------------------------------------------------
 
     def _deliver(self, reduction: Reduction, indices: Sequence[int]) -> None:
-        flat, dtype, plan = reduction.flat, self.reducer.precision.gradient, reduction.plan
+        flat, plan = reduction.flat, reduction.plan
+        dtype = self.accumulated.dtype if reduction.shards_only else self.reducer.precision.gradient
         if dtype != flat.dtype:
             flat = flat.to(dtype)
         if self.home is not None:

@@ -116,12 +116,8 @@ class SparseGradients:
         most, ranks, width = max(counts), self._comm.size, param.at_rest.shape[1:]
         padding = most - len(rows)  # ranks send the same number of rows
         sent = [torch.cat([rows, rows.new_zeros(padding)])]
-        sent.append(
-            torch.cat([values, values.new_zeros(padding, *width)])
-            .to(self._precision.reduce)
-            .div_(ranks)
-            .view(-1)
-        )
+        reduce = self._precision.reduce
+        sent.append(torch.cat([values, values.new_zeros(padding, *width)]).to(reduce).view(-1))
         pairs = [(each.new_empty(ranks * each.numel()), each) for each in sent]
         label = f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')"
         for work in [self._comm.all_gather([pair], label) for pair in pairs] if most else ():
@@ -129,13 +125,15 @@ class SparseGradients:
         kept = torch.cat(
             [torch.arange(count) + rank * most for rank, count in enumerate(counts)]
         ).to(rows.device)
-        every_row, every_value = (
-            pairs[0][0][kept],
-            pairs[1][0].view(-1, *width)[kept].to(values.dtype),
-        )
-        return torch.sparse_coo_tensor(
+        every_row = pairs[0][0][kept]
+        # Divided before the sum, which float16 could not hold; both in the wider of the two dtypes,
+        # so that the mean of values in a low one is rounded once.
+        wide = torch.promote_types(reduce, values.dtype)
+        every_value = pairs[1][0].view(-1, *width)[kept].to(wide).div_(ranks)
+        mean = torch.sparse_coo_tensor(
             every_row[None], every_value, param.at_rest.shape, check_invariants=False
         ).coalesce()
+        return mean.to(values.dtype)
 
     def drop(self, *, forget: bool = True) -> None:
         """Nothing waits to be reduced any more; `forget`: the step is lost, and with it this rank's

@@ -11,6 +11,9 @@ forms. So users see it, `zero_grad` clears it, and there is no other copy.
 | the user's own, `replicate`   | this rank's whole gradient, as it is; a mark says so            |
 
 A `Partial` of a mean reads as what would land if it were reduced now.
+
+What waits has the wider of the gradient and the reduce dtype, as in FSDP2: of bfloat16 parameters
+that are reduced in float32, a sum of many backwards in bfloat16 would stop growing.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from composable.engine.param import (
     gradient_like,
     gradient_of_shards,
     is_unreduced,
+    keep_gradients_in,
     set_holds_unreduced,
     unreduced_gradient,
 )
@@ -84,6 +88,7 @@ class Accumulated:
         backwards: that brought them.
         wanted: which parameters trained in any of these.
         absent: in place, indices of parameters that none of these brought.
+        dtype: of what waits; in place, that of the gradient.
     """
 
     def __init__(self, params: Sequence[ManagedParam], reducer: Reducer, *, in_place: bool) -> None:
@@ -94,6 +99,12 @@ class Accumulated:
         self._reducer = reducer
         self._in_place = in_place
         self.marks = all(param.at_rest is param.own for param in params)
+        precision = reducer.precision
+        self.dtype = (
+            precision.gradient
+            if in_place
+            else torch.promote_types(precision.reduce, precision.gradient)
+        )
         self.forget()
 
     def forget(self) -> None:
@@ -106,6 +117,8 @@ class Accumulated:
         """What waited is about to be reduced, or is dropped."""
         for at_rest in self._at_rest if self.marks else ():
             set_holds_unreduced(at_rest, holds=False)
+        for at_rest in self._at_rest if self.dtype != self._reducer.precision.gradient else ():
+            keep_gradients_in(self._reducer.precision.gradient, at_rest)
         self.forget()
 
     # --- sequence parallel -----------------------------------------------------------------------
@@ -180,14 +193,17 @@ class Accumulated:
             if gradient is None:  # other ranks may have one
                 (compute,) = locals_of([self._compute[index]])
                 gradient = torch.zeros_like(compute)
-            model, dtype = self._models[index], self._reducer.precision.gradient
+            model, dtype = self._models[index], self.dtype
             if before is None and self.marks:
-                at_rest.grad = gradient_like(gradient.to(dtype), at_rest, waiting.get(index))
+                self._show(index, gradient_like(gradient.to(dtype), at_rest, waiting.get(index)))
             elif before is None:
-                at_rest.grad = self._unreduced(index, gradient.to(dtype), waiting)
+                self._show(index, self._unreduced(index, gradient.to(dtype), waiting))
             elif self.marks or _is_whole(before, model):
                 if index not in waiting:
-                    at_rest.grad = before = self._settled(index, before)
+                    before = self._settled(index, before)
+                if before.dtype != dtype:  # marked, and reduced earlier
+                    before = before.to(dtype)
+                self._show(index, before)
                 locals_of([before])[0].add_(gradient)
             else:
                 # `before` is this rank's shard of a mean that was reduced earlier. The reduction to
@@ -197,7 +213,14 @@ class Accumulated:
                 ranks = 1 if slot.route is Route.WHOLE else slot.num_shards
                 mean = local_of(before).to(whole.device)  # type: ignore[arg-type]
                 cut(whole, slot, self._reducer.mesh_info.shard.rank).add_(mean, alpha=ranks)
-                at_rest.grad = self._unreduced(index, whole, waiting)
+                self._show(index, self._unreduced(index, whole, waiting))
+
+    def _show(self, index: int, gradient: Tensor) -> None:
+        """Let users see what waits as the gradient of their parameter."""
+        at_rest = self._at_rest[index]
+        if gradient.dtype != self._reducer.precision.gradient:
+            at_rest.grad_dtype = None  # torch would refuse it otherwise; `end` undoes this
+        at_rest.grad = gradient
 
     def _unreduced(
         self, index: int, whole: Tensor, waiting: Mapping[int, tuple[Placement, ...]]
@@ -219,7 +242,7 @@ class Accumulated:
                 local = local + local_of(before)
             model, shard_dim = self._models[index], self._reducer.mesh_info.shard_dim
             first = 0 if model is None else model.ndim
-            at_rest.grad = gradient_of_shards(local, at_rest, first, first + shard_dim)
+            self._show(index, gradient_of_shards(local, at_rest, first, first + shard_dim))
 
     def _refuse_hooks_twice(self, index: int) -> None:
         if gradient_hooks(self._at_rest[index]):
@@ -256,7 +279,7 @@ class Accumulated:
                 locals_of([held])[0].add_(fresh)
             (gradients[index],) = locals_of([self._settled(index, held)])
             at_rest.grad = None
-        dtype = self._reducer.precision.gradient
+        dtype = self.dtype
         return [None if gradient is None else gradient.to(dtype) for gradient in gradients], carried
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -18,10 +18,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from composable import fully_shard, no_sync, reduce_gradients, registry, replicate
+from composable import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    no_sync,
+    reduce_gradients,
+    registry,
+    replicate,
+)
 from tests.helpers.battery import Case
 from tests.helpers.battery.case import mean_square, rows
-from tests.helpers.compare import assert_mean_gradients, assert_same_gradients
+from tests.helpers.compare import (
+    assert_mean_gradients,
+    assert_same_gradients,
+    full_gradients,
+)
 from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import current_device, spmd
 
@@ -298,3 +309,52 @@ def test_one_rank_accumulates_like_several() -> None:
             _step(model, *CASE.inputs(0, 0, 0, current_device()))
         reduce_gradients(model)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class Two(nn.Module):
+    """The sum of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other(x)  # type: ignore[no-any-return]
+
+
+def _one_dimension(model: nn.Module, **options: Any) -> None:
+    fully_shard(model, **options)
+
+
+def _hybrid(model: nn.Module, **options: Any) -> None:
+    mesh = init_device_mesh(current_device().type, (dist.get_world_size(), 1))
+    fully_shard(model, mesh=mesh, **options)
+
+
+def _beside_shards(model: nn.Module, **options: Any) -> None:
+    replicate(model.get_submodule("one"), **options)
+    fully_shard(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("annotate", "level"),
+    [(_one_dimension, "all"), (_beside_shards, "all"), (_hybrid, "all"), (_hybrid, "replicate")],
+)
+@spmd(ranks=2)
+def test_what_waits_to_be_reduced_in_float32_is_added_up_in_float32(
+    annotate: Callable[..., None], level: str
+) -> None:
+    """In bfloat16 256 + 1 is 256."""
+    model = Two().to(current_device(), torch.bfloat16)
+    annotate(model, mp_policy=MixedPrecisionPolicy(reduce_dtype="fp32"))
+    for _ in range(2):
+        model.zero_grad()
+        for step in range(9):
+            with no_sync(model, level=level, enabled=step < 8):
+                x = torch.full((1, 4), 1.0 if step else 256.0, dtype=torch.bfloat16)
+                model(x.to(current_device())).sum().backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.dtype == parameter.grad_dtype == torch.bfloat16
+        for gradient in full_gradients(model).values():
+            assert torch.equal(gradient, torch.full_like(gradient, 264.0))

@@ -109,11 +109,13 @@ def by_hand(
             for index, (lowered, own) in enumerate(
                 zip(low.parameters(), model.parameters(), strict=True)
             ):
-                # One alone is summed as it comes, several are added up in the parameters' own
-                # dtypes.
+                # One alone is summed as it comes, several are added up in the wider of the
+                # parameters' own dtypes and that of the reduction.
                 fresh, held = lowered.grad, sums[index]
                 if fresh is not None:
-                    first = fresh.to(fresh.dtype if len(steps) == 1 else own.dtype)
+                    reduced = policy.reduce_dtype or policy.param_dtype or fresh.dtype
+                    wide = torch.promote_types(own.dtype, reduced)
+                    first = fresh.to(fresh.dtype if len(steps) == 1 else wide)
                     sums[index] = first if held is None else held.add_(fresh)
             low.zero_grad()
         gradients.append(sums)

@@ -227,6 +227,19 @@ def test_sparse_gradients_with_precision_scaling_and_accumulation(sharded: bool)
     assert len(called) == 2
 
 
+@spmd(ranks=3)
+def test_a_sparse_mean_is_rounded_once_where_the_reduction_is_in_float32() -> None:
+    table = nn.Embedding(ROWS, 4, sparse=True, dtype=torch.bfloat16, device=current_device())
+    replicate(table, mp_policy=MixedPrecisionPolicy(reduce_dtype="fp32"))
+    terms = [torch.rand(ROWS, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    terms = [term.bfloat16().to(current_device()) for term in terms]
+    rows = torch.arange(ROWS, device=current_device())
+    (table(rows) * terms[dist.get_rank()]).sum().backward()
+    mean = torch.stack([term.double() for term in terms]).mean(0)
+    assert table.weight.grad is not None
+    assert torch.equal(table.weight.grad.to_dense(), mean.bfloat16())
+
+
 class Functional(nn.Module):
     """A table that no module tells of: read sparsely, densely or not at all, next to a dense
     parameter.
