@@ -190,7 +190,8 @@ class GradBucket:
 
     def _multiplied(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients of this backward times what `grad_reduce` asks for, in the reduce dtype: in a
-        lower one each term of the sum would be rounded.
+        lower one each term of the sum would be rounded. `scale_sums` says why not by foreach on a
+        host.
         """
         dtype = self.reducer.precision.reduce
         multiplied = [None if gradient is None else gradient.to(dtype) for gradient in gradients]
