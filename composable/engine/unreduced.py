@@ -97,7 +97,6 @@ class Accumulated:
         self._compute = tuple(param.compute for param in params)
         self._models = tuple(param.info.model for param in params)
         self._reducer = reducer
-        self._in_place = in_place
         self.marks = all(param.at_rest is param.own for param in params)
         precision = reducer.precision
         self.dtype = (
