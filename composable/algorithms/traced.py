@@ -91,7 +91,7 @@ def trace_reductions(root: Root) -> str:
 
     Returns why it cannot, or an empty string.
     """
-    reason = root.eager_because if root.eager_because == _FELL_BACK else _obstacle(root)
+    reason = root.agreed.untraced or _obstacle(root)
     if not reason:
         for unit in root.units:
             for group in unit.groups:
@@ -137,7 +137,7 @@ def _fall_back(root: Root) -> None:
             if isinstance(hooks, DeferredHooks) and isinstance(hooks.of_engine, TracedReduction):
                 hooks.of_engine = hooks.of_engine.ordinary
     if not root.eager_because:
-        root.eager_because = _FELL_BACK
+        root.stop_tracing(_FELL_BACK)
         logger.warning(
             "unit '%s': compiled autograd was on when the forward began, and its backward was not"
             " compiled. Gradients are reduced as usual, in this and in all later backwards",

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Final, NoReturn, Protocol
+from weakref import ref
 
 import torch
 
+from composable.engine.agreed import Agreed
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.hook_stages import attach_comm_hooks
 from composable.engine.layout import Slot
@@ -114,13 +116,16 @@ class Buckets:
         is_open: a backward is under way.
     """
 
-    def __init__(self, units: Sequence[Unit], iteration: Callable[[], Backward | None]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], iteration: Callable[[], Backward | None], agreed: Agreed
+    ) -> None:
         self._units = list(units)
         self._iteration = iteration
+        self._agreed = agreed
         self.is_open = self._by_arrival = False
         self._next = 0  # in `_buckets`
         # in the order of arrival, until the order is agreed
-        self._ready: list[ManagedParam] | None = []
+        self._ready: list[ManagedParam] | None = [] if agreed.buckets is None else None
         self._members: dict[ManagedParam, tuple[Unit, ParamGroup, Slot]] = {
             param: (unit, group, slot)
             for unit in units
@@ -128,14 +133,10 @@ class Buckets:
             for param, slot in zip(group.params, group.slots, strict=True)
             if not only_looked_up(param.info)
         }
-        self._fill(
-            [
-                param
-                for unit in reversed(units)
-                for param in reversed(unit.params)
-                if param in self._members
-            ]
-        )
+        agreed_order = [each() for each in agreed.buckets or ()]
+        last_first = [param for unit in reversed(units) for param in reversed(unit.params)]
+        order = dict.fromkeys([*agreed_order, *last_first])
+        self._fill([param for param in order if param in self._members])
 
     def _fill(self, order: Sequence[ManagedParam]) -> None:
         """Fill buckets with parameters in `order`.
@@ -282,7 +283,9 @@ class Buckets:
         seen = dict.fromkeys([*(numbers[param] for param in ready), *range(len(known))])
         message = torch.tensor(list(seen), dtype=torch.int64, device=comm.device)
         comm.broadcast([message], "broadcast of the order of buckets")
-        self._fill([known[number] for number in message.tolist()])
+        order = [known[number] for number in message.tolist()]
+        self._agreed.buckets = tuple(map(ref, order))
+        self._fill(order)
 
     def hold(self) -> None:
         """Outside of backward: what is here waits to be reduced (`Root.hold_by_hand`)."""

@@ -439,9 +439,9 @@ class ParamGroup:
             increment_version(apart)
             self._seen = self._versions_now()
 
-    def unshard(self) -> None:
+    def unshard(self) -> bool:
         """Launch the all-gather, unless the parameters are there or on their way, and were not
-        written to since.
+        written to since. Returns whether it did.
         """
         if self._counted:
             with as_tensors():
@@ -449,17 +449,18 @@ class ParamGroup:
             if now != self._seen:
                 self._note_writes(now)
         if self.gather is None:
-            return
+            return False
         if self._regather:
             self.reshard()
             self._regather = False
         if self.state is ShardedState.UNSHARDING or self.state is ShardedState.UNSHARDED:
-            return
+            return False
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             self._unshard_from_neighbours()
         else:
             self._work = self.gather.launch(self._label)
         self.state = ShardedState.UNSHARDING
+        return True
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and copy packed parameters to their place."""

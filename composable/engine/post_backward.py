@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from composable.comm.ledger import checksum, debug_enabled
+from composable.engine.agreed import Agreed
 from composable.engine.arrival import Buckets
 from composable.engine.param_group import Kind
 from composable.engine.param_hooks import hear_arrivals, ignore_arrivals
@@ -73,6 +74,7 @@ class PostBackward:
 
     Args:
         due: gives the `Due` of the iteration that is under way, if there is one.
+        agreed: what all ranks have alike about `units`.
 
     Attributes:
         beside: replicated units next to shards (`Kind.BESIDE`).
@@ -83,23 +85,29 @@ class PostBackward:
         buckets: of units that are reduced by arrival.
     """
 
-    def __init__(self, units: Sequence[Unit], due: Callable[[], Due | None]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], due: Callable[[], Due | None], agreed: Agreed
+    ) -> None:
         self._units = list(units)
         self._due = due
+        self._agreed = agreed
         self._indices = {unit: index for index, unit in enumerate(units)}
         self.beside = [unit for unit in units if unit.kind is Kind.BESIDE]
         # The root itself is left last on all ranks: there is nothing to compare if it is the only
         # one.
         alone = not self.beside or self.beside == self._units[:1]
-        self.in_one_order: bool | None = True if alone else None
-        self.before: dict[Unit, list[Unit]] = {}
+        self.in_one_order: bool | None = True if alone else agreed.in_one_order
+        self.before = {
+            self._units[unit]: [self._units[each] for each in before]
+            for unit, before in agreed.before.items()
+        }
         self._launched: list[Unit] = []  # by `launch_held`, until `land_held`
         self.make_buckets()
 
     def make_buckets(self) -> None:
         """Anew when parameters of replicated units were replaced."""
         replicated = [unit for unit in self._units if unit.kind is Kind.ARRIVAL]
-        self.buckets = Buckets(replicated, self._due)
+        self.buckets = Buckets(replicated, self._due, self._agreed)
 
     # --- in a backward ---------------------------------------------------------------------------
 
@@ -221,6 +229,7 @@ class PostBackward:
                 [checksum(str(due.left))], "comparison of the order of units in backward"
             )
             self.in_one_order = lowest == highest
+        self._agreed.in_one_order = self.in_one_order
         if not self.in_one_order:
             return
         left, waiting = [self._units[index] for index in due.left], list[Unit]()
@@ -231,6 +240,10 @@ class PostBackward:
                 waiting.append(unit)
             elif left.count(unit) == 1 and unit.mesh_info.all.size >= comm.size:  # on all ranks
                 self.before[unit], waiting = waiting, []
+        self._agreed.before = {
+            self._indices[unit]: tuple(self._indices[each] for each in before)
+            for unit, before in self.before.items()
+        }
 
     # --- without a backward ----------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, islice
+from itertools import compress, count, islice
 from operator import attrgetter
 from traceback import walk_stack
 from typing import Any, ClassVar, Final, NoReturn
@@ -56,10 +56,12 @@ from weakref import WeakSet, WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from composable.comm.base import Comm
 from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch, names_below
+from composable.engine.agreed import agreed_by
 from composable.engine.param import ManagedParam
 from composable.engine.param_group import Kind
 from composable.engine.param_hooks import hear_arrivals
@@ -113,17 +115,19 @@ class Forward:
         module: the outermost one.
         number: when it began, on the clock of `CLOCK`.
         with_gradients: autograd records it.
-        order: the units that gather, as it has entered them.
-        cursor: in the order of the last forward; what follows there is gathered ahead.
-        has_unknown: some frozen unit was computed by no rank, so that `Unit.given` is not known.
+        gathered: units whose gather it has launched, and that it has not entered since.
+        order: the units whose gather it has launched, as it has entered them.
+        cursor: in `Root.order`; what follows there is gathered ahead.
+        compared: units at which it has compared the ranks, for the first time.
     """
 
     module: nn.Module
     with_gradients: bool
     number: int = 0
+    gathered: dict[Unit, None] = field(default_factory=dict)
     order: list[Unit] = field(default_factory=list)
     cursor: int = 0
-    has_unknown: bool = False
+    compared: list[Unit] = field(default_factory=list)
 
 
 class Iteration:
@@ -136,6 +140,7 @@ class Iteration:
         forward: `Forward.number` of the one that backward is in.
         read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a
             forward, and that forward.
+        order: `Forward.order` of its last forward with gradients.
         finished: units that gather and whose forward has ended, newest last. Backward will probably
             enter them in reverse.
         last: units that `reshard_after_forward=None` keeps until a forward enters another unit over
@@ -153,6 +158,7 @@ class Iteration:
         self.began = next(CLOCK)
         self.forward: int | None = None
         self.read_at_rest: tuple[int, Unit, ManagedParam] | None = None
+        self.order: list[Unit] = []
         self.finished: list[Unit] = []
         self.last: list[Unit] = []
         self.untracked: dict[Unit, None] = {}
@@ -261,9 +267,9 @@ class Root:
 
     Attributes:
         modules: the outermost one that was called, with the other modules of its unit.
-        units: of both verbs, in `.modules()` order.
-        order: the units that gather, in the order in which the last forward entered them, also one
-            without gradients. The next forward gathers ahead by it; a backward does by
+        units: of both verbs, in `.modules()` order of when they were first planned.
+        agreed: what all ranks have alike about these units.
+        order: `Agreed.order`. The next forward gathers ahead by it; a backward does by
             `Iteration.finished`.
         shared: units below that are below another annotated model, too (an encoder of an actor and
             a critic). They are the units of a root of their own, whichever model calls them: one
@@ -288,22 +294,24 @@ class Root:
         self, modules: Sequence[nn.Module], units: Sequence[Unit], shared: Sequence[Unit] = ()
     ) -> None:
         self.modules = tuple(modules)
-        self.units = list(units)
-        self.shared = list(shared)
-        self.order: list[Unit] = []
+        self.agreed = agreed_by(units)
+        self.units: list[Unit] = self.agreed.units()
+        self.order = [self.units[index] for index in self.agreed.order]
         self.step = Step()
-        self._trained: list[Unit] = []  # units, in the last forward
-        self._trees = [TreeWatch(module) for module in modules]  # tell if modules came or went
+        self._trained: tuple[int, ...] | None = None  # indices of units, in the last forward
+        self._given: dict[int, int] = {}  # what is agreed while these train
         self._gone = False  # a unit came or went
-        self.eager_because = NOT_ON
+        self.eager_because = self.agreed.untraced or NOT_ON
         self.split_by = ""
-        self._last_backward: int | None = None  # when it ended, on the clock of `CLOCK`
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
-        # the ranks were compared, in the first forward: `_check_order`
-        self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
-        self.post_backward = PostBackward(self.units, self._due)
-        self._preparation = Preparation(self)
+        self.post_backward = PostBackward(self.units, self._due, self.agreed)
+        self._watch_tree(shared)
         _ROOTS.add(self)
+
+    def _watch_tree(self, shared: Sequence[Unit]) -> None:
+        self.shared = list(shared)
+        self._trees = [TreeWatch(module) for module in self.modules]  # if modules came or went
+        self._preparation = Preparation(self)
 
     @staticmethod
     def for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
@@ -320,9 +328,12 @@ class Root:
             root.reset("its forward did not end")
         elif root is not None and root.phase in (Phase.BACKWARD, Phase.LOST):
             root.reset("its backward did not finish")
-        if root is None or root._gone or any(tree.changed() for tree in root._trees):
-            if root is not None:
+        if root is not None and not root._gone and any(tree.changed() for tree in root._trees):
+            # from where it was planned, as on ranks whose modules are as before
+            if Root.plan(root.units[0], root.modules[0]) is not root:
                 root.forget()
+            root = root_of(unit)
+        if root is None or root._gone:
             root = Root.plan(unit, module)
         return root
 
@@ -350,6 +361,9 @@ class Root:
         for former in _roots_of(units):
             if former.phase in (Phase.BACKWARD, Phase.LOST) and not in_backward():
                 former.reset()
+            if former.modules == tops and set(former.units) == set(units) and not former._gone:
+                former._watch_tree(shared)  # of units nothing has changed
+                return former
         root = Root.in_use(tops, units, shared)
         for each in units:
             each.root = root
@@ -381,6 +395,10 @@ class Root:
     def source(self) -> int:
         """The rank that buffers follow."""
         return 0
+
+    def stop_tracing(self, why: str) -> None:
+        """The compiler does not reduce gradients any more."""
+        self.eager_because = self.agreed.untraced = why
 
     def make_buckets(self) -> None:
         """Parameters of a unit were replaced."""
@@ -444,7 +462,9 @@ class Root:
         if call.outermost:
             self._begin(call.module)
         step = self.step
-        for outer in step.running:
+        forward = step.forward
+        assert forward is not None
+        for outer in step.running if forward.with_gradients else ():
             if outer is not unit:
                 unit.relations.ran_inside[outer] = None
         call.inside = (
@@ -452,24 +472,26 @@ class Root:
         ) or self._is_called_by_another(unit)
         step.running.append(unit)
         try:
-            iteration, forward = step.iteration, step.forward
-            assert iteration is not None and forward is not None
+            iteration = step.iteration
+            assert iteration is not None
             if iteration.last and not unit.is_unsharded:
                 self._free_last(unit, iteration)
             if unit.gathers:
-                forward.order.append(unit)
                 try:  # noqa: SIM105, `suppress` takes calls of Python
-                    # Behind it in the last forward's order: what follows there is gathered ahead.
+                    # Behind it in the agreed order: what follows there is gathered ahead.
                     forward.cursor = self.order.index(unit, forward.cursor) + 1
                 except ValueError:
                     pass  # it did not run there
             call.forward = forward.number
             given = None if unit.trains or inputs is None else unit.describe_inputs(inputs)
-            if not self._verified:
+            if not unit.compared:
                 given = self._check_order(unit, given, forward)
             if given is not None and forward.with_gradients:
-                unit.given = given
+                unit.given = self._given[self.units.index(unit)] = given
             self._gather(unit, islice(self.order, forward.cursor, None))
+            if unit in forward.gathered:
+                del forward.gathered[unit]
+                forward.order.append(unit)
         except BaseException:
             self.on_error(unit)
             raise
@@ -538,11 +560,13 @@ class Root:
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
         self._preparation.prepare()
-        trained = [unit for unit in self.units if unit.trains]
+        trained = tuple(compress(range(len(self.units)), [unit.trains for unit in self.units]))
         if trained != self._trained:
             self._trained = trained
-            for unit in self.units:
-                unit.given = None  # its inputs may require gradients now, or no longer
+            # inputs of frozen units may require gradients now, or no longer
+            self._given = self.agreed.given.setdefault(trained, {})
+            for index, unit in enumerate(self.units):
+                unit.given = self._given.get(index)
 
     def _free_last(self, unit: Unit, iteration: Iteration) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay:
@@ -563,8 +587,11 @@ class Root:
         Units over fewer ranks (experts) do not count, since not every rank enters them. One of them
         is gathered ahead as well if it is the very next unit, and otherwise none.
         """
+        forward = self.step.forward
+        gathered = {} if forward is None else forward.gathered
         for group in unit.groups:
-            group.unshard()
+            if group.unshard():
+                gathered[unit] = None
         comm, missing, is_first = unit.mesh_info.all, unit.spec.prefetch, True
         for other in following:
             if not missing:
@@ -576,7 +603,8 @@ class Root:
             is_first = False
             if not other.step.depth:  # otherwise it computes, and must stay as it is
                 for group in other.groups:
-                    group.unshard()
+                    if group.unshard():
+                        gathered[other] = None
         for group in unit.groups:
             group.wait_for_unshard()
 
@@ -624,18 +652,24 @@ class Root:
     def _end_forward(self, iteration: Iteration, *, grad: bool) -> None:
         forward = self.step.forward
         assert forward is not None
-        if not self._verified and not self._is_kept:
-            self._check_order(None, None, forward)
-            if not forward.has_unknown:
-                warn_of_equal_shards(self.units)
-                self._verified = True
-        self.order, self.step.forward = forward.order, None
+        if forward.compared:
+            for comm in dict.fromkeys(unit.mesh_info.all for unit in forward.compared):
+                self._compare_place(comm, None, -1)
+            warn_of_equal_shards(forward.compared)
+            for unit in forward.compared:
+                unit.compared = True
+        if forward.order and not self._is_kept:
+            if grad:
+                iteration.order = forward.order
+            if not self.order:
+                self._follow(forward.order)
+        self.step.forward = None
         if iteration.end is None:
             for unit in self.post_backward.beside:
                 if EXPLICIT not in unit.kept_by and not unit.step.to_run:
                     unit.swap_out()
         waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
-        stay = dict.fromkeys(self.order) if waits and grad else {}
+        stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         if not waits and iteration.end is None:
             self.step.iteration = None  # no backward will come
         for unit in self.units:
@@ -661,22 +695,32 @@ class Root:
         """Whether everything is gathered already, so that each rank may run what it likes."""
         return any(unit.kept_by for unit in self.units)
 
-    def _check_order(self, unit: Unit | None, given: int | None, forward: Forward) -> int | None:
-        """In the first forward: all ranks enter the same unit, or end. Returns `Unit.given` as
-        ranks that compute the unit have it.
+    def _follow(self, order: Sequence[Unit]) -> None:
+        """From now on gather ahead in this order."""
+        self.order = list(order)
+        self.agreed.order = tuple(map(self.units.index, order))
+
+    def _check_order(self, unit: Unit, given: int | None, forward: Forward) -> int | None:
+        """When a unit is first entered: all ranks do. Returns `Unit.given` as ranks that compute
+        the unit have it.
         """
-        found = (
-            unit
-            if unit is not None
-            else next(u for u in self.units if u.is_sharded and u.mesh_info.all.size > 1)
-        )
-        comm = found.mesh_info.all
-        if comm.size == 1 or not found.is_sharded or self._is_kept:
+        comm = unit.mesh_info.all
+        if comm.size == 1 or not unit.is_sharded:
+            unit.compared = True
             return given
+        if self._is_kept:
+            return given
+        code = self._compare_place(comm, unit, -1 if given is None else given)
+        if code >= 0 or unit.trains:  # otherwise no rank has computed it
+            forward.compared.append(unit)
+        return code if code >= 0 else None
+
+    def _compare_place(self, comm: Comm, unit: Unit | None, code: int) -> int:
+        """All ranks enter `unit`, or end. Returns the highest code of a rank."""
+        name = self.name if unit is None else unit.name
         mine = len(self.units) if unit is None else self.units.index(unit)
-        code = -1 if given is None else given
         (lowest, _), (highest, code) = comm.min_max(
-            [mine, code], f"check of the order of units at unit '{found.name}'"
+            [mine, code], f"check of the order of units at unit '{name}'"
         )
         if lowest != highest:
             said = comm.all_gather_ints([mine], "exchange of the order of units")
@@ -687,10 +731,7 @@ class Root:
                 " rank must run the same annotated modules in the same order. If data decides what"
                 " runs, annotate a module around it"
             )
-        if code >= 0:
-            return code
-        forward.has_unknown |= unit is not None and not unit.trains
-        return None
+        return code
 
     def _is_called_by_another(self, unit: Unit) -> bool:
         return unit.relations.is_shared and any(
@@ -751,7 +792,7 @@ class Root:
         Roots with older forwards do not count: their models may have been dropped, and each rank
         collects those at another time.
         """
-        last = self._last_backward
+        last = self.agreed.last_backward
         return (
             self.step.iteration is not None
             and last is not None
@@ -917,7 +958,9 @@ class Root:
                 ledger_of(comm.group).compare(comm)  # did all ranks launch the same?
 
     def _conclude(self, iteration: Iteration) -> None:
-        following, self._last_backward = None, next(CLOCK)
+        following, self.agreed.last_backward = None, next(CLOCK)
+        if iteration.order:
+            self._follow(iteration.order)
         if self.step.running or iteration.due.builds_graph:
             following = Iteration(iteration.stream)
             following.finished, following.untracked = iteration.finished, iteration.untracked

@@ -39,6 +39,7 @@ from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
+from composable.engine.agreed import Agreed
 from composable.engine.copies import attach_copying, detach_copying, twin_of
 from composable.engine.explain import explain
 from composable.engine.extension import ExtendedGroup, travelling_together
@@ -368,6 +369,8 @@ class Unit:
         # and must do so on all ranks. A rank that skips the unit (`skipped`) has no inputs to tell
         # by, so ranks that compute it tell the others in the first forward (`Root._check_order`).
         self.given: int | None = None
+        self.compared = False  # all ranks were seen to enter it in one place
+        self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
         self._anchors = False  # `UnitCall.anchors` of the last forward
 
         # --- what users have asked for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from composable import fully_shard, replicate
 from composable.comm import LocalComm, MeshInfo, ledger_of
 from composable.contract.tree import Place
+from composable.engine.agreed import Agreed
 from composable.engine.arrival import FIRST_BYTES, Buckets
 from composable.engine.param import ParamInfo
 from composable.engine.root import Root
@@ -38,7 +40,7 @@ def _unit(
     params = tuple(ParamInfo(name, (Place(module, name),)) for name in module._parameters)
     unit = Unit()
     unit.initialize(UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes), Root)
-    return unit, Buckets([unit], lambda: None)
+    return unit, Buckets([unit], lambda: None, Agreed((ref(unit),)))
 
 
 def _filled(buckets: Buckets) -> list[list[int]]:

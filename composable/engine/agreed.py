@@ -1,0 +1,86 @@
+"""What all ranks have alike about the units of one root.
+
+| field | decides | changes in |
+|-------|---------|------------|
+| `Unit.compared` | whether ranks compare where they are as they enter a unit | its first use |
+| `order` | which units forwards gather ahead | see below |
+| `buckets` | the order of parameters in buckets | the first backward |
+| `in_one_order`, `before` | which replicated units precede which with shards | the first backward |
+| `given` | whether backward enters a frozen unit that this rank skips | forwards |
+| `untraced` | whether the compiler may reduce gradients | a backward that it did not run |
+| `last_backward` | whether other roots take part in a backward | each backward |
+
+`order` is first that of the first forward, in which the ranks were compared. A backward that has
+landed replaces it by the gathers of its own forward; forwards in scopes that keep parameters
+unsharded, evaluations and lost steps do not.
+
+All of it changes only in calls that all ranks make, and hangs on the units, which annotations and
+copies make. What one rank does by itself between two steps may make a new `Root` there (a module is
+exchanged), or new groups and buckets (a parameter's memory is moved), and touches no agreement:
+whoever plans the same units again finds it. A rank cannot know whether what is new to it is new to
+all, so nothing new starts a message.
+
+An `Agreed` knows its units by weak references only: a part that several models share must not keep
+those that were dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from weakref import ref
+
+
+@dataclass(slots=True, eq=False)
+class Agreed:
+    """See the top of this file. Units are indices into `members`.
+
+    Attributes:
+        members: in the order in which they were first planned.
+        buckets: parameters; None before the first backward that reduces.
+        in_one_order: None before the first backward that reduces.
+        given: `Unit.given`, by the units that train.
+        untraced: why the compiler reduces no gradients any more; empty if it may.
+        last_backward: when it ended, on the clock of `root.CLOCK`.
+    """
+
+    members: tuple[ref[Any], ...]
+    order: tuple[int, ...] = ()
+    buckets: tuple[ref[Any], ...] | None = None
+    in_one_order: bool | None = None
+    before: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    given: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
+    untraced: str = ""
+    last_backward: int | None = None
+
+    def units(self) -> list[Any]:
+        """The members; one of a dropped model has no root that would ask."""
+        return [member() for member in self.members]
+
+
+class Member(Protocol):
+    """A unit, as far as this file looks."""
+
+    agreements: list[Agreed]
+
+
+def agreed_by(units: Sequence[Any]) -> Agreed:
+    """The agreement of these units, in whatever order the modules of this rank have them now."""
+    wanted = set(units)
+    found: list[Agreed] = units[0].agreements
+    for each in found:
+        if set(each.units()) == wanted:
+            return each
+    made = Agreed(tuple(map(ref, units)))
+    for unit in units:
+        # in place: those of dropped models go
+        unit.agreements[:] = [each for each in unit.agreements if None not in each.units()]
+        unit.agreements.append(made)
+    return made
+
+
+def forget_agreements(units: Sequence[Member]) -> None:
+    """All ranks agree anew from the next step on (`refresh`)."""
+    for unit in units:
+        unit.agreements.clear()
