@@ -95,6 +95,7 @@ REMEMBERED: Final = 4096
 
 CLOCK: Final = count()  # of forwards and ends of backwards
 NOT_ON: Final = "it was not on when the forward began"
+_KEPT_BY: Final = attrgetter("kept_by")  # in C
 
 
 class Phase(enum.Enum):
@@ -693,7 +694,7 @@ class Root:
     @property
     def _is_kept(self) -> bool:
         """Whether everything is gathered already, so that each rank may run what it likes."""
-        return any(unit.kept_by for unit in self.units)
+        return any(map(_KEPT_BY, self.units))
 
     def _follow(self, order: Sequence[Unit]) -> None:
         """From now on gather ahead in this order."""
