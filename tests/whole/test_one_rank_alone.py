@@ -128,23 +128,23 @@ class _Training:
         self.steps = 0
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
 
-    def step(self) -> None:
+    def step(self, order: tuple[int, ...] = (0, 1, 2, 3)) -> None:
         self.steps += 1
-        expected = [self._loss(self.plain, rank) for rank in range(self.ranks)]
+        expected = [self._loss(self.plain, rank, order) for rank in range(self.ranks)]
         torch.stack(expected).mean().backward()
-        loss = self._loss(self.models, self.rank)
+        loss = self._loss(self.models, self.rank, order)
         torch.testing.assert_close(loss, expected[self.rank])
         loss.backward()
         for optimizer in (*self._plain_optimizers, *self.optimizers):
             optimizer.step()
             optimizer.zero_grad()
 
-    def _loss(self, models: list[Model], rank: int) -> Tensor:
+    def _loss(self, models: list[Model], rank: int, order: tuple[int, ...]) -> Tensor:
         x = _batch(self.steps, rank)
         with torch.no_grad():
             for model in models[1:]:
                 model(x)
-        outputs = [model(x) for model in models]
+        outputs = [model(x, order) for model in models]
         return torch.stack([output.square().mean() for output in outputs]).sum()
 
     def compare(self) -> None:
@@ -203,3 +203,114 @@ def test_an_event_on_one_rank_before_and_after_the_first_step_changes_no_trainin
     pool: Pool, way: str, name: str
 ) -> None:
     _run(pool, [name], way)
+
+
+# --- steps that are lost, and gradients that come late ------------------------------------------
+
+
+class _Fault(Exception):
+    """What loses a step."""
+
+
+def _fail(*_: object) -> None:
+    raise _Fault
+
+
+def _lose_step(model: Model, order: tuple[int, ...], *, in_forward: bool) -> None:
+    """Here either in the last block or after the forward, between the same two messages."""
+    handle = model.blocks[order[-1]].down.register_forward_hook(_fail) if in_forward else None
+    try:
+        model(_batch(99, dist.get_rank()), order)
+        _fail()
+    except _Fault:
+        pass
+    if handle is not None:
+        handle.remove()
+
+
+def _lose_in_other_places(way: str, orders: list[tuple[int, ...]], in_forward: int) -> None:
+    """Orders alternate by step; before each step one is lost, from the third on."""
+    training = _Training(1, WAYS[way][3])
+    for step in range(8):
+        order = orders[step % len(orders)]
+        if step >= 2 and step % 2 == 0:
+            other = orders[(step + 1) % len(orders)]
+            _lose_step(training.models[0], other, in_forward=training.rank == in_forward)
+        training.step(order)
+    training.compare()
+
+
+@pytest.mark.parametrize("in_forward", [0, 1])
+@pytest.mark.parametrize("way", [way for way, (_, models, _, _) in WAYS.items() if models == 1])
+def test_a_step_lost_in_the_last_unit_or_after_the_forward_leaves_one_order_of_gathers(
+    pool: Pool, way: str, in_forward: int
+) -> None:
+    orders = [(0, 1, 2, 3), (3, 1, 0, 2)]
+    pool.run(
+        WAYS[way][0],
+        _lose_in_other_places,
+        way,
+        orders,
+        in_forward,
+        timeout=LIMIT,
+        group_timeout=SECONDS,
+    )
+
+
+class _ReadTwice(nn.Module):
+    """The weight of the head is read before the block by the ranks that say so: its gradient comes
+    a second time there, after backward has gone through the block.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.LayerNorm(WIDTH), Block()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.norm.requires_grad_(False)
+
+    def forward(self, x: Tensor, reads: bool) -> Tensor:
+        x = self.norm(x)
+        if reads:
+            x = x + torch.tanh(x @ self.head.weight)
+        return self.head(self.block(x))  # type: ignore[no-any-return]
+
+
+def _read_on_some_ranks(kind: str, reads: list[list[bool]]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def made() -> _ReadTwice:
+        torch.manual_seed(0)
+        return _ReadTwice().to(current_device(), torch.float64)
+
+    plain, model = made(), made()
+    if kind == "a list":
+        fully_shard(model.block)
+        fully_shard([model.norm, model.head])
+        fully_shard(model)
+    elif kind == "its root":
+        fully_shard(model, policy={Block})
+    elif kind == "replicate":
+        replicate(model, bucket_cap_mb=0.0005)
+    else:
+        fully_shard(model.block)
+        replicate([model.norm, model.head])
+        fully_shard(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step, by_rank in enumerate(reads):
+        losses = [plain(_batch(step, each), by_rank[each]).square().mean() for each in range(ranks)]
+        torch.stack(losses).mean().backward()
+        model(_batch(step, rank), by_rank[rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+@pytest.mark.parametrize("kind", ["a list", "its root", "replicate", "a replicated list"])
+def test_a_weight_that_some_ranks_read_a_second_time_gets_the_mean_gradient(
+    pool: Pool, kind: str
+) -> None:
+    both, none, first, second = [True, True], [False, False], [True, False], [False, True]
+    reads = [both, first, none, second, first, both]
+    pool.run(2, _read_on_some_ranks, kind, reads, timeout=LIMIT, group_timeout=SECONDS)
