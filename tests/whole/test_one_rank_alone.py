@@ -1,0 +1,316 @@
+"""What one rank does by itself between steps changes no training: it needs no message, and nothing
+of it is part of what ranks agree on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import fully_shard, replicate
+from tests.helpers.compare import full_parameters
+from tests.helpers.events import MIXED, REPLICAS, SHARDS, Scene, events_of, perform
+from tests.helpers.world import Pool, current_device
+
+WIDTH: Final = 5
+SECONDS: Final = 4.0  # until a collective gives up
+LIMIT: Final = 60.0  # until a call counts as hung
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH + 2), nn.Linear(WIDTH + 2, WIDTH)
+        self.act, self.drop = nn.GELU(), nn.Dropout(0.0)
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(self.act(self.up(x)))) * self.scale  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """Blocks of equal size, which can run in any order, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, order: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
+        for index in order:
+            x = self.blocks[index](x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+# --- annotations --------------------------------------------------------------------------------
+
+
+def _hybrid(model: Model) -> None:
+    fully_shard(model, policy={Block}, mesh=init_device_mesh(current_device().type, (2, 2)))
+
+
+def _replicated_blocks(model: Model) -> None:
+    for index in (1, 3):
+        replicate(model.blocks[index])
+    for index in (0, 2):
+        fully_shard(model.blocks[index])
+    fully_shard(model)
+
+
+def _replicated_root(model: Model) -> None:
+    for block in model.blocks:
+        fully_shard(block)
+    replicate(model)
+
+
+_sharded = partial(fully_shard, policy={Block})
+_replicated = partial(replicate, bucket_cap_mb=0.0005)
+
+# By name: numbers of ranks and of models, what these consist of, and how they are annotated.
+WAYS: Final[dict[str, tuple[int, int, str, Callable[..., object]]]] = {
+    "fully_shard": (2, 1, SHARDS, _sharded),
+    "fully_shard, kept after forward": (
+        2,
+        1,
+        SHARDS,
+        partial(_sharded, reshard_after_forward=False),
+    ),
+    "hybrid": (4, 1, SHARDS, _hybrid),
+    "replicate": (2, 1, REPLICAS, _replicated),
+    "replicate, bucket views": (
+        2,
+        1,
+        REPLICAS,
+        partial(_replicated, gradient_as_bucket_view=True),
+    ),
+    "replicated blocks beside shards": (2, 1, MIXED, _replicated_blocks),
+    "replicated root around shards": (2, 1, MIXED, _replicated_root),
+    "two sharded models": (2, 2, SHARDS, _sharded),
+    "two replicated models": (2, 2, REPLICAS, _replicated),
+}
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+def _batch(number: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + 10 * number + rank)
+    x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+    return x.to(current_device())
+
+
+def _made() -> Model:
+    torch.manual_seed(0)
+    return Model().to(current_device(), torch.float64)
+
+
+class _Training:
+    """Equal models, annotated here, and the same ones in one process on the batches of all ranks.
+
+    Several models are interleaved in each step, as a policy and its reference are.
+    """
+
+    def __init__(self, models: int, annotate: Callable[..., object]) -> None:
+        self.plain = [_made() for _ in range(models)]
+        self.models = [_made() for _ in range(models)]
+        for model in self.models:
+            annotate(model)
+        self._plain_optimizers = [_optimizer(model) for model in self.plain]
+        self.optimizers = [_optimizer(model) for model in self.models]
+        self.steps = 0
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+
+    def step(self, order: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+        self.steps += 1
+        expected = [self._loss(self.plain, rank, order) for rank in range(self.ranks)]
+        torch.stack(expected).mean().backward()
+        loss = self._loss(self.models, self.rank, order)
+        torch.testing.assert_close(loss, expected[self.rank])
+        loss.backward()
+        for optimizer in (*self._plain_optimizers, *self.optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _loss(self, models: list[Model], rank: int, order: tuple[int, ...]) -> Tensor:
+        x = _batch(self.steps, rank)
+        with torch.no_grad():
+            for model in models[1:]:
+                model(x)
+        outputs = [model(x, order) for model in models]
+        return torch.stack([output.square().mean() for output in outputs]).sum()
+
+    def compare(self) -> None:
+        for model, plain in zip(self.models, self.plain, strict=True):
+            for name, value in full_parameters(model).items():
+                torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+    def scene(self, name: str, which: int, acting: int) -> Scene:
+        draw = random.Random(f"{name} {self.steps} {self.rank}")
+        x = _batch(10_000, self.rank)
+        calls: list[Callable[[Any], object]] = [
+            lambda model: model(x, (3, 1, 2, 0)),
+            lambda model: model(x),
+            lambda model: model(x, (2,)),
+            lambda model: model.blocks[draw.randrange(4)](x),
+            lambda model: model.head(model.norm(model.blocks[1](x))),
+        ]
+        return Scene(self.models[which], self.rank == acting, calls, draw, self.optimizers[which])
+
+
+def _optimizer(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _train_through(names: list[str], way: str) -> None:
+    """Do each event on the last rank, then on the first one, and train after each."""
+    _, models, _, annotate = WAYS[way]
+    training = _Training(models, annotate)
+    for acting in (dist.get_world_size() - 1, 0):
+        for name in names:
+            try:
+                for _ in perform(name, training.scene(name, -acting % models, acting)):
+                    training.step()
+                training.step()
+                training.compare()
+            except Exception as error:
+                raise AssertionError(f"event '{name}' on rank {acting}") from error
+
+
+def _run(pool: Pool, names: list[str], way: str) -> None:
+    pool.run(WAYS[way][0], _train_through, names, way, timeout=LIMIT, group_timeout=SECONDS)
+
+
+@pytest.mark.unsampled
+@pytest.mark.parametrize("way", WAYS)
+def test_what_one_rank_does_by_itself_between_steps_changes_no_training(
+    pool: Pool, way: str
+) -> None:
+    _run(pool, events_of(WAYS[way][2]), way)
+
+
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for way in WAYS for name in events_of(WAYS[way][2])]
+)
+def test_an_event_on_one_rank_before_and_after_the_first_step_changes_no_training(
+    pool: Pool, way: str, name: str
+) -> None:
+    _run(pool, [name], way)
+
+
+# --- steps that are lost, and gradients that come late ------------------------------------------
+
+
+class _Fault(Exception):
+    """What loses a step."""
+
+
+def _fail(*_: object) -> None:
+    raise _Fault
+
+
+def _lose_step(model: Model, order: tuple[int, ...], *, in_forward: bool) -> None:
+    """Here either in the last block or after the forward, between the same two messages."""
+    handle = model.blocks[order[-1]].down.register_forward_hook(_fail) if in_forward else None
+    try:
+        model(_batch(99, dist.get_rank()), order)
+        _fail()
+    except _Fault:
+        pass
+    if handle is not None:
+        handle.remove()
+
+
+def _lose_in_other_places(way: str, orders: list[tuple[int, ...]], in_forward: int) -> None:
+    """Orders alternate by step; before each step one is lost, from the third on."""
+    training = _Training(1, WAYS[way][3])
+    for step in range(8):
+        order = orders[step % len(orders)]
+        if step >= 2 and step % 2 == 0:
+            other = orders[(step + 1) % len(orders)]
+            _lose_step(training.models[0], other, in_forward=training.rank == in_forward)
+        training.step(order)
+    training.compare()
+
+
+@pytest.mark.parametrize("in_forward", [0, 1])
+@pytest.mark.parametrize("way", [way for way, (_, models, _, _) in WAYS.items() if models == 1])
+def test_a_step_lost_in_the_last_unit_or_after_the_forward_leaves_one_order_of_gathers(
+    pool: Pool, way: str, in_forward: int
+) -> None:
+    orders = [(0, 1, 2, 3), (3, 1, 0, 2)]
+    pool.run(
+        WAYS[way][0],
+        _lose_in_other_places,
+        way,
+        orders,
+        in_forward,
+        timeout=LIMIT,
+        group_timeout=SECONDS,
+    )
+
+
+class _ReadTwice(nn.Module):
+    """The weight of the head is read before the block by the ranks that say so: its gradient comes
+    a second time there, after backward has gone through the block.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.block = nn.LayerNorm(WIDTH), Block()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.norm.requires_grad_(False)
+
+    def forward(self, x: Tensor, reads: bool) -> Tensor:
+        x = self.norm(x)
+        if reads:
+            x = x + torch.tanh(x @ self.head.weight)
+        return self.head(self.block(x))  # type: ignore[no-any-return]
+
+
+def _read_on_some_ranks(kind: str, reads: list[list[bool]]) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def made() -> _ReadTwice:
+        torch.manual_seed(0)
+        return _ReadTwice().to(current_device(), torch.float64)
+
+    plain, model = made(), made()
+    if kind == "a list":
+        fully_shard(model.block)
+        fully_shard([model.norm, model.head])
+        fully_shard(model)
+    elif kind == "its root":
+        fully_shard(model, policy={Block})
+    elif kind == "replicate":
+        replicate(model, bucket_cap_mb=0.0005)
+    else:
+        fully_shard(model.block)
+        replicate([model.norm, model.head])
+        fully_shard(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step, by_rank in enumerate(reads):
+        losses = [plain(_batch(step, each), by_rank[each]).square().mean() for each in range(ranks)]
+        torch.stack(losses).mean().backward()
+        model(_batch(step, rank), by_rank[rank]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())
+
+
+@pytest.mark.parametrize("kind", ["a list", "its root", "replicate", "a replicated list"])
+def test_a_weight_that_some_ranks_read_a_second_time_gets_the_mean_gradient(
+    pool: Pool, kind: str
+) -> None:
+    both, none, first, second = [True, True], [False, False], [True, False], [False, True]
+    reads = [both, first, none, second, first, both]
+    pool.run(2, _read_on_some_ranks, kind, reads, timeout=LIMIT, group_timeout=SECONDS)
