@@ -414,10 +414,15 @@ class ParamGroup:
     def _note_writes(self, now: list[int]) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, self._seen = self._seen, now
-        self._regather = self.gather is not None
         number = len(self.params)
         changed = list(map(ne, before, now))
         at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
+        if self.gather is not None:
+            # Operators on `DTensor`s and steps of optimizers are common to all ranks. What writes
+            # to a local tensor may be this rank alone.
+            self._regather = self._regather or any(at_rest)
+            if not self._regather and self.state is not ShardedState.SHARDED:
+                self._warn_of_local_writes(list(compress(self.params, memory)))
         written = list(compress(map(or_, at_rest, memory), self._comes))
         if any(self._inside):
             written += list(compress(written, self._inside))
@@ -438,6 +443,17 @@ class ParamGroup:
         if apart:  # they share the memory's counter, which an operator on a `DTensor` did not move
             increment_version(apart)
             self._seen = self._versions_now()
+
+    def _warn_of_local_writes(self, params: Sequence[ManagedParam]) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "unit '%s': the shard of %s was written to through its local tensor while the unit"
+                " is unsharded. Forwards go on with what was gathered, since other ranks may have"
+                " written nothing. Call reshard(model) on all ranks after such writes",
+                self.unit,
+                few([f"'{param.fqn}'" for param in params]),
+            )
 
     def unshard(self) -> bool:
         """Launch the all-gather, unless the parameters are there or on their way, and were not

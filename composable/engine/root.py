@@ -524,11 +524,13 @@ class Root:
                 # this forward uses what was gathered, and frees it as usual
                 del unit.kept_by[EXPLICIT]
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
-        for unit in self.units:
-            if unit not in explicit:
-                # what a forward left for its backward: shards may have been written to unseen
-                unit.free()
         saved = iteration is not None
+        for unit in self.units:
+            # What a forward left for its backward. This one uses it, too, unless shards were
+            # written to: then its backward will be refused, if there is one.
+            left = saved and unit.step.pending > 0 and not any(g.is_stale for g in unit.groups)
+            if unit not in explicit and not left:
+                unit.free()
         if iteration is None:
             iteration = self.step.iteration = Iteration(None)
         for unit in explicit if not grad else ():
@@ -1030,8 +1032,10 @@ class Root:
                 *(partial(bucket.drop, begun=begun) for bucket in unit.gradients.buckets),
                 *(sparse.drop for sparse in unit.gradients.sparse),
             ]
-            for drop in (*gradients, unit.swap_out, unit.reshard):
+            for drop in (*gradients, unit.swap_out, unit.free):
                 _drop(unit, drop)
+            if EXPLICIT in unit.kept_by:
+                unit.show()
         _drop(self.units[0], self.post_backward.buckets.drop)
         release_idle_memory()
 

@@ -10,7 +10,8 @@ on every rank, is refused.
 The hook also lets an optimizer that is known to step element by element step its local shards
 (`shard_steps`). A second hook, after the step, bumps the version counters of what was stepped,
 which `fused` implementations do not: the engine compares them to see that what it has gathered is
-out of date.
+out of date. Units that are kept unsharded are gathered again at once: all ranks step here, and
+inside of such scopes each rank may call units in an order of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from composable.comm import is_distributed
 from composable.compilation import untraced
 from composable.engine.param import labels_of
 from composable.engine.root import UNLANDED, land_held
+from composable.engine.unit import Unit
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
@@ -53,11 +55,10 @@ _REPLACED: Final = {
     ),
     "removed": "was replaced when the annotation was removed. Make the optimizer anew",
 }
-# While an optimizer steps: the parameters of units that it holds, and those of them that had a
-# gradient before.
-_managed: Final[WeakKeyDictionary[Optimizer, tuple[list[Tensor], list[Tensor]]]] = (
-    WeakKeyDictionary()
-)
+# While an optimizer steps: the parameters of units that it holds, those of them that had a gradient
+# before, and units that are kept unsharded.
+_Stepped = tuple[list[Tensor], list[Tensor], list[Unit]]
+_managed: Final[WeakKeyDictionary[Optimizer, _Stepped]] = WeakKeyDictionary()
 
 
 @untraced
@@ -89,6 +90,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         return
     if UNLANDED and not runs_in_backward:
         land_held()
+    kept = []
     for owner in dict.fromkeys(label.owner for _, label in labelled):
         unit = None if owner is None else owner()
         if unit is not None and unit.asleep:
@@ -96,6 +98,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
                 f"{step}: unit '{unit.name}' rests on the host since offload_to_host. Call wake()"
                 " on what that returned first"
             )
+        if unit is not None and unit.kept_by:
+            kept.append(unit)
         if unit is not None and unit.root is not None and unit.root.split_by:
             raise OptimizerError(
                 f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes"
@@ -110,17 +114,21 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     # which looks at gradients by itself
     if len(plain) < len(managed) and not step_on_shards_unasked(optimizer):
         refuse_unreduced(step, managed, OptimizerError)
-    _managed[optimizer] = managed, _with_gradients(managed)
+    _managed[optimizer] = managed, _with_gradients(managed), kept
 
 
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    managed, before = _managed.pop(optimizer, ([], []))
+    managed, before, kept = _managed.pop(optimizer, ([], [], []))
     # Those without a gradient were not stepped: a graph that needs their values stays valid. Some
     # optimizers drop gradients as they go, and a closure may have brought them.
     stepped = before or _with_gradients(managed)
     if stepped:
         increment_version(stepped)
+    for unit in kept:
+        unit.unshard()
+    for unit in kept:
+        unit.wait_for_unshard()
 
 
 def _with_gradients(parameters: list[Tensor]) -> list[Tensor]:
