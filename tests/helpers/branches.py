@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
+
+from tests.helpers.events import EVENTS, MIXED, REPLICAS, SHARDS, events_of
 
 T = TypeVar("T")
 WIDTH: Final = 4
@@ -41,8 +43,13 @@ FEATURES: Final = (
     "holder",  # annotated modules in one that nobody annotates
     "options",  # `prefetch`, `gradient_as_bucket_view`
     "skips",  # ranks and steps that do not call a replicated unit
+    "events",  # what one rank does by itself between steps
+    "scopes",  # ... and what each rank does in a scope that all ranks open
 )
 SKIP: Final = "skip"
+
+# Zeros in place of no gradient are another step where nobody uses a parameter.
+NOT_DRAWN: Final = ("gradients_set_to_zeros",)
 
 # What each kind of part does: the first way is the usual one.
 WAYS: Final[dict[str, tuple[str, ...]]] = {
@@ -160,9 +167,10 @@ class Op:
 
     Attributes:
         model: 0 is the first one, 1 its first copy, ...
-        numbers: of the forward that is run, or of those whose losses are summed for a backward.
+        numbers: of the forward that is run, or of those whose losses are summed for a backward; of
+            the rank that acts in an event.
         ways: by rank, what parts do that is not the usual, by their place in the forward.
-        names: of parts or parameters.
+        names: of parts, of parameters, or of an event.
         how: level of `no_sync` around a backward; "zeros": gradients are set to zeros, not to None.
     """
 
@@ -219,6 +227,18 @@ class Plan:
             else held
         )
 
+    @property
+    def consists_of(self) -> str:
+        """Shards, replicas or both."""
+        units = [
+            *(root.unit or Unit("shard") for root in self.roots),
+            *(each.unit for part in self.parts for each in part.everything()),
+        ]
+        verbs = dict.fromkeys(unit.verb for unit in units if unit is not None)
+        return (
+            MIXED if len(verbs) > 1 else {"shard": SHARDS, "replicate": REPLICAS}[next(iter(verbs))]
+        )
+
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)
 
@@ -242,7 +262,7 @@ class Plan:
 
 
 class _Draw(random.Random):
-    def __init__(self, seed: int, without: Sequence[str]) -> None:
+    def __init__(self, seed: int | str, without: Sequence[str]) -> None:
         super().__init__(seed)
         assert set(without) <= set(FEATURES), without
         self._without = without
@@ -335,18 +355,30 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
     ops = _Ops(draw, plan)
     frozen = ops.names() if draw.may("frozen", 0.2) else ()
     ops.frozen[0] = [frozen] if frozen else []
-    return Plan(
-        seed,
-        ranks,
-        parts,
-        roots,
-        tuple(ops.draw()),
-        optimizer,
-        replicas,
-        together,
-        input_grad,
-        frozen,
-    )
+    plan = replace(plan, frozen=frozen, ops=tuple(ops.draw()))
+    # from numbers of their own: the rest of a seed's plan does not depend on them
+    return replace(plan, ops=tuple(_with_events(plan, _Draw(f"{seed} events", without))))
+
+
+def _with_events(plan: Plan, draw: _Draw) -> Iterator[Op]:
+    """The operations of a plan, and events at its start and between its steps."""
+    scopes = [name for name in events_of(plan.consists_of) if REPLICAS not in EVENTS[name][1]]
+    alone = [name for name in events_of(plan.consists_of) if name not in (*scopes, *NOT_DRAWN)]
+    often = draw.choice([0.0, 0.5, 0.9])
+    models, between, goes_on = 1, True, False
+    for op in plan.ops:
+        if between and op.kind != "zero":
+            between = False
+            if goes_on:
+                yield Op("resume")
+            chosen = alone if draw.may("events", 0.6) else scopes if draw.may("scopes", 1.0) else []
+            if chosen and draw.random() < often:
+                model, acting = draw.randrange(models), draw.randrange(plan.ranks)
+                yield Op("event", model, numbers=(acting,), names=(draw.choice(chosen),))
+                goes_on = True
+        models += op.kind == "copy"
+        between = between or op.kind == "step"
+        yield op
 
 
 class _Ops:

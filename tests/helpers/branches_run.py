@@ -9,6 +9,7 @@ import random
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 from composable import checkpoint, fully_shard, no_sync, reduce_gradients, replicate
 from composable.comm import Comm, comms_wrapped_by
+from tests.helpers import events
 from tests.helpers.branches import ROWS, SKIP, WIDTH, WORDS, Op, Part, Plan, RootOf, Unit, plan_of
 from tests.helpers.communicators import Delayed, Log, Recording, all_ordered
 from tests.helpers.compare import full_gradients, full_parameters
@@ -272,6 +274,7 @@ class Side:
         else:
             _scale_gradients(self.models[0], plan)
         self.optimizers = [self._optimizer(0)]
+        self._event: Iterator[None] = iter(())
 
     def _optimizer(self, model: int) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.plan.optimizer](self.models[model].parameters())  # type: ignore[no-any-return]
@@ -282,6 +285,39 @@ class Side:
         words = torch.randint(0, WORDS, (ROWS,), generator=generator).to(current_device())
         x.requires_grad_(self.plan.input_grad and op.kind == "forward")
         return self.models[op.model][op.root](x, words, op.ways[rank]).square().mean()  # type: ignore[no-any-return]
+
+    def end_event(self) -> None:
+        for _ in self._event:
+            pass
+
+    def _scene(self, op: Op) -> events.Scene:
+        """Roots in which this rank takes other ways than others, and all parts by themselves."""
+        (rank,), model = self.ranks, self.models[op.model]
+        draw = random.Random(f"{self.plan.seed} {op} {rank}")
+        x = torch.randn(ROWS, WIDTH, dtype=torch.float64, device=current_device())
+        words = torch.zeros(ROWS, dtype=torch.long, device=current_device())
+
+        def ways(piece: Piece, place: str) -> dict[str, str]:
+            found = {place: draw.choice((*piece.part.ways, "constant"))}
+            for inner in piece.inside:
+                found |= ways(inner, f"{place}.{inner.part.name}")  # type: ignore[arg-type]
+            return found
+
+        def run(root: str, of: nn.ModuleDict) -> None:
+            chosen: dict[str, str] = {}
+            for index, name in enumerate(of[root].root.chain):
+                chosen |= ways(of[root].parts[name], f"{index}.{name}")
+            of[root](x, words, chosen)
+
+        def run_part(name: str, of: nn.ModuleDict) -> None:
+            of.get_submodule(name)(x, words, {}, "")
+
+        parts = [name for name, each in model.named_modules() if isinstance(each, Piece)]
+        calls = [partial(run, root) for root in model]
+        # With gradients, parameters are whole in forwards of their units only.
+        if all(parameter.grad is None for parameter in model.parameters()):
+            calls += [partial(run_part, name) for name in parts]
+        return events.Scene(model, op.numbers == (rank,), calls, draw, self.optimizers[op.model])
 
     def perform(self, op: Op) -> None:
         model, optimizer = self.models[op.model], self.optimizers[op.model]
@@ -303,6 +339,12 @@ class Side:
                 optimizer.step()
             case "zero":
                 optimizer.zero_grad(set_to_none=op.how != "zeros")
+            case "event" if self.annotated:
+                self.end_event()
+                self._event = events.perform(op.names[0], self._scene(op))
+                next(self._event)
+            case "resume" if self.annotated:
+                next(self._event, None)
             case "copy":
                 self.models.append(copy.deepcopy(model))
                 if not self.annotated:
@@ -347,6 +389,7 @@ def differences(
             found = [_said(error)]
         if found:  # later ones would only hide it
             return [f"op {number}, {op.kind}: {line}" for line in found[:6]], []
+    ours.end_event()
     return [], [label for label in log.labels() if "all-reduce" not in label]
 
 

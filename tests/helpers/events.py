@@ -12,6 +12,7 @@ import copy
 import gc
 import io
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -53,13 +54,19 @@ class Scene:
 
     def run(self) -> None:
         """Some of the calls, in any order, and as often as this rank likes."""
-        for _ in range(self.draw.randint(0, 5)):
-            self.draw.choice(self.calls)(self.model)
+        for call in self.draw.choices(self.calls, k=self.draw.randint(1, 6)):
+            call(self.model)
+
+    def _modules(self) -> list[nn.Module]:
+        """Those that can have one more child: containers would call it."""
+        containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        return [each for each in self.model.modules() if not isinstance(each, containers)]
+
+    def top(self) -> nn.Module:
+        return self._modules()[0]
 
     def module(self) -> nn.Module:
-        """Some module that can have one more child: containers would call it."""
-        containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-        return self.draw.choice([m for m in self.model.modules() if not isinstance(m, containers)])
+        return self.draw.choice(self._modules())
 
 
 Event = Callable[[Scene], Iterator[None]]
@@ -92,7 +99,7 @@ def perform(name: str, scene: Scene) -> Iterator[None]:
 @_event()
 def _metric(scene: Scene) -> Iterator[None]:
     """A child module without parameters is added and removed."""
-    holders = [scene.model, scene.module()]
+    holders = [scene.top(), scene.module()]
     for number, holder in enumerate(holders if scene.acts else ()):
         holder.add_module(f"metric{number}", nn.Identity())
     yield
@@ -123,7 +130,7 @@ def _replaced_container(scene: Scene) -> Iterator[None]:
 
 
 def _hooks(scene: Scene) -> Iterator[Any]:
-    for module in [scene.model, *(scene.module() for _ in range(3))]:
+    for module in [scene.top(), *(scene.module() for _ in range(3))]:
         yield module.register_forward_pre_hook(lambda *_: None)
         yield module.register_forward_hook(lambda *_: None)
         yield module.register_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
@@ -146,7 +153,9 @@ def _backward_hooks(scene: Scene) -> Iterator[None]:
     for module in modules if scene.acts else ():
         handles.append(module.register_full_backward_hook(lambda *_: None))
         handles.append(module.register_full_backward_pre_hook(lambda *_: None))
-    yield
+    with warnings.catch_warnings():  # torch warns where inputs need no gradient
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        yield
     for handle in handles:
         handle.remove()
     yield
@@ -248,7 +257,7 @@ def _swapped_in_and_back(scene: Scene) -> Iterator[None]:
     kept = [parameter.data for parameter in _all_parameters(scene)]
     for parameter, data in zip(_all_parameters(scene), kept, strict=True):
         if scene.acts:
-            parameter.data = data * 2
+            parameter.data = data.clone()
     if scene.acts:
         scene.model.state_dict()
         for parameter, data in zip(_all_parameters(scene), kept, strict=True):
@@ -261,7 +270,7 @@ def _swapped_in_evaluated_and_back(scene: Scene) -> Iterator[None]:
     kept = [parameter.data for parameter in _all_parameters(scene)]
     if scene.acts:
         for parameter, data in zip(_all_parameters(scene), kept, strict=True):
-            parameter.data = data * 2
+            parameter.data = data.clone()
         with torch.no_grad():
             scene.calls[0](scene.model)
         for parameter, data in zip(_all_parameters(scene), kept, strict=True):
@@ -348,7 +357,7 @@ def _gradients_set_to_zeros(scene: Scene) -> Iterator[None]:
     """As `zero_grad(set_to_none=False)` leaves them, where another rank has none."""
     yield
     for parameter in _all_parameters(scene) if scene.acts else ():
-        if parameter.requires_grad:
+        if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     yield
     if scene.acts:

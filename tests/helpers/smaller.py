@@ -1,5 +1,5 @@
 """Makes a plan of `branches.py` smaller while it fails as before: the fewest operations, parts,
-annotations and ways.
+annotations, ways and events.
 """
 
 from __future__ import annotations
@@ -142,6 +142,8 @@ def _tidy(plan: Plan) -> Plan:
     ops: list[Op] = []
     forwards: set[int] = set()
     models = 1
+    held: frozenset[int] = frozenset()
+    goes_on = False
 
     def there(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if name.split(".")[0] in left)
@@ -158,8 +160,12 @@ def _tidy(plan: Plan) -> Plan:
             op = replace(op, names=there(op.names))
             if not op.names:
                 continue
+        if (op.kind == "event" and (forwards or held)) or (op.kind == "resume" and not goes_on):
+            continue  # events are legal between steps
+        goes_on = goes_on or op.kind == "event"
         if op.kind == "forward":
             forwards |= set(op.numbers)
+        held = plan.held_after(op, held)
         models += op.kind == "copy"
         ops.append(op)
     return replace(plan, parts=parts, ops=tuple(ops), frozen=there(plan.frozen))
