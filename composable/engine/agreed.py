@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 
@@ -59,12 +59,6 @@ class Agreed:
         return [member() for member in self.members]
 
 
-class Member(Protocol):
-    """A unit, as far as this file looks."""
-
-    agreements: list[Agreed]
-
-
 def agreed_by(units: Sequence[Any]) -> Agreed:
     """The agreement of these units, in whatever order the modules of this rank have them now."""
     wanted = set(units)
@@ -78,9 +72,3 @@ def agreed_by(units: Sequence[Any]) -> Agreed:
         unit.agreements[:] = [each for each in unit.agreements if None not in each.units()]
         unit.agreements.append(made)
     return made
-
-
-def forget_agreements(units: Sequence[Member]) -> None:
-    """All ranks agree anew from the next step on (`refresh`)."""
-    for unit in units:
-        unit.agreements.clear()

@@ -151,7 +151,7 @@ class _Extended:
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
     ) -> None:
-        self.name, self.local, self._dtype = param.fqn, local, dtype
+        self.param, self.name, self.local, self._dtype = param, param.fqn, local, dtype
         self._shape = torch.Size(slot.shape)
         self.rows = slot.local_shape(0)[0]
         strides = torch.empty(slot.shape, device="meta").stride()
@@ -166,6 +166,11 @@ class _Extended:
         self.sent: list[_Sent] = []
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
         self.compute: nn.Parameter | None = None
+
+    @property
+    def sends(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+        assert self.param.sends is not None
+        return self.param.sends
 
     def ask(self) -> list[Tensor]:
         """What this rank sends."""
@@ -263,10 +268,23 @@ class ExtendedGather(Gather):
 
     @torch.no_grad()
     def _make(self) -> None:
-        """Ask every rank what it sends, and make memory and compute parameters.
-
-        A failure on one rank is one on all.
+        """Make memory and compute parameters. One rank alone may have moved the memory of its
+        shards, so nothing is asked again of what is known.
         """
+        if any(param.param.sends is None for param in self._params):
+            self._ask_all()
+            return
+        for param in self._params:
+            if not _fits(param.ask(), param.sends):
+                raise PhaseError(
+                    f"parameter '{param.name}': its new shard sends other dtypes or sizes"
+                    f" ({_PRE}()) than all ranks agreed on when the module was annotated. Call"
+                    " refresh(model) on all ranks, after all have exchanged it"
+                )
+            param.make(param.sends, self._comm)
+
+    def _ask_all(self) -> None:
+        """Ask every rank what it sends. A failure on one rank is one on all."""
 
         def exchanged(said: list[tuple[Any, str]]) -> list[list[tuple[Any, str]]]:
             label = "agreement on what parameters send in their own form"
@@ -276,16 +294,17 @@ class ExtendedGather(Gather):
         asked = exchanged([_told(param.describe) for param in self._params])
         for param, said in zip(self._params, asked, strict=True):
             _refuse(param, said)
+        largest = [[_largest(each) for each in _by_tensor(said)] for said in asked]
         made = exchanged(
             [
-                _told(
-                    partial(param.make, [_largest(each) for each in _by_tensor(said)], self._comm)
-                )
-                for param, said in zip(self._params, asked, strict=True)
+                _told(partial(param.make, sends, self._comm))
+                for param, sends in zip(self._params, largest, strict=True)
             ]
         )
         for param, said in zip(self._params, made, strict=True):
             _refuse(param, said)
+        for param, sends in zip(self._params, largest, strict=True):
+            param.param.sends = sends
 
     @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()
@@ -307,11 +326,7 @@ class ExtendedGather(Gather):
 
     def _check(self, param: _Extended, tensors: Sequence[Tensor]) -> None:
         """What is sent must fit into what was asked for when the group was built."""
-        if [tensor.dtype for tensor in tensors] != [
-            each.output.dtype for each in param.sent
-        ] or any(
-            tensor.nbytes > each.nbytes for tensor, each in zip(tensors, param.sent, strict=True)
-        ):
+        if not _fits(tensors, param.sends):
             raise PhaseError(
                 f"parameter '{param.name}': {_PRE}() returned tensors of other dtypes or sizes than"
                 " when the module was annotated. They must stay the same"
@@ -339,6 +354,14 @@ class ExtendedGather(Gather):
             buffer.free()
         for param in self._params:
             param.free()
+
+
+def _fits(tensors: Sequence[Tensor], sends: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
+    """Whether the tensors have the dtypes of what the largest rank sends, and are not larger."""
+    return [tensor.dtype for tensor in tensors] == [dtype for _, dtype in sends] and all(
+        tensor.numel() <= math.prod(shape)
+        for tensor, (shape, _) in zip(tensors, sends, strict=True)
+    )
 
 
 def _takes_one(method: Callable[..., Any]) -> bool:

@@ -221,6 +221,8 @@ class ManagedParam:
             assigned later.
         at_rest, compute: see the table at the top of this file.
         grad_dtype: what the user has set `grad_dtype` of the parameter to; None if it is its dtype.
+        sends: of a parameter that is gathered in a form of its own, shapes and dtypes of what the
+            largest rank sends, as all ranks have told each other (`extension.py`).
     """
 
     __slots__ = (
@@ -232,6 +234,7 @@ class ManagedParam:
         "info",
         "original",
         "own",
+        "sends",
         "tables",
     )
 
@@ -252,6 +255,7 @@ class ManagedParam:
         self.at_rest: nn.Parameter = registered
         self.compute: nn.Parameter = registered
         self.grad_dtype = chosen_grad_dtype(registered)
+        self.sends: Sequence[tuple[tuple[int, ...], torch.dtype]] | None = None
         self.set_info(info)
 
     def set_info(self, info: ParamInfo) -> None:
@@ -263,6 +267,9 @@ class ManagedParam:
         self.tables = tuple(
             (p.module._parameters, p.name) for p in info.places if p not in self.by_setattr
         )
+
+    def agree_anew(self) -> None:
+        self.sends = None
 
     @property
     def fqn(self) -> str:

@@ -421,7 +421,8 @@ class ParamGroup:
             # Operators on `DTensor`s and steps of optimizers are common to all ranks. What writes
             # to a local tensor may be this rank alone.
             self._regather = self._regather or any(at_rest)
-            if not self._regather and self.state is not ShardedState.SHARDED:
+            kept = self.state is not ShardedState.SHARDED and all(self._comes)
+            if kept and not self._regather:
                 self._warn_of_local_writes(list(compress(self.params, memory)))
         written = list(compress(map(or_, at_rest, memory), self._comes))
         if any(self._inside):

@@ -397,6 +397,12 @@ class Root:
         """The rank that buffers follow."""
         return 0
 
+    def agree_anew(self) -> None:
+        """All ranks have changed the same: compare and agree in the next step as in the first."""
+        for unit in self.units:
+            unit.agree_anew()
+        self.forget()
+
     def stop_tracing(self, why: str) -> None:
         """The compiler does not reduce gradients any more."""
         self.eager_because = self.agreed.untraced = why
@@ -524,13 +530,12 @@ class Root:
                 # this forward uses what was gathered, and frees it as usual
                 del unit.kept_by[EXPLICIT]
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
-        saved = iteration is not None
         for unit in self.units:
-            # What a forward left for its backward. This one uses it, too, unless shards were
-            # written to: then its backward will be refused, if there is one.
-            left = saved and unit.step.pending > 0 and not any(g.is_stale for g in unit.groups)
-            if unit not in explicit and not left:
+            if unit not in explicit:
+                # What a forward left for its backward. Shards may have been written to unseen; and
+                # if that step was lost, some ranks have lost it in the forward, and left nothing.
                 unit.free()
+        saved = iteration is not None
         if iteration is None:
             iteration = self.step.iteration = Iteration(None)
         for unit in explicit if not grad else ():

@@ -530,6 +530,15 @@ class Unit:
         if self.root is not None:
             self.root.make_buckets()
 
+    def agree_anew(self) -> None:
+        """All ranks have changed it alike: they agree on everything again."""
+        self.compared = False
+        self.agreements = []
+        if any(group.extended for group in self.groups):
+            for param in self.params:
+                param.agree_anew()
+            self.build()
+
     def _drop_gradients(self) -> None:
         gradients, self.gradients = self.gradients, Gradients()
         for undo in gradients.undo:
@@ -1254,6 +1263,7 @@ class Unit:
             places = tuple(place for place in param.info.places if id(place.module) in memo)
             twin.start(copy.deepcopy(replace(param.info, places=places), memo))
             twin.grad_dtype = param.grad_dtype  # copy.deepcopy drops it
+            twin.sends = param.sends
         params = [twin for _, twin in pairs]
         spec = replace(unit.spec, params=(), mesh_info=unit.mesh_info)
         self._take(

@@ -184,7 +184,8 @@ def refresh(model: nn.Module) -> None:
     """Adopt now what was done to annotated modules since the last forward, or refuse it by name.
 
     The next forward does it, too. Moved, cast, replaced, frozen and unfrozen parameters are
-    adopted. All ranks call this together, outside of forward and backward. No communication.
+    adopted, and the next step compares ranks and agrees on orders again. All ranks call this
+    together, outside of forward and backward.
 
     Args:
         model: an annotated module, or one that contains some.
@@ -200,6 +201,8 @@ def refresh(model: nn.Module) -> None:
     """
     units = units_in("refresh", model)
     require_at_rest("refresh", units)
+    for root in planned_roots(units):
+        root.agree_anew()
     for root in planned_roots(units):
         root.prepare()
 
