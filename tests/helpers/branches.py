@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from tests.helpers.events import EVENTS, MIXED, REPLICAS, SHARDS, events_of
+from tests.helpers.events import EVENTS, GATHERED, MIXED, REPLICAS, SHARDS, events_of
 
 T = TypeVar("T")
 WIDTH: Final = 4
@@ -47,9 +47,6 @@ FEATURES: Final = (
     "scopes",  # ... and what each rank does in a scope that all ranks open
 )
 SKIP: Final = "skip"
-
-# Zeros in place of no gradient are another step where nobody uses a parameter.
-NOT_DRAWN: Final = ("gradients_set_to_zeros",)
 
 # What each kind of part does: the first way is the usual one.
 WAYS: Final[dict[str, tuple[str, ...]]] = {
@@ -362,8 +359,9 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
 
 def _with_events(plan: Plan, draw: _Draw) -> Iterator[Op]:
     """The operations of a plan, and events at its start and between its steps."""
-    scopes = [name for name in events_of(plan.consists_of) if REPLICAS not in EVENTS[name][1]]
-    alone = [name for name in events_of(plan.consists_of) if name not in (*scopes, *NOT_DRAWN)]
+    legal = events_of(plan.consists_of, unused=True)
+    scopes = [name for name in legal if EVENTS[name][1] == GATHERED]
+    alone = [name for name in legal if name not in scopes]
     often = draw.choice([0.0, 0.5, 0.9])
     models, between, goes_on = 1, True, False
     for op in plan.ops:

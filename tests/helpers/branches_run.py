@@ -312,12 +312,17 @@ class Side:
         def run_part(name: str, of: nn.ModuleDict) -> None:
             of.get_submodule(name)(x, words, {}, "")
 
-        parts = [name for name, each in model.named_modules() if isinstance(each, Piece)]
-        calls = [partial(run, root) for root in model]
         # With gradients, parameters are whole in forwards of their units only.
-        if all(parameter.grad is None for parameter in model.parameters()):
-            calls += [partial(run_part, name) for name in parts]
-        return events.Scene(model, op.numbers == (rank,), calls, draw, self.optimizers[op.model])
+        shown = all(parameter.grad is None for parameter in model.parameters())
+        pieces = [name for name, each in model.named_modules() if isinstance(each, Piece)]
+        return events.Scene(
+            model,
+            op.numbers == (rank,),
+            [partial(run, root) for root in model],
+            [partial(run_part, name) for name in pieces] if shown else [],
+            draw,
+            self.optimizers[op.model],
+        )
 
     def perform(self, op: Op) -> None:
         model, optimizer = self.models[op.model], self.optimizers[op.model]
@@ -389,7 +394,10 @@ def differences(
             found = [_said(error)]
         if found:  # later ones would only hide it
             return [f"op {number}, {op.kind}: {line}" for line in found[:6]], []
-    ours.end_event()
+    try:
+        ours.end_event()
+    except Exception as error:
+        return [f"the end of an event: {_said(error)}"], []
     return [], [label for label in log.labels() if "all-reduce" not in label]
 
 

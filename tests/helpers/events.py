@@ -40,8 +40,10 @@ class Scene:
     Attributes:
         model: annotated, or it contains annotated modules.
         acts: whether this rank is the one that does something.
-        calls: forwards of the model in several orders, and of its parts, without a message where
-            nothing has to be gathered.
+        calls: forwards of the model in several orders, or of units in it. Where nothing has to be
+            gathered, they send no message.
+        parts: forwards of modules whose parameters belong to a unit around them, or to one beside
+            them.
         draw: another one on each rank.
         optimizer: of the model.
     """
@@ -49,12 +51,14 @@ class Scene:
     model: nn.Module
     acts: bool
     calls: Sequence[Callable[[nn.Module], object]]
+    parts: Sequence[Callable[[nn.Module], object]]
     draw: random.Random
     optimizer: torch.optim.Optimizer
 
-    def run(self) -> None:
-        """Some of the calls, in any order, and as often as this rank likes."""
-        for call in self.draw.choices(self.calls, k=self.draw.randint(1, 6)):
+    def run(self, *, parts: bool = True) -> None:
+        """Some forwards, in any order, and as often as this rank likes."""
+        calls = [*self.calls, *(self.parts if parts else ())]
+        for call in self.draw.choices(calls, k=self.draw.randint(1, 6)):
             call(self.model)
 
     def _modules(self) -> list[nn.Module]:
@@ -83,9 +87,14 @@ def _event(*of: str) -> Callable[[Event], Event]:
     return register
 
 
-def events_of(kind: str) -> list[str]:
-    """Names of the events that are legal in models of that kind."""
-    return [name for name, (_, of) in EVENTS.items() if kind in of]
+def events_of(kind: str, *, unused: bool = False) -> list[str]:
+    """Names of the events that are legal in models of that kind.
+
+    Args:
+        unused: steps may leave parameters out. Zeros in place of no gradient are another step then.
+    """
+    left_out = ("gradients_set_to_zeros",) if unused else ()
+    return [name for name, (_, of) in EVENTS.items() if kind in of and name not in left_out]
 
 
 def perform(name: str, scene: Scene) -> Iterator[None]:
@@ -509,8 +518,8 @@ def _a_step_between_orders_in_a_scope(scene: Scene) -> Iterator[None]:
         with torch.no_grad():
             scene.run()
         yield
-        with torch.no_grad():
-            scene.run()
+        with torch.no_grad():  # from a forward with gradients on, units show their own alone
+            scene.run(parts=False)
     yield
 
 

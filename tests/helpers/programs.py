@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -22,11 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import checkpoint, fully_shard, no_sync, reduce_gradients, replicate
 from composable.comm import Comm, comms_wrapped_by
+from tests.helpers import events
 from tests.helpers.communicators import Delayed, Log, Recording, all_ordered
 from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.events import MIXED, REPLICAS, SHARDS, events_of
 from tests.helpers.world import current_device
 
 WIDTH: Final = 4
+UNHELD: Final = ("compare", "event", "resume")  # steps outside of `no_sync`
 
 
 @dataclass
@@ -109,7 +113,41 @@ def plan_of(seed: int, ranks: int) -> Plan:
         draw.random() < 0.5,
     )
     replicas = _make_hybrid(tree, draw, ranks)
-    return Plan(seed, tree, program, leave_out, delays, replicas, _held(tree, draw, len(program)))
+    held = _held(tree, draw, len(program))
+    # from numbers of their own: the rest of a seed's plan does not depend on them
+    steps = list(_with_events(program, held, tree, random.Random(f"{seed} events"), ranks))
+    program, held = tuple(step for step, _ in steps), tuple(level for _, level in steps)
+    return Plan(seed, tree, program, leave_out, delays, replicas, held)
+
+
+def _with_events(
+    program: Sequence[tuple[Any, ...]],
+    held: Sequence[str],
+    tree: Node,
+    draw: random.Random,
+    ranks: int,
+) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """A program, and what one rank does by itself where no backward is to come. Before it gradients
+    are compared and dropped: with some, scopes show whole parameters in forwards only.
+    """
+    verbs = {verb for node in tree.everything() for verb in node.verbs} & {"shard", "replicate"}
+    kind = MIXED if len(verbs) > 1 else SHARDS if "shard" in verbs else REPLICAS
+    names, often, goes_on = events_of(kind, unused=True), draw.choice([0.0, 0.3, 0.8]), False
+    pending: set[int] = set()
+    for place, (step, level) in enumerate(zip_longest(program, held, fillvalue="")):
+        if verbs and not pending and draw.random() < often:
+            yield from [(("compare", "zero"), "")] if place else []
+            yield from [(("resume",), "")] if goes_on else []
+            yield ("event", draw.choice(names), draw.randrange(ranks)), ""
+            goes_on = True
+        match step:
+            case ("forward", number):
+                pending.add(number)
+            case ("backward", _, "retain"):
+                pass
+            case ("backward" | "both" | "drop", *numbers):
+                pending -= set(numbers)
+        yield step, level  # type: ignore[misc]
 
 
 def _held(tree: Node, draw: random.Random, steps: int) -> tuple[str, ...]:
@@ -322,6 +360,8 @@ class _Runner:
         self.model = Piece(plan.tree, plan.leave_out).to(torch.float64)
         self.losses: dict[int, Tensor] = {}
         self.accumulates = annotated and any(plan.held)
+        self.annotated = annotated
+        self._event: Iterator[None] = iter(())
         if not annotated:
             return
         draw = random.Random(f"{plan.seed} {dist.get_rank()}")
@@ -372,6 +412,29 @@ class _Runner:
                 (self.losses.pop(number) + self.losses.pop(other)).backward()
             case ("drop", number):
                 del self.losses[number]
+            case ("event", name, acting) if self.annotated:
+                self.end_event()
+                self._event = events.perform(name, self._scene(name, acting))
+                next(self._event)
+            case ("resume",) if self.annotated:
+                next(self._event, None)
+
+    def end_event(self) -> None:
+        for _ in self._event:
+            pass
+
+    def _scene(self, name: str, acting: int) -> events.Scene:
+        """Forwards that leave out other layers, and all modules by themselves."""
+        draw = random.Random(f"{self.plan.seed} {name} {dist.get_rank()}")
+        x = torch.randn(2, WIDTH, dtype=torch.float64, device=current_device())
+
+        def run(name: str, model: nn.Module) -> None:
+            model.get_submodule(name)(x, (draw.randrange(100),))
+
+        pieces = [name for name, each in self.model.named_modules() if isinstance(each, Piece)]
+        calls, parts = [partial(run, "")], [partial(run, name) for name in pieces[1:]]
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        return events.Scene(self.model, acting == dist.get_rank(), calls, parts, draw, optimizer)
 
 
 def differences(
@@ -386,12 +449,13 @@ def differences(
     log.events.clear()
     for number, (step, level) in enumerate(zip_longest(plan.program, plan.held, fillvalue="")):
         for runner in (plain, ours):
-            runner.perform(step, "" if step[0] == "compare" else level)  # type: ignore[arg-type]
+            runner.perform(step, "" if step[0] in UNHELD else level)  # type: ignore[arg-type]
         if step[0] == "compare":
             found += [f"at step {number}: {line}" for line in _compare(plain.model, ours.model)]
             if step[1:]:
                 plain.model.zero_grad()
                 ours.model.zero_grad()
+    ours.end_event()
     return found, [label for label in log.labels() if "all-reduce" not in label]
 
 

@@ -40,7 +40,7 @@ def failure(pool: Pool, plans: Sequence[Plan], *, annotated: bool = True) -> tup
     except RanksFailed as error:
         pool.stop()
         text = str(error)
-        return next((index for index, plan in enumerate(plans) if f"{plan}\n" in text), 0), text
+        return next((index for index, plan in enumerate(plans) if str(plan) in text), 0), text
     for index in range(max(map(len, by_rank))):
         results = [
             results[index] if index < len(results) else ([], ["nothing"]) for results in by_rank
@@ -66,9 +66,9 @@ def failure(pool: Pool, plans: Sequence[Plan], *, annotated: bool = True) -> tup
 
 def kind_of(text: str) -> str:
     """What failures of one kind have in common."""
-    line = next(
-        (line for line in text.splitlines() if line.startswith("rank")), text.splitlines()[-1]
-    )
+    lines = text.splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Warning): ", line)]
+    line = next((line for line in lines if line.startswith("rank")), (errors or lines)[0])
     line = re.sub(r"^rank [\d, ]+: (op \d+, )?", "", line)
     return re.sub(r"'[^']*'|(?<!line )\b\d[\d.e+-]*|\b[abc]\.[\w.]+", "#", line)[:160]
 

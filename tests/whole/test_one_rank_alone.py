@@ -190,7 +190,7 @@ class _Training:
         with torch.no_grad():
             for model in models[1:]:
                 model(x)
-        outputs = [model(x, order) for model in models]
+        outputs = [model(x, order) for model in models for _ in range(1 + self.steps % 2)]
         return torch.stack([output.square().mean() for output in outputs]).sum()
 
     def compare(self) -> None:
@@ -206,9 +206,14 @@ class _Training:
             lambda model: model(x),
             lambda model: model(x, (2,)),
             lambda model: model.blocks[draw.randrange(4)](x),
-            lambda model: model.head(model.norm(model.blocks[1](x))),
         ]
-        return Scene(self.models[which], self.rank == acting, calls, draw, self._optimizers[which])
+        parts: list[Callable[[Any], object]] = [
+            lambda model: model.head(model.norm(model.blocks[1](x))),
+            lambda model: model.blocks[draw.randrange(4)].up(x),
+        ]
+        return Scene(
+            self.models[which], self.rank == acting, calls, parts, draw, self._optimizers[which]
+        )
 
 
 def _train_through(names: list[str], way: str) -> None:
