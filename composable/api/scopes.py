@@ -148,9 +148,9 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     whole parameters in forwards of their units only, because `zero_grad` and clipping look for
     gradients at the sharded ones.
 
-    Parameters that an optimizer changes inside the scope are gathered again at the next forward of
-    their unit, on every rank. Writes that no version counter records (`parameter.data`, NumPy) are
-    not seen: call `reshard(module)` after them, on every rank. What is written to whole parameters
+    Parameters that an optimizer changes inside the scope are gathered again when it has stepped.
+    Writes that may be one rank's alone (to a local tensor, `parameter.data`, NumPy) are not
+    followed: call `reshard(module)` after them, on every rank. What is written to whole parameters
     is lost when they are resharded; edit them inside `unsharded(module)`.
 
     Raises:
