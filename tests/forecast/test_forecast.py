@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -289,12 +290,12 @@ def real_step(name: str, sizes: dict[str, int]) -> tuple[list[Any], int, int]:
     model, tokens = model_of(name), torch.randint(250, TOKENS)
     with comms_wrapped_by(partial(Counting, seen=seen)):
         ANNOTATE[name][0](model, mesh)
-    optimizer = optimizer_of(name)(model.parameters())
-    model(tokens).backward()
-    optimizer.step()
-    seen.clear()
-    with CountingDTensors(seen):
-        trace = measure_step(model, optimizer, lambda: model(tokens), ignore=[tokens, *before])
+        optimizer = optimizer_of(name)(model.parameters())
+        model(tokens).backward()
+        optimizer.step()
+        seen.clear()
+        with CountingDTensors(seen):
+            trace = measure_step(model, optimizer, lambda: model(tokens), ignore=[tokens, *before])
     peak = max(map(sum, trace.totals))
     return seen, peak, sum(trace.totals[0])
 
@@ -416,7 +417,9 @@ def test_amounts_are_told_in_units_of_their_size(monkeypatch: pytest.MonkeyPatch
     [
         lambda _: None,
         replicate,
-        lambda model: fully_shard(model, ignored_params=[model.head.weight]),
+        lambda model: fully_shard(
+            model, ignored_params=[model.head.weight, model.embedding.weight]
+        ),
     ],
     ids=["alone", "replicated", "ignored"],
 )
@@ -788,7 +791,7 @@ def test_offload_policies_pipelines_and_experts_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"ranks": 0}, ValueError, "ranks=0 and steps=2 must be at least 1"),
+        ({"ranks": 0}, ValueError, "ranks=0 and steps=2 must be whole numbers"),
         ({"ranks": 4, "mesh": {"a": 3}}, ValueError, r"mesh={'a': 3} has 3 ranks, not ranks=4"),
         ({"ranks": 4, "device": "h1000"}, ValueError, "no device 'h1000' is known, only a100"),
         ({"ranks": 4, "mesh": 2}, ValueError, r"mesh=2 must be names of dimensions with their"),
@@ -848,9 +851,9 @@ def test_the_face_of_fsdp2_is_forecast() -> None:
         fsdp2.fully_shard(model)
 
     found = forecast(Decoder, by_the_face, batch, ranks=2)
-    own = forecast(Decoder, lambda model: fully_shard(model, policy={Block}), batch, ranks=2)
-    assert found.messages == own.messages
-    assert found.peak == pytest.approx(own.peak, rel=0.01)
+    # two gathers and a reduction of each of three blocks, one gather and a reduction of the root
+    assert found.messages == 3 * 3 + 2
+    assert sum(found.at_rest.values()) == sum(told("sharded", 2, device="h100").at_rest.values())
 
 
 class Experts(nn.Module):
@@ -862,7 +865,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ends = torch.arange(256, 1025, 256, dtype=torch.int32)
-        return torch._grouped_mm(x.to(self.weight.dtype), self.weight, offs=ends)
+        return torch._grouped_mm(x.to(self.weight.dtype), self.weight, offs=ends).relu()
 
 
 def test_experts_side_by_side_are_forecast_in_any_dtype() -> None:
@@ -870,7 +873,8 @@ def test_experts_side_by_side_are_forecast_in_any_dtype() -> None:
         forecast(partial(Experts, dtype), fully_shard, lambda: torch.zeros(1024, 64), ranks=2)
         for dtype in (torch.bfloat16, torch.float32)
     )
-    assert sum(single.at_rest.values()) == pytest.approx(2 * sum(half.at_rest.values()), rel=0.01)
+    rests = "parameters, buffers"
+    assert single.at_rest[rests] == pytest.approx(2 * half.at_rest[rests], rel=0.01)
     products = {span.end - span.start for span in single.streams if span.what == "_grouped_mm"}
     plain = forecast(
         lambda: nn.Linear(64, 128, bias=False), fully_shard, lambda: torch.zeros(1024, 64), ranks=2
@@ -890,7 +894,7 @@ def test_tensors_larger_than_the_memory_of_this_computer_are_forecast() -> None:
 
 
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composable.forecast.forecast.PACE", 0.0)
+    monkeypatch.setattr(sys.modules["composable.forecast.forecast"], "PACE", 0.0)
     said: list[str] = []
     told("sharded", 2, progress=said.append)
     assert said[0].startswith("step 1 of 2, forward")
