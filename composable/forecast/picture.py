@@ -71,7 +71,7 @@ def draw(path: Path, found: Forecast) -> None:
     handles, labels = above.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3)
     figure.suptitle(
-        f"One step on {found.place}: {milliseconds(found.seconds, found.seconds)} ms\n",
+        f"One step on {found.place}: {milliseconds(found.seconds, found.seconds)} ms",
         x=0.01, ha="left", weight="bold",
     )  # fmt: skip
     above.set_title(str(found.subject), loc="left", fontsize=9, wrap=True)
@@ -105,7 +105,7 @@ def _joined(bars: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def draw_comparison(path: Path, comparison: Comparison) -> None:
     """Draw peak and time of each plan; the best one is dark, what does not fit is pale."""
     names = list(comparison.forecasts)
-    figure = Figure(figsize=(10, 1.2 + 0.45 * len(names)), layout="constrained")
+    figure = Figure(figsize=(10, 1.6 + 0.45 * len(names)), layout="constrained")
     peaks, times = figure.subplots(1, 2, sharey=True)
     fits = [each.fits for each in comparison.forecasts.values()]
     colors = [
@@ -116,8 +116,11 @@ def draw_comparison(path: Path, comparison: Comparison) -> None:
     size, unit = unit_for(max(each.peak for each in found))
     peaks.barh(names, [each.peak / size for each in found], color=colors)
     usable = found[0].device.usable / size
-    peaks.axvline(usable, color="#d1622b", linestyle="--", linewidth=1)
-    peaks.set(xlabel=f"peak of memory, {unit} (dashed: what fits)")
+    near = usable * size < 1.5 * max(each.peak for each in found)  # else bars would be invisible
+    if near:
+        peaks.axvline(usable, color="#d1622b", linestyle="--", linewidth=1)
+    peaks.set(xlabel=f"peak of memory, {unit}{' (dashed: what fits)' if near else ''}")
+    figure.suptitle(f"{found[0].subject}\n", x=0.01, ha="left", fontsize=9)
     peaks.invert_yaxis()
     times.barh(names, [each.seconds * 1e3 for each in found], color=colors)
     times.barh(names, [each.exposed * 1e3 for each in found], color="#d1622b", height=0.3)

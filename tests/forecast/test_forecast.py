@@ -409,7 +409,7 @@ def test_amounts_are_told_in_units_of_their_size(monkeypatch: pytest.MonkeyPatch
     both.plot("-")
     assert labels[0] == "memory, KiB"
     assert re.match(r"peak \d+\.\d KiB, backward", labels[2])
-    assert labels[4] == "peak of memory, MiB (dashed: what fits)"
+    assert labels[4] == "peak of memory, MiB"
 
 
 @pytest.mark.parametrize(
