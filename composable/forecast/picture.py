@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import matplotlib
 import numpy as np
@@ -11,11 +11,8 @@ from matplotlib.figure import Figure
 
 from composable.forecast.devices import amount, unit_for
 from composable.forecast.machine import KINDS
-from composable.forecast.result import milliseconds
-
-if TYPE_CHECKING:
-    from composable.forecast.plans import Comparison
-    from composable.forecast.result import Forecast
+from composable.forecast.plans import Comparison
+from composable.forecast.result import Forecast, milliseconds
 
 INK: Final = "#22303c"
 FAINT: Final = "#8a97a3"

