@@ -3,7 +3,7 @@
 from composable.forecast.devices import DEVICES, Device, calibrate
 from composable.forecast.forecast import forecast
 from composable.forecast.plans import Comparison, Plan, Suggestion, compare, suggest
-from composable.forecast.result import Collective, Forecast
+from composable.forecast.result import Collective, Forecast, Subject
 
 __all__ = [
     "DEVICES",
@@ -12,6 +12,7 @@ __all__ = [
     "Device",
     "Forecast",
     "Plan",
+    "Subject",
     "Suggestion",
     "calibrate",
     "compare",

@@ -8,32 +8,54 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from composable.api.checkpoint import checkpoint
 from composable.api.fully_shard import fully_shard
-from composable.errors import ComposableError
+from composable.errors import ComposableError, few, first_line
 from composable.forecast.devices import DEVICES, device_of
 from composable.forecast.forecast import forecast
 from composable.forecast.plans import Plan, compare, repeated, suggest
 
-UNITS = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
+UNITS: Final = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
+DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
+TOKENS: Final = 2048
+PROGRAM: Final = "python -m composable forecast"
+
+MakeBatch = Callable[[], Any]
+
+
+class Refused(Exception):
+    """Something was asked for that cannot be done; says what, in a line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="package.module:function that makes the model")
     parser.add_argument("--hf", type=Path, help="config.json of a transformers model, instead")
-    parser.add_argument("--ranks", type=int, required=True, help="of the world")
+    parser.add_argument("--ranks", type=count, required=True, help="of the world")
     parser.add_argument("--policy", help="class name of the units (default: what repeats most)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
-    parser.add_argument("--tokens", type=int, default=2048, help="per sequence")
+    parser.add_argument("--batch", type=count, help="sequences per rank (default: 1)")
+    parser.add_argument("--tokens", type=count, help=f"per sequence (default: {TOKENS})")
+    parser.add_argument(
+        "--inputs",
+        nargs="+",
+        type=input_of,
+        metavar="NAME=SIZES",
+        help="what a rank passes to the model instead of tokens, by name, e.g."
+        " pixel_values=8x3x224x224 labels=8:int64 (default: of the parameters' dtype)",
+    )
     parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)}")
     parser.add_argument("--memory", type=bytes_of, help="of the device, e.g. 80GB")
-    parser.add_argument("--dtype", default="bfloat16", help="of the parameters")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the parameters (default: what the configuration names, else bfloat16)",
+    )
     parser.add_argument("--plot", type=Path, help="a picture, e.g. forecast.png")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", action="store_true", help="recompute every unit")
@@ -43,63 +65,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bytes_of(text: str) -> int:
     """Read sizes like 80GB or 40GiB."""
-    found = re.fullmatch(r"([\d.]+)\s*([A-Za-z]+)", text.strip())
-    if found is None or found[2].upper() not in UNITS:
+    found = re.fullmatch(r"(\d+\.?\d*)\s*([A-Za-z]+)", text.strip())
+    size = 0 if found is None else int(float(found[1]) * UNITS.get(found[2].upper(), 0))
+    if not size:
         raise argparse.ArgumentTypeError(f"{text!r}: write a size like 80GB or 40GiB")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return size
+
+
+def count(text: str) -> int:
+    """Read whole numbers of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def input_of(text: str) -> tuple[str, list[int], str]:
+    """Read a tensor's name, sizes and dtype, which may be empty, of `labels=8x128:int64`."""
+    found = re.fullmatch(r"(\w+)=([1-9]\d*(?:x[1-9]\d*)*)(?::(\w+))?", text)
+    dtype = found and getattr(torch, found[3] or "int64", None)
+    if found is None or not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write a name, sizes and, unless it is that of the parameters, a dtype, like"
+            " labels=8x128:int64"
+        )
+    return found[1], list(map(int, found[2].split("x"))), found[3] or ""
 
 
 def run(options: Any) -> int:
     """Print what was asked for; returns the exit status."""
     try:
-        make_model, loss = _model_of(options)
-        dtype = getattr(torch, options.dtype)
-    except (OSError, ImportError, AttributeError, ValueError) as error:
-        print(f"python -m composable forecast: {error}", file=sys.stderr)
+        if options.plot is not None:
+            _check_picture(options.plot)
+        if options.inputs and (options.batch or options.tokens):
+            raise Refused("--inputs has the sizes of whole tensors: leave --batch and --tokens out")
+        if (options.model is None) == (options.hf is None):
+            raise Refused("name a function that makes the model, or --hf config.json")
+        make, make_batch = _of_function(options) if options.hf is None else _of_config(options)
+    except Refused as refused:
+        print(f"{PROGRAM}: {refused}", file=sys.stderr)
         return 2
-
-    def make() -> nn.Module:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            return make_model()
-        finally:
-            torch.set_default_dtype(before)
-
-    def make_batch() -> Tensor:
-        return torch.zeros(options.batch, options.tokens, dtype=torch.int64)
-
-    def say(plan: str) -> None:
-        print(f"  trying: {plan}", file=sys.stderr, flush=True)
-
     try:
-        device = device_of(options.device)
-        if options.memory is not None:
-            device = replace(device, capacity=options.memory)
-        shared: dict[str, Any] = {"ranks": options.ranks, "device": device, "loss": loss}
-        with torch.device("meta"):
-            blocks = _blocks_of(make(), options.policy)
-        found: Any
-        if options.suggest:
-            found = suggest(
-                make,
-                make_batch,
-                block=blocks[0] if options.policy else None,
-                progress=say,
-                **shared,
-            )
-        elif options.compare:
-            found = compare(make, _plans(blocks), make_batch, **shared)
-        else:
-
-            def annotate(model: nn.Module) -> None:
-                if options.checkpoint:
-                    checkpoint(model, policy=set(blocks))
-                fully_shard(model, policy=set(blocks))
-
-            found = forecast(make, annotate, make_batch, **shared)
+        found = _found(options, make, make_batch)
     except (ComposableError, ValueError) as error:
-        print(f"python -m composable forecast: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+        if options.hf is None:  # the program's own: its traceback says where
+            raise
+        print(f"{PROGRAM}: the model does not run: {first_line(error)}", file=sys.stderr)
         return 1
     print(found)
     if options.plot is not None:
@@ -107,6 +120,45 @@ def run(options: Any) -> int:
         drawn.plot(options.plot)
         print(f"picture: {options.plot}")
     return 0
+
+
+def _found(options: Any, make: Callable[[], nn.Module], make_batch: MakeBatch) -> Any:
+    device = device_of(options.device)
+    if options.memory is not None:
+        device = replace(device, capacity=options.memory)
+    shared: dict[str, Any] = {"ranks": options.ranks, "device": device, "progress": _say}
+    with torch.device("meta"):
+        blocks = _blocks_of(make(), options.policy)
+    if options.suggest:
+        return suggest(make, make_batch, block=blocks[0] if options.policy else None, **shared)
+    if options.compare:
+        return compare(make, _plans(blocks), make_batch, **shared)
+
+    def annotate(model: nn.Module) -> None:
+        if options.checkpoint:
+            checkpoint(model, policy=set(blocks))
+        fully_shard(model, policy=set(blocks))
+
+    return forecast(make, annotate, make_batch, **shared)
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def _check_picture(path: Path) -> None:
+    """Before the forecast, which takes its time."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise Refused(
+            "--plot: matplotlib is missing; pip install 'torch-composable[demo]' brings it"
+        ) from error
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise Refused(f"--plot {path}: the name must end like .png; known are {', '.join(kinds)}")
+    if not path.parent.is_dir():
+        raise Refused(f"--plot {path}: there is no directory {path.parent}")
 
 
 def _plans(blocks: tuple[type[nn.Module], ...]) -> dict[str, Callable[..., object]]:
@@ -120,23 +172,98 @@ def _plans(blocks: tuple[type[nn.Module], ...]) -> dict[str, Callable[..., objec
     return {name: plan.annotate for name, plan in zip(names, plans, strict=True)}
 
 
-def _model_of(options: Any) -> tuple[Callable[[], nn.Module], Callable[..., Tensor] | None]:
-    if (options.model is None) == (options.hf is None):
-        raise ValueError("name a function that makes the model, or --hf config.json")
-    if options.hf is not None:
-        transformers = import_module("transformers")
-        config = transformers.AutoConfig.from_pretrained(str(options.hf))
-        config.use_cache = False
+def _batch_of(options: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What `--inputs` names."""
+    return {
+        name: torch.zeros(sizes, dtype=getattr(torch, given) if given else dtype)
+        for name, sizes, given in options.inputs
+    }
 
-        def make() -> nn.Module:
-            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-            return model.train()
 
-        return make, lambda model, tokens: model(input_ids=tokens, labels=tokens).loss
+def _of_function(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
     module, _, name = options.model.partition(":")
+    if "/" in module or module.endswith(".py"):
+        raise Refused(
+            f"{options.model}: name the module as Python imports it, as in"
+            f" {Path(module).stem}:{name or 'make_model'}, from the directory in which it is"
+        )
     sys.path.insert(0, "")  # as `python -m` of the user's own programs
-    function = getattr(import_module(module), name or "make_model")
-    return function, None
+    try:
+        function = getattr(import_module(module), name or "make_model")
+        if not callable(function):
+            raise Refused(f"{options.model} is no function that makes the model")
+        signature(function).bind()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise Refused(first_line(error)) from error
+    except TypeError as error:
+        raise Refused(
+            f"{options.model} is called without arguments, and there is {first_line(error)}; name a"
+            " function that passes them"
+        ) from error
+    dtype = getattr(torch, options.dtype or "bfloat16")
+
+    def make() -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            model: nn.Module = function()
+        finally:
+            torch.set_default_dtype(before)
+        return model
+
+    def make_batch() -> Any:
+        if options.inputs:
+            return _batch_of(options, dtype)
+        return torch.zeros(options.batch or 1, options.tokens or TOKENS, dtype=torch.int64)
+
+    return make, make_batch
+
+
+def _of_config(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
+    """A model of transformers: of the class that the configuration names, else a causal one."""
+    path = options.hf / "config.json" if options.hf.is_dir() else options.hf
+    if not path.is_file():
+        raise Refused(f"--hf {options.hf}: there is no such file")
+    try:
+        transformers = import_module("transformers")
+        config = transformers.AutoConfig.from_pretrained(str(path))
+    except (OSError, ImportError, ValueError, KeyError) as error:
+        raise Refused(f"--hf {options.hf}: {first_line(error)}") from error
+    config.use_cache = False
+    dtype = getattr(torch, options.dtype) if options.dtype else config.dtype or torch.bfloat16
+    names = list(config.architectures or ())
+    kind = next((found for name in names if (found := getattr(transformers, name, None))), None)
+    if kind is None:
+        mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) not in mapping:
+            what = ", ".join(names) or type(config).__name__
+            raise Refused(
+                f"--hf {options.hf}: transformers has no model {what} that predicts tokens; name"
+                ' the class in "architectures" of the configuration'
+            )
+        kind = mapping[type(config)]
+
+    def make() -> nn.Module:
+        model: nn.Module = kind._from_config(config, dtype=dtype)
+        return model.train()
+
+    if options.inputs:
+        return make, lambda: _batch_of(options, dtype)
+    wanted = signature(kind.forward).parameters
+    if missing := [name for name in ("input_ids", "labels") if name not in wanted]:
+        raise Refused(
+            f"{kind.__name__} takes no {' and no '.join(missing)}: say by --inputs what it is"
+            " trained on, e.g. --inputs pixel_values=8x3x224x224 labels=8:int64. It takes"
+            f" {few([name for name in wanted if name not in ('self', 'kwargs')])}"
+        )
+    most = getattr(config, "max_position_embeddings", None) or TOKENS
+    sizes = options.batch or 1, options.tokens or min(TOKENS, most)
+
+    def make_batch() -> dict[str, Tensor]:
+        tokens = torch.zeros(sizes, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return make, make_batch
 
 
 def _blocks_of(model: nn.Module, name: str | None) -> tuple[type[nn.Module], ...]:
@@ -144,5 +271,5 @@ def _blocks_of(model: nn.Module, name: str | None) -> tuple[type[nn.Module], ...
         return repeated(model)
     kinds = {type(module).__name__: type(module) for module in model.modules()}
     if name not in kinds:
-        raise ValueError(f"--policy {name}: the model has {', '.join(sorted(kinds))}")
+        raise ValueError(f"--policy {name}: the model has {few(sorted(kinds), 20)}")
     return (kinds[name],)

@@ -17,6 +17,20 @@ GIB: Final = 1 << 30
 GB: Final = 10**9
 
 
+def unit_for(nbytes: float) -> tuple[int, str]:
+    """The unit in which an amount of memory is told: bytes, and its name."""
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
+        if nbytes >= unit / 10:
+            return unit, name
+    return 1 << 10, "KiB"
+
+
+def amount(nbytes: float, unit: tuple[int, str] | None = None) -> str:
+    """E.g. "0.50 GiB", "50.0 MiB"."""
+    size, name = unit or unit_for(nbytes)
+    return f"{nbytes / size:.{2 if size == GIB else 1}f} {name}"
+
+
 @dataclass(frozen=True)
 class Device:
     """A device and its links, in bytes, seconds, and operations per second.
@@ -129,6 +143,12 @@ def device_of(device: str | Device) -> Device:
     """
     if isinstance(device, Device):
         return device
+    given: object = device
+    if not isinstance(given, str):
+        raise ValueError(
+            f"forecast: device={given!r} must be one of {', '.join(DEVICES)}, or a"
+            " composable.forecast.Device"
+        )
     if (found := DEVICES.get(device.lower())) is None:
         raise ValueError(
             f"forecast: no device '{device}' is known, only {', '.join(DEVICES)}. Describe it by"

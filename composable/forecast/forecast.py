@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from math import prod
+from time import perf_counter
+from typing import Any, Final, NoReturn
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -18,10 +20,12 @@ import torch.distributed as dist
 import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import composable.api.tensor_parallel as tensor_parallel
@@ -29,6 +33,7 @@ import composable.engine.param_group as param_group
 import composable.engine.root as engine_root
 import composable.memory.activations as activations
 import composable.memory.elastic as elastic
+import composable.optim.clip as clip
 from composable.api.mesh import Spread
 from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
@@ -48,11 +53,14 @@ from composable.forecast.machine import (
     note_unknown,
     traits_of,
 )
-from composable.forecast.result import Collective, Forecast, by_name
+from composable.forecast.result import Collective, Forecast, Subject, by_name
 from composable.forecast.tensors import Functions, NoValues, local_tensor
+from composable.fsdp2.module import TORCHS
 from composable.memory.elastic import with_own_storage
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+PACE: Final = 5.0  # seconds between two words of progress
 
 
 def forecast(
@@ -66,6 +74,7 @@ def forecast(
     optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW,
     loss: Loss | None = None,
     steps: int = 2,
+    progress: Callable[[str], object] | None = None,
 ) -> Forecast:
     """Say what training takes, without the devices: memory, messages and time of one rank's step.
 
@@ -83,15 +92,17 @@ def forecast(
         mesh: names and sizes of the dimensions of the mesh, e.g. `{"replicate": 4, "shard": 16}`.
             None: one dimension over all ranks.
         device: a name in `DEVICES`, or a `Device`.
-        optimizer: makes the optimizer of the parameters; None: forward and backward only.
+        optimizer: makes the optimizer of the parameters; None: forward and backward only. Its state
+            has the dtype of the parameters, unless it says otherwise.
         loss: of the model and a batch, a scalar. None: `.loss` of what the model returns, else the
             sum of its first tensor.
         steps: the last one counts. Orders are recorded in the first.
+        progress: is told every few seconds what runs.
 
     Raises:
-        ForecastError: the program reads a value of a tensor, in the message with the module; or a
-            process group is there already.
-        ValueError: `ranks`, `mesh` or `device` make no sense.
+        ForecastError: the program reads a value of a tensor, in the message with the module; it
+            annotates by torch's FSDP or DDP; or a process group is there already.
+        ValueError: an argument makes no sense.
 
     Example:
         >>> print(
@@ -106,10 +117,12 @@ def forecast(
     The idea is that of `torch.distributed._tools` (memory and run-time estimation over fake
     tensors), with the library's own streams and messages.
     """
+    _check_functions(make_model, annotate, make_batch, optimizer, loss)
     found = device_of(device)
-    sizes = dict(mesh or {"ranks": ranks})
-    _check(ranks, sizes, steps)
+    sizes = _sizes_of(mesh, ranks, steps)
     machine = Machine(found)
+    if progress is not None:
+        machine.heard = _paced(machine, progress, steps)
     with _world(machine, ranks), ExitStack() as stack:
         stack.enter_context(_pretended(machine))
         if found.accelerator:
@@ -119,12 +132,14 @@ def forecast(
         annotated = annotate(model, made) if _takes_mesh(annotate) else annotate(model)
         if isinstance(annotated, nn.Module):
             model = annotated
+        _refuse_torchs_shards(model)
         if found.accelerator:
             _refuse_offloaded_shards(model)
         values = NoValues(machine, model)
         stack.enter_context(values)
         stack.enter_context(Functions(values))
-        model.to_empty(device="cpu")
+        with _ties_kept(model):
+            model.to_empty(device="cpu")
         note_unknown(*map(local_tensor, (*model.parameters(), *model.buffers())))
         stack.enter_context(_places(machine, model))
         return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
@@ -136,14 +151,46 @@ def _takes_mesh(annotate: Callable[..., object]) -> bool:
     return len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
 
 
-def _check(ranks: int, sizes: Mapping[str, int], steps: int) -> None:
-    product = 1
-    for size in sizes.values():
-        product *= size
-    if ranks < 1 or steps < 1:
-        raise ValueError(f"forecast: ranks={ranks} and steps={steps} must be at least 1")
-    if product != ranks:
-        raise ValueError(f"forecast: mesh={dict(sizes)} has {product} ranks, not ranks={ranks}")
+def _check_functions(
+    make_model: object, annotate: object, make_batch: object, optimizer: object, loss: object
+) -> None:
+    """Refuse a model or an optimizer that is there already, and what is no function."""
+    for name, given, wanted in (
+        ("make_model", make_model, "a function that makes the model, e.g. lambda: Model(config)"),
+        ("annotate", annotate, "a function that annotates the model it gets, e.g. fully_shard"),
+        ("make_batch", make_batch, "a function that makes one rank's batch"),
+        ("optimizer", optimizer, "what makes an optimizer of parameters, e.g. torch.optim.AdamW"),
+        ("loss", loss, "a function of the model and a batch"),
+    ):
+        if given is None and name in ("optimizer", "loss"):
+            continue
+        if not callable(given) or (name == "make_model" and isinstance(given, nn.Module)):
+            raise ValueError(
+                f"forecast: {name} must be {wanted}; got an object of {type(given).__name__}"
+            )
+
+
+def _sizes_of(mesh: object, ranks: object, steps: object) -> dict[str, int]:
+    """The dimensions of the mesh, if they and the numbers make sense."""
+    for number in (ranks, steps):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(
+                f"forecast: ranks={ranks!r} and steps={steps!r} must be whole numbers of at least 1"
+            )
+    assert isinstance(ranks, int)
+    if mesh is None:
+        return {"ranks": ranks}
+    if not (isinstance(mesh, Mapping) and all(isinstance(size, int) for size in mesh.values())):
+        raise ValueError(
+            f"forecast: mesh={mesh!r} must be names of dimensions with their sizes, as in"
+            ' {"replicate": 4, "shard": 16}'
+        )
+    if (product := prod(mesh.values())) != ranks:
+        raise ValueError(f"forecast: mesh={dict(mesh)} has {product} ranks, not ranks={ranks}")
+    return dict(mesh)
+
+
+def _refuse_a_group() -> None:
     if dist.is_initialized():
         raise ForecastError(
             "forecast: this process has a process group already. A forecast makes a pretended one:"
@@ -152,8 +199,22 @@ def _check(ranks: int, sizes: Mapping[str, int], steps: int) -> None:
         )
 
 
+def _paced(machine: Machine, progress: Callable[[str], object], steps: int) -> Callable[[], None]:
+    """What the machine calls at every operation: tells `progress` now and then where it is."""
+    last = perf_counter()
+
+    def heard() -> None:
+        nonlocal last
+        if (now := perf_counter()) - last >= PACE:
+            last = now
+            progress(f"step {machine.step} of {steps}, {machine.place}")
+
+    return heard
+
+
 @contextmanager
 def _world(machine: Machine, ranks: int) -> Iterator[None]:
+    _refuse_a_group()
     # torch's group puts its rank before uncaught errors, once more for each group that there was
     with mock.patch.object(sys, "excepthook", sys.excepthook):
         form_group(machine, ranks)
@@ -188,6 +249,9 @@ def _pretended(machine: Machine) -> Iterator[None]:
         mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
         mock.patch.object(engine_root, "warn_of_equal_shards", return_value=None),
         mock.patch.object(engine_root, "release_idle_memory", machine.release_idle),
+        mock.patch.object(clip, "changes_nothing", return_value=False),
+        mock.patch.object(DistributedDataParallel, "__init__", _refuse_torchs),
+        mock.patch.object(FullyShardedDataParallel, "__init__", _refuse_torchs),
     ):
         yield
 
@@ -202,6 +266,25 @@ def _copies_to_the_host(machine: Machine) -> Iterator[None]:
         mock.patch.object(activations, "copies_of", cache(activations.HostCopies)),
     ):
         yield
+
+
+def _refuse_torchs(module: nn.Module, *_: object, **__: object) -> NoReturn:
+    """Instead of the constructors of torch's wrappers, and of what is built upon them."""
+    raise ForecastError(
+        f"forecast: annotate() calls torch's {type(module).__name__}, whose messages and streams"
+        " are not seen here. Annotate by composable's fully_shard or replicate, or by"
+        " composable.fsdp2"
+    )
+
+
+def _refuse_torchs_shards(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, TORCHS):
+            raise ForecastError(
+                f"forecast: module '{name or '(root)'}' was annotated by torch's fully_shard, whose"
+                " messages and streams are not seen here. Annotate by composable's fully_shard, or"
+                " by composable.fsdp2"
+            )
 
 
 def _refuse_offloaded_shards(model: nn.Module) -> None:
@@ -247,7 +330,26 @@ def _land(reduction: Reduction) -> list[float]:
 def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         model = make_model()
-    return model.to(device="meta")
+    found: object = model
+    if not isinstance(found, nn.Module):
+        raise ValueError(f"forecast: make_model returned no module: {type(found).__name__}")
+    with _ties_kept(model):
+        return model.to(device="meta")
+
+
+@contextmanager
+def _ties_kept(model: nn.Module) -> Iterator[None]:
+    """`Module.to` and `to_empty` make one new tensor for each place of a tied one."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for members in (module._parameters, module._buffers):
+            for name, tensor in members.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((members, name))
+    yield
+    for (first, key), *others in places.values():
+        for members, name in others:
+            members[name] = first[key]
 
 
 @contextmanager
@@ -307,7 +409,7 @@ def _train(
 ) -> Forecast:
     stepping = None if optimizer is None else optimizer(model.parameters())
     batch = make_batch()
-    for _ in range(steps):
+    for machine.step in range(1, steps + 1):
         model.zero_grad()
         _label_resting(machine, model)  # the first forward moves them
         machine.phase = "forward"
@@ -323,11 +425,38 @@ def _train(
                     machine.hold_for(local_tensor(tensor).untyped_storage(), Kind.OPTIMIZER)
         end = machine.end_step()
         del value
-    return _told(machine, mesh, at_rest, start, end)
+    subject = _subject_of(model, batch, stepping)
+    return _told(machine, subject, mesh, at_rest, start, end)
+
+
+def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Subject:
+    def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for tensor in tensors:
+            name = str(tensor.dtype).removeprefix("torch.")
+            counts[name] = counts.get(name, 0) + tensor.numel()
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+    states = () if optimizer is None else optimizer.state.values()
+    leaves = batch.items() if isinstance(batch, Mapping) else (("", each) for each in (batch,))
+    return Subject(
+        model=type(model).__name__,
+        parameters=by_dtype(model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        optimizer=None if optimizer is None else type(optimizer).__name__,
+        # without counters of steps
+        state=by_dtype(t for state in states for t in _tensors(state) if t.ndim),
+        batch=tuple((name, tuple(t.shape)) for name, tree in leaves for t in _tensors(tree)),
+    )
 
 
 def _told(
-    machine: Machine, mesh: Mapping[str, int], at_rest: Sequence[int], start: float, end: float
+    machine: Machine,
+    subject: Subject,
+    mesh: Mapping[str, int],
+    at_rest: Sequence[int],
+    start: float,
+    end: float,
 ) -> Forecast:
     sums: dict[tuple[str, str, str, int], list[int]] = {}
     for message in machine.messages:
@@ -340,6 +469,7 @@ def _told(
         return sum(s.end - s.start for s in spans if (s.stream == COMPUTE) is computing)
 
     return Forecast(
+        subject=subject,
         device=machine.device,
         mesh=mesh,
         peak=machine.peak.total,

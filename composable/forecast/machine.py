@@ -12,7 +12,7 @@ which they were launched, whatever their streams, as NCCL's do on one communicat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -117,6 +117,8 @@ class Machine:
     Attributes:
         exposed: how long the compute stream had work, and waited for another stream.
         samples: moments, and bytes by kind, whenever they moved by a three-hundredth of the peak.
+        heard: is called at every operation.
+        step: counted from 1.
         phase: "forward", "backward" or "optimizer".
         unit: that computes.
         module: whose forward runs, the innermost one.
@@ -134,6 +136,8 @@ class Machine:
     samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     peak: Peak = field(default_factory=Peak)
     peaks: dict[str, int] = field(default_factory=dict)  # bytes at most, by phase
+    heard: Callable[[], None] | None = None
+    step: int = 0
     phase: str = ""
     unit: str = "(root)"
     module: str = ""
@@ -164,6 +168,8 @@ class Machine:
         Args:
             links: which it needs, by a number of their group.
         """
+        if self.heard is not None:
+            self.heard()
         self.host += self.device.host
         ready = self.ready[self.current]
         start = max(ready, self.host)

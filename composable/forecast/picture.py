@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from composable.forecast.devices import GIB
+from composable.forecast.devices import amount, unit_for
 from composable.forecast.machine import KINDS
-
-if TYPE_CHECKING:
-    from composable.forecast.plans import Comparison
-    from composable.forecast.result import Forecast
+from composable.forecast.plans import Comparison
+from composable.forecast.result import Forecast, milliseconds
 
 INK: Final = "#22303c"
 FAINT: Final = "#8a97a3"
@@ -44,7 +42,8 @@ def draw(path: Path, found: Forecast) -> None:
     figure = Figure(figsize=(10, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     moments = np.array([moment for moment, _ in found.memory]) * 1e3
-    totals = np.array([sizes for _, sizes in found.memory], dtype=float) / GIB
+    size, unit = unit_for(found.peak)
+    totals = np.array([sizes for _, sizes in found.memory], dtype=float) / size
     for kind, (name, color) in enumerate(zip(KINDS.values(), COLORS, strict=True)):
         if totals[:, kind].any():
             below_it = totals[:, :kind].sum(axis=1)
@@ -56,23 +55,23 @@ def draw(path: Path, found: Forecast) -> None:
     peak = int(whole.argmax())
     above.plot(moments[peak], whole[peak], "o", color=INK, markersize=4)
     above.annotate(
-        f"peak {found.peak / GIB:.1f} GiB, {found.where}", (moments[peak], whole[peak]),
+        f"peak {amount(found.peak)}, {found.where}", (moments[peak], whole[peak]),
         xytext=(0, 6), textcoords="offset points", ha="center", weight="bold",
     )  # fmt: skip
-    capacity = found.device.capacity / GIB
+    capacity = found.device.capacity / size
     top = max(whole.max() * 1.15, 0.01)
     if capacity < 1.5 * top:
         above.axhline(capacity, color="#d1622b", linestyle="--", linewidth=1)
         above.text(0, capacity, f"memory of {found.device.name}", va="bottom", color="#d1622b")
         top = max(top, capacity * 1.1)
-    above.set(ylabel="memory, GiB", ylim=(0, top))
+    above.set(ylabel=f"memory, {unit}", ylim=(0, top))
     handles, labels = above.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3)
-    sizes = " x ".join(f"{size} {name}" for name, size in found.mesh.items())
     figure.suptitle(
-        f"One step on {found.device.name}, {sizes}: {found.seconds * 1e3:.0f} ms",
+        f"One step on {found.place}: {milliseconds(found.seconds, found.seconds)} ms",
         x=0.01, ha="left", weight="bold",
     )  # fmt: skip
+    above.set_title(str(found.subject), loc="left", fontsize=9, wrap=True)
     names = [name for name in STREAMS if any(span.stream == name for span in found.streams)]
     for row, name in enumerate(names):
         bars = _joined([(s.start, s.end) for s in found.streams if s.stream == name])
@@ -103,7 +102,7 @@ def _joined(bars: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def draw_comparison(path: Path, comparison: Comparison) -> None:
     """Draw peak and time of each plan; the best one is dark, what does not fit is pale."""
     names = list(comparison.forecasts)
-    figure = Figure(figsize=(10, 1.2 + 0.45 * len(names)), layout="constrained")
+    figure = Figure(figsize=(10, 1.6 + 0.45 * len(names)), layout="constrained")
     peaks, times = figure.subplots(1, 2, sharey=True)
     fits = [each.fits for each in comparison.forecasts.values()]
     colors = [
@@ -111,10 +110,14 @@ def draw_comparison(path: Path, comparison: Comparison) -> None:
         for name, fit in zip(names, fits, strict=True)
     ]
     found = list(comparison.forecasts.values())
-    peaks.barh(names, [each.peak / GIB for each in found], color=colors)
-    usable = next(iter(comparison.forecasts.values())).device.usable / GIB
-    peaks.axvline(usable, color="#d1622b", linestyle="--", linewidth=1)
-    peaks.set(xlabel="peak of memory, GiB (dashed: what fits)")
+    size, unit = unit_for(max(each.peak for each in found))
+    peaks.barh(names, [each.peak / size for each in found], color=colors)
+    usable = found[0].device.usable / size
+    near = usable * size < 1.5 * max(each.peak for each in found)  # else bars would be invisible
+    if near:
+        peaks.axvline(usable, color="#d1622b", linestyle="--", linewidth=1)
+    peaks.set(xlabel=f"peak of memory, {unit}{' (dashed: what fits)' if near else ''}")
+    figure.suptitle(f"{found[0].subject}\n", x=0.01, ha="left", fontsize=9)
     peaks.invert_yaxis()
     times.barh(names, [each.seconds * 1e3 for each in found], color=colors)
     times.barh(names, [each.exposed * 1e3 for each in found], color="#d1622b", height=0.3)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,9 +21,9 @@ from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
 from composable.config import MixedPrecisionPolicy
 from composable.errors import ForecastError
-from composable.forecast.devices import GIB, Device, device_of
+from composable.forecast.devices import Device, amount, device_of, unit_for
 from composable.forecast.forecast import forecast
-from composable.forecast.result import Forecast
+from composable.forecast.result import Forecast, milliseconds
 from composable.policies.rules import CustomPolicy
 
 WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
@@ -44,14 +47,17 @@ class Comparison:
         return name if found.fits else None
 
     def __str__(self) -> str:
-        rows = [("", "peak, GiB", "step, ms", "waits, ms", "messages", "")]
-        best, more = self.best, len(self.forecasts) - SHOWN
-        for name, found in list(self.forecasts.items())[:SHOWN]:
-            note = "best" if name == best else "" if found.fits else "does not fit"
+        found = list(self.forecasts.values())
+        size, unit = unit_for(max(each.peak for each in found))
+        rows = [("", f"peak, {unit}", "step, ms", "waits, ms", "messages", "")]
+        fastest = min(each.seconds for each in found)
+        for name, each in list(self.forecasts.items())[:SHOWN]:
+            note = "best" if name == self.best else "" if each.fits else "does not fit"
             rows.append(
                 (
-                    name, f"{found.peak / GIB:.2f}", f"{found.seconds * 1e3:.1f}",
-                    f"{found.exposed * 1e3:.1f}", str(found.messages), note,
+                    name, amount(each.peak, (size, unit)).split()[0],
+                    milliseconds(each.seconds, fastest), milliseconds(each.exposed, fastest),
+                    str(each.messages), note,
                 )
             )  # fmt: skip
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -61,13 +67,15 @@ class Comparison:
             ).rstrip()
             for row in rows
         ]
-        return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
+        if (more := len(self.forecasts) - SHOWN) > 0:
+            lines.append(f"... and {more} more")
+        ranks = prod(found[0].mesh.values())
+        return "\n".join([f"{found[0].subject}", f"{found[0].device.name}, {ranks} ranks", *lines])
 
     def plot(self, path: str | Path) -> None:
         """Draw peak and time of each plan; needs matplotlib."""
-        from composable.forecast.picture import draw_comparison  # noqa: PLC0415 - an extra
-
-        draw_comparison(Path(path), self)
+        # matplotlib is an extra
+        import_module("composable.forecast.picture").draw_comparison(Path(path), self)
 
 
 def compare(
@@ -76,7 +84,7 @@ def compare(
     make_batch: Callable[[], Any],
     *,
     ranks: int,
-    memory: int | None = None,
+    memory: float | None = None,
     device: str | Device = "h100",
     **options: Any,
 ) -> Comparison:
@@ -101,6 +109,8 @@ def compare(
         ...     )
         ... )
     """
+    if not (isinstance(plans, Mapping) and plans):  # type: ignore[redundant-expr]
+        raise ValueError('compare: plans must name at least one plan, as in {"shard": fully_shard}')
     limited = _with(memory, device)
     return _ranked(
         {
@@ -110,9 +120,13 @@ def compare(
     )
 
 
-def _with(memory: int | None, device: str | Device) -> Device:
+def _with(memory: float | None, device: str | Device) -> Device:
     found = device_of(device)
-    return found if memory is None else replace(found, capacity=memory)
+    if memory is None:
+        return found
+    if not isinstance(memory, (int, float)) or memory < 1:  # type: ignore[redundant-expr]
+        raise ValueError(f"memory={memory!r} must be a number of bytes, e.g. 80 * 10**9")
+    return replace(found, capacity=int(memory))
 
 
 def _ranked(found: Mapping[str, Forecast]) -> Comparison:
@@ -172,8 +186,10 @@ class Plan:
         fully_shard(model, policy=set(self.blocks), **options)
 
     def code(self, ranks: int, device_type: str = "cuda") -> str:
-        """What to write for it, where the classes are known, and `model` is the model."""
-        names = ", ".join(block.__name__ for block in self.blocks)
+        """What to write for it, where `model` is the model. It imports what it needs but classes
+        of the program itself.
+        """
+        names = ", ".join(block.__qualname__ for block in self.blocks)
         uses, lines, options = [self.verb], [], ""
         if self.recomputed or self.offloaded:
             kinds = names if len(self.blocks) == 1 else f"({names})"
@@ -203,6 +219,8 @@ class Plan:
             options += ", mesh=mesh"
         if self.half:
             imports.insert(0, "import torch")
+        if self.verb == "fully_shard" or self.recomputed or self.offloaded:
+            imports += dict.fromkeys(filter(None, map(_import_of, self.blocks)))
         if self.verb == "replicate":
             return "\n".join([*imports, "", *lines, f"replicate(model{options})"])
         if self.keep:
@@ -222,6 +240,15 @@ class Plan:
         if self.half:
             parts.append("bf16")
         return ", ".join(parts)
+
+
+def _import_of(block: type[nn.Module]) -> str:
+    """The line that imports it; empty for what no other module can import."""
+    outermost = block.__qualname__.partition(".")[0]
+    module = sys.modules.get(block.__module__)
+    if module is None or block.__module__ == "__main__" or not hasattr(module, outermost):
+        return ""
+    return f"from {block.__module__} import {outermost}"
 
 
 def _among(modules: Sequence[nn.Module]) -> CustomPolicy:
@@ -254,7 +281,7 @@ def suggest(
     make_batch: Callable[[], Any],
     *,
     ranks: int,
-    memory: int | None = None,
+    memory: float | None = None,
     device: str | Device = "h100",
     block: type[nn.Module] | None = None,
     half: bool | None = None,
@@ -274,7 +301,7 @@ def suggest(
         block: the class of the units; None: those of the largest modules of which there
             are several.
         half: compute in bfloat16. None: on accelerators, where parameters are float32.
-        progress: is told each plan before it is tried.
+        progress: is told each plan before it is tried, and every few seconds what runs.
         options: as for `forecast`.
 
     Raises:
@@ -288,6 +315,8 @@ def suggest(
         half = found.accelerator and any(p.dtype is torch.float32 for p in model.parameters())
     blocks = repeated(model) if block is None else (block,)
     count = sum(isinstance(module, blocks) for module in model.modules())
+    if not count:
+        raise ValueError(f"suggest: block={block!r} is no class of modules of the model")
     whole = sum(p.numel() * (2 if half else p.element_size()) for p in model.parameters())
 
     def run(plan: Plan) -> Forecast:
@@ -295,7 +324,7 @@ def suggest(
             progress(str(plan))
         return forecast(
             make_model, plan.annotate, make_batch,
-            ranks=ranks, mesh=plan.mesh(ranks), device=found, **options,
+            ranks=ranks, mesh=plan.mesh(ranks), device=found, progress=progress, **options,
         )  # fmt: skip
 
     search = _Search(run, found.usable, count)
@@ -305,8 +334,8 @@ def suggest(
     if plan is None:
         least = min(each.peak for each in search.tried.values())
         raise ForecastError(
-            f"suggest: nothing that was tried fits into {search.limit / GIB:.1f} GiB; the least is"
-            f" {least / GIB:.1f} GiB. Use more ranks, a smaller batch, or CPUOffloadPolicy, which"
+            f"suggest: nothing that was tried fits into {amount(search.limit)}; the least is"
+            f" {amount(least)}. Use more ranks, a smaller batch, or CPUOffloadPolicy, which"
             f" was not tried\n{comparison}"
         )
     code = plan.code(ranks, "cuda" if found.accelerator else "cpu")

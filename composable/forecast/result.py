@@ -4,16 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from composable.forecast.devices import GIB, Device
+from composable.forecast.devices import Device, amount
 from composable.forecast.machine import KINDS, Kind, Span
 
 NOT_KNOWN: Final = (
     "not in it: the driver's and the communicators' own memory. Not counted above: kernels'"
     " workspaces, and holes between the allocator's blocks; at most that much was measured"
 )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a forecast is of.
+
+    Attributes:
+        model: the name of its class.
+        parameters: how many there are of each dtype, most first; tied ones count once.
+        trained: how many of them are.
+        optimizer: the name of its class; None: there is none.
+        state: numbers in the optimizer's state, by dtype, without counters of steps.
+        batch: names, which may be empty, and shapes of one rank's tensors.
+    """
+
+    model: str
+    parameters: Mapping[str, int]
+    trained: int
+    optimizer: str | None
+    state: Mapping[str, int]
+    batch: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def __str__(self) -> str:
+        count = sum(self.parameters.values())
+        parts = [f"{self.model}, {_number(count)} parameters{_in(self.parameters)}"]
+        if self.trained < count:
+            parts[0] += f" ({_number(self.trained)} trained)"
+        state = f" with state{_in(self.state)}" if self.state else ""
+        parts.append("no optimizer" if self.optimizer is None else f"{self.optimizer}{state}")
+        names: dict[tuple[int, ...], list[str]] = {}
+        for name, shape in self.batch:
+            names.setdefault(shape, []).append(name)
+        shapes = [
+            f"{', '.join(filter(None, each))} {' x '.join(map(str, shape))}".strip()
+            for shape, each in names.items()
+        ]
+        return f"{', '.join(parts)}; a rank's batch: {'; '.join(shapes) or 'no tensors'}"
 
 
 @dataclass(frozen=True)
@@ -42,6 +80,7 @@ class Forecast:
     """One rank's step, as `forecast` found it.
 
     Attributes:
+        subject: the model, the optimizer and the batch.
         device: on which it would run.
         mesh: names and sizes of the dimensions.
         peak: bytes at the peak of the step.
@@ -60,6 +99,7 @@ class Forecast:
         streams: what ran when, on which stream.
     """
 
+    subject: Subject
     device: Device
     mesh: Mapping[str, int]
     peak: int
@@ -83,32 +123,45 @@ class Forecast:
         return self.peak <= self.device.usable
 
     @property
+    def place(self) -> str:
+        """The device and the mesh, e.g. "H100, 8 replicate x 8 shard"."""
+        sizes = " x ".join(f"{size} {name}" for name, size in self.mesh.items())
+        return f"{self.device.name}, {sizes}"
+
+    @property
     def messages(self) -> int:
         """Collectives of one step."""
         return sum(each.count for each in self.collectives)
 
     def __str__(self) -> str:
-        sizes = " x ".join(f"{size} {name}" for name, size in self.mesh.items())
         kinds = self.collectives_by_kind()
+
+        def ms(seconds: float) -> str:
+            return f"{milliseconds(seconds, self.seconds)} ms"
+
         rows = [
-            ("peak of memory", _gib(self.peak), f"of {_gib(self.device.capacity)}; {self.where}"),
-            *((f"  {name}", _gib(size), "") for name, size in self.at_peak.items() if size),
+            (
+                "peak of memory",
+                amount(self.peak),
+                f"of {amount(self.device.capacity)}; {self.where}",
+            ),
+            *((f"  {name}", amount(size), "") for name, size in self.at_peak.items() if size),
             (
                 "  not counted",
-                _gib(int(self.peak * self.device.margin)),
+                amount(int(self.peak * self.device.margin)),
                 "at most, beyond it",
             ),
-            *([("offloaded to the host", _gib(self.on_host), "")] if self.on_host else []),
-            ("at rest", _gib(sum(self.at_rest.values())), "between steps, without gradients"),
-            ("step", _ms(self.seconds), ""),
-            ("  computing", _ms(self.computing), ""),
-            ("  waiting for messages", _ms(self.exposed), f"of {_ms(self.communicating)}"),
-            ("  launching, on the host", _ms(self.host), ""),
+            *([("offloaded to the host", amount(self.on_host), "")] if self.on_host else []),
+            ("at rest", amount(sum(self.at_rest.values())), "between steps, without gradients"),
+            ("step", ms(self.seconds), ""),
+            ("  computing", ms(self.computing), ""),
+            ("  waiting for messages", ms(self.exposed), f"of {ms(self.communicating)}"),
+            ("  launching, on the host", ms(self.host), ""),
             *(
                 (
                     f"{each.kind} of {each.ranks} ranks"
                     + (f", {each.dimension}" if len(self.mesh) > 1 and each.dimension else ""),
-                    _gib(each.nbytes),
+                    amount(each.nbytes),
                     f"{each.count} messages",
                 )
                 for each in kinds
@@ -120,7 +173,7 @@ class Forecast:
             for name, value, note in rows
         ]
         verdict = "fits" if self.fits else "DOES NOT FIT"
-        return "\n".join([f"{self.device.name}, {sizes}: {verdict}", *lines, f"({NOT_KNOWN})"])
+        return "\n".join([str(self.subject), f"{self.place}: {verdict}", *lines, f"({NOT_KNOWN})"])
 
     def collectives_by_kind(self) -> list[Collective]:
         """As `collectives`, added up over the units."""
@@ -137,6 +190,7 @@ class Forecast:
     def to_dict(self) -> dict[str, Any]:
         """All but the samples of memory and streams, for `json`."""
         return {
+            "subject": asdict(self.subject),
             "device": self.device.name,
             "mesh": dict(self.mesh),
             "fits": self.fits,
@@ -161,18 +215,25 @@ class Forecast:
         Raises:
             ModuleNotFoundError: matplotlib is not there (`pip install 'torch-composable[demo]'`).
         """
-        from composable.forecast.picture import draw  # noqa: PLC0415 - matplotlib is an extra
-
-        draw(Path(path), self)
+        # matplotlib is an extra
+        import_module("composable.forecast.picture").draw(Path(path), self)
 
 
 def by_name(totals: Sequence[int]) -> dict[str, int]:
     return {KINDS[kind]: totals[kind] for kind in Kind}
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB // 10 else f"{nbytes / (1 << 20):.1f} MiB"
+def _in(numbers: Mapping[str, int]) -> str:
+    return f" in {' and '.join(numbers)}" if numbers else ""
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+def _number(count: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count:,}"
+
+
+def milliseconds(seconds: float, step: float) -> str:
+    """A part of a step, e.g. "12.3", in milliseconds; of short steps with more digits."""
+    return f"{seconds * 1e3:.{1 if step >= 1e-3 else 3}f}"

@@ -8,7 +8,10 @@ buffers, and what a collective brings were never computed: they are unknown, wha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from math import prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, Final
 
 import torch
@@ -38,6 +41,10 @@ from composable.memory.torch_private import (
 )
 
 _SMALL: Final = 1 << 18  # elements of tensors that are computed
+_HUGE: Final = 1 << 30  # bytes
+_NOT_RESERVED: Final[dict[str, int]] = (
+    {"flags": MAP_PRIVATE | MAP_ANONYMOUS | 0x4000} if sys.platform == "linux" else {}
+)  # with MAP_NORESERVE, which Python has no name for
 _TAKES_TIME: Final = 1000  # floating elements of what is computed on the device; fewer are free
 _REAL: Final = ("set_", "resize_", "_unsafe_view", "_fused_sdp_choice", "is_pinned", "lift")
 _MADE: Final = (
@@ -52,6 +59,7 @@ _COLLECTIVES: Final = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
 }
+_PICKS: Final = ("index", "_unsafe_index", "masked_select")
 _READS: Final = ("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose")
 
 
@@ -110,6 +118,8 @@ class NoValues(TorchDispatchMode):
             return args[1].narrow(0, args[3] * args[4], args[3]), args[1]
         if torch.device("meta") == kwargs.get("device") or any(t.is_meta for t in given):
             return self._on_meta(func, args, kwargs)
+        if name in _PICKS:
+            func, args = _by_numbers(func, name, args)
         if name in _MADE:
             if kwargs.get("pin_memory"):
                 made = func(*args, **{**kwargs, "pin_memory": False})
@@ -201,7 +211,7 @@ class NoValues(TorchDispatchMode):
                 if options.get("device") is not None or not _tensors((args, kwargs)):
                     options["device"] = torch.device("meta")
                 try:
-                    like = func(*_meta_of(args), **_meta_of(options))
+                    like = _like(func, _meta_of(args), _meta_of(options))
                 except RuntimeError as error:  # `nonzero`, and what picks by a mask
                     by_values = torch.Tag.dynamic_output_shape in func.tags
                     if not (by_values or isinstance(error, NotImplementedError)):
@@ -314,7 +324,44 @@ def _is_on_host(tensor: Tensor) -> bool:
 
 
 def _hollow(like: Tensor) -> Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+    nbytes = like.untyped_storage().nbytes()
+    if nbytes < _HUGE:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+    # Linux refuses single allocations above all of its memory, unless it need not reserve them
+    pages = mmap(-1, nbytes, **_NOT_RESERVED)
+    made = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=like.dtype).set_(made, 0, like.shape, like.stride())
+
+
+def _by_numbers(func: Any, name: str, args: Any) -> tuple[Any, Any]:
+    """The same pick of elements by their numbers, or by how many they are: its shape is known then,
+    as the mask is.
+    """
+    if name == "masked_select":
+        tensor, mask = args
+        if not _is_known(mask):
+            return func, args
+        whole = prod(torch.broadcast_shapes(tensor.shape, mask.shape))
+        count = int(mask.count_nonzero()) * whole // max(mask.numel(), 1)
+        return torch.ops.aten.new_empty.default, (tensor, [count])
+    indices: list[Tensor | None] = []
+    for index in args[1]:
+        if index is not None and index.dtype is torch.bool and _is_known(index):
+            indices += index.nonzero().unbind(1)
+        else:
+            indices.append(index)
+    return func, (args[0], indices)
+
+
+def _like(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the operation returns for tensors on the meta device."""
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    # experts side by side: kernels take more dtypes than torch's function for the meta device
+    a, b, *ends = args
+    rows, columns = a.shape[-2], b.shape[-1]
+    experts = [] if a.dim() != b.dim() else [len(ends[0] if a.dim() == 2 else a)]
+    return a.new_empty([*experts, rows, columns])
 
 
 def _meta_of(value: Any) -> Any:
@@ -367,5 +414,10 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         batch, heads, length, width = query.shape
         products: float = 2.0 * batch * heads * length * key.shape[2] * width
         return products * (2.5 if backward else 1.0)
+    if name == "_grouped_mm":
+        a, b = args[:2]
+        experts = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
+        products = 2.0 * a.numel() * b.shape[-1] / experts
+        return products
     count: Callable[..., Any] | None = flop_registry.get(func.overloadpacket)
     return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0

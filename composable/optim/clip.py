@@ -320,12 +320,16 @@ class _Gradients:
 
     def scale(self, coefficient: Tensor) -> None:
         """Multiply all gradients, in place."""
-        if coefficient.is_cpu and coefficient.item() == 1:
-            # nothing would change; on an accelerator, asking would cost more than multiplying
+        if changes_nothing(coefficient):
             return
         for part in self._parts.values():
             for locals_ in part.lists():
                 torch._foreach_mul_(locals_, coefficient.to(locals_[0].device, locals_[0].dtype))
+
+
+def changes_nothing(coefficient: Tensor) -> bool:
+    """Whether it is known to be 1; on an accelerator, asking would cost more than multiplying."""
+    return coefficient.is_cpu and coefficient.item() == 1
 
 
 def _groups_and_copies(parameter: Tensor, unit_mesh: DeviceMesh | None) -> tuple[Groups, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,9 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,17 +31,19 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     checkpoint,
+    clip_grad_norm_,
+    fsdp2,
     fully_shard,
     offload_activations,
     replicate,
 )
-from composable.__main__ import main
 from composable.comm import Comm, comms_wrapped_by
 from composable.demo.memory import measure_step
 from composable.errors import ForecastError
@@ -114,7 +121,28 @@ class OfHalves(Block):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class Tied(Decoder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(96, 250, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+class Clipping(torch.optim.AdamW):
+    """An optimizer that clips."""
+
+    def step(self, *_: Any) -> None:  # type: ignore[override]
+        clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step()
+
+
+def optimizer_of(name: str) -> type[torch.optim.AdamW]:
+    return Clipping if name.endswith("clipped") else torch.optim.AdamW
+
+
 def model_of(name: str) -> Decoder:
+    if name.startswith("tied"):
+        return Tied()
     if name == "sequence parallel":
         return Decoder(block=OfHalves)
     return Decoder(256, 6, Gated).to(torch.bfloat16) if name.startswith("7B") else Decoder()
@@ -186,6 +214,8 @@ ANNOTATE: dict[str, tuple[Callable[..., None], dict[int, dict[str, int]]]] = {
     "replicated": (replicated, {2: {"ranks": 2}}),
     "half, hybrid": (half, {4: {"replicate": 2, "shard": 2}}),
     "7B, half, recomputed": (recomputed_in_half, {2: {"ranks": 2}}),
+    "tied, clipped": (sharded, {2: {"ranks": 2}}),
+    "tied, replicated": (replicated, {2: {"ranks": 2}}),
     "tensor parallel": (spread, {4: {"dp": 2, "tp": 2}}),
     "sequence parallel": (spread_sequences, {4: {"dp": 2, "tp": 2}}),
     "offloaded": (on_the_host, {2: {"ranks": 2}}),
@@ -260,12 +290,12 @@ def real_step(name: str, sizes: dict[str, int]) -> tuple[list[Any], int, int]:
     model, tokens = model_of(name), torch.randint(250, TOKENS)
     with comms_wrapped_by(partial(Counting, seen=seen)):
         ANNOTATE[name][0](model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(tokens).backward()
-    optimizer.step()
-    seen.clear()
-    with CountingDTensors(seen):
-        trace = measure_step(model, optimizer, lambda: model(tokens), ignore=[tokens, *before])
+        optimizer = optimizer_of(name)(model.parameters())
+        model(tokens).backward()
+        optimizer.step()
+        seen.clear()
+        with CountingDTensors(seen):
+            trace = measure_step(model, optimizer, lambda: model(tokens), ignore=[tokens, *before])
     peak = max(map(sum, trace.totals))
     return seen, peak, sum(trace.totals[0])
 
@@ -273,7 +303,7 @@ def real_step(name: str, sizes: dict[str, int]) -> tuple[list[Any], int, int]:
 def told(name: str, ranks: int, device: str = "cpu", **options: Any) -> Forecast:
     annotate, meshes = ANNOTATE[name]
     make = partial(model_of, name)
-    options |= {"mesh": meshes.get(ranks), "device": device}
+    options |= {"mesh": meshes.get(ranks), "device": device, "optimizer": optimizer_of(name)}
     return forecast(make, annotate, batch, ranks=ranks, **options)
 
 
@@ -302,7 +332,10 @@ def test_messages_are_those_of_a_real_run_and_memory_is_within_a_percent(
 def test_a_table_says_whether_it_fits_where_the_peak_is_and_what_is_sent() -> None:
     found = told("sharded", 4, device="h100")
     said = str(found)
-    assert said.startswith("H100, 4 ranks: fits\npeak of memory")
+    assert said.startswith(
+        "Decoder, 355,258 parameters in float32, AdamW with state in float32; a rank's batch:"
+        " 2 x 64\nH100, 4 ranks: fits\npeak of memory"
+    )
     assert "backward of unit" in found.where
     gathered = sum(each.nbytes for each in found.collectives if each.kind == "all-gather")
     assert f"all-gather of 4 ranks {gathered / 2**20:.1f} MiB" in " ".join(said.split())
@@ -314,7 +347,98 @@ def test_a_table_says_whether_it_fits_where_the_peak_is_and_what_is_sent() -> No
     assert f"not counted {beyond / 2**20:.1f} MiB at most" in " ".join(said.split())
     for capacity, verdict in ((found.peak + beyond // 2, "DOES NOT FIT"), (beyond * 22, "fits")):
         small = replace(DEVICES["h100"], name="Small", capacity=capacity)
-        assert str(replace(found, device=small)).startswith(f"Small, 4 ranks: {verdict}")
+        said = str(replace(found, device=small))
+        assert said.splitlines()[1] == f"Small, 4 ranks: {verdict}"
+
+
+def lora(model: nn.Module) -> None:
+    model.requires_grad_(requires_grad=False)
+    model.get_submodule("head").to(torch.bfloat16).requires_grad_()
+    fully_shard(model, policy={Block})
+
+
+def named_batch() -> dict[str, Tensor]:
+    return {"tokens": batch()}
+
+
+@pytest.mark.parametrize(
+    ("annotate", "make_batch", "optimizer", "said"),
+    [
+        (
+            lora,
+            named_batch,
+            torch.optim.AdamW,
+            "Decoder, 355,258 parameters in float32 and bfloat16 (24,250 trained), AdamW with state"
+            " in bfloat16; a rank's batch: tokens 2 x 64",
+        ),
+        (
+            replicate,
+            lambda: (batch(),),
+            torch.optim.SGD,
+            "Decoder, 355,258 parameters in float32, SGD; a rank's batch: 2 x 64",
+        ),
+        (
+            replicate,
+            batch,
+            None,
+            "Decoder, 355,258 parameters in float32, no optimizer; a rank's batch: 2 x 64",
+        ),
+    ],
+)
+def test_the_first_line_says_what_is_forecast(
+    annotate: Any, make_batch: Any, optimizer: Any, said: str
+) -> None:
+    found = forecast(Decoder, annotate, make_batch, ranks=2, optimizer=optimizer)
+    assert str(found).splitlines()[0] == said
+
+
+def test_amounts_are_told_in_units_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = forecast(lambda: nn.Linear(4, 4), fully_shard, lambda: torch.zeros(2, 4), ranks=2)
+    assert re.search(r"^peak of memory +\d+\.\d KiB", str(small), re.M)
+    assert not re.search(r"^step +0.0 ms", str(small), re.M)
+    both = compare(Decoder, {"a": replicate, "b": ANNOTATE["sharded"][0]}, batch, ranks=2)
+    assert "peak, MiB" in str(both)
+    labels: list[str] = []
+
+    def seen(figure: Figure, _: Path) -> None:
+        labels.extend((figure.axes[0].get_ylabel(), figure.axes[0].get_xlabel()))
+        labels.extend(text.get_text() for text in figure.axes[0].texts)
+
+    monkeypatch.setattr(Figure, "savefig", seen)
+    small.plot("-")
+    both.plot("-")
+    assert labels[0] == "memory, KiB"
+    assert re.match(r"peak \d+\.\d KiB, backward", labels[2])
+    assert labels[4] == "peak of memory, MiB"
+
+
+@pytest.mark.parametrize(
+    "annotate",
+    [
+        lambda _: None,
+        replicate,
+        lambda model: fully_shard(
+            model, ignored_params=[model.head.weight, model.embedding.weight]
+        ),
+    ],
+    ids=["alone", "replicated", "ignored"],
+)
+def test_tied_weights_count_once(annotate: Any) -> None:
+    def untied() -> Decoder:
+        model = Tied()
+        model.head.weight = nn.Parameter(model.head.weight.clone())
+        return model
+
+    def with_memory() -> Decoder:
+        with torch.device("cpu"):
+            return Tied()
+
+    once, also, twice = (
+        sum(forecast(make, annotate, batch, ranks=2, optimizer=torch.optim.SGD).at_rest.values())
+        for make in (Tied, with_memory, untied)
+    )
+    assert once == also
+    assert twice - once == pytest.approx(250 * 96 * 4, abs=1024)
 
 
 def test_what_saves_memory_costs_what_it_costs() -> None:
@@ -366,12 +490,11 @@ PLANS = [
 @pytest.mark.unsampled
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_code_to_paste_does_what_was_forecast(plan: Plan) -> None:
-    """It knows the model, its classes, and what it imports by itself."""
+    """It knows the model, and what it imports by itself."""
     options: dict[str, Any] = {"ranks": 4, "mesh": plan.mesh(4)}
 
     def pasted(model: nn.Module) -> None:
-        names = {block.__name__: block for block in plan.blocks}
-        exec(plan.code(4, "cpu"), {**names, "model": model})
+        exec(plan.code(4, "cpu"), {"model": model})
 
     # one that is told its mesh makes none
     options_of_code = options if plan.shards is None else {"ranks": 4}
@@ -519,6 +642,18 @@ class Looks(Decoder):
         return loss + self.head.weight[tokens.flatten()].sum()
 
 
+class Masks(Decoder):
+    """Without what is padded."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, kept = self.embedding(tokens), tokens.cumsum(1) + torch.arange(64) < 40
+        assert (x[kept].shape, x[:, kept[0]].shape) == ((80, 96), (2, 40, 96))
+        x[kept[:, :], 0] *= 2
+        selected = x.masked_select(kept[..., None])
+        assert len(selected) == 80 * 96
+        return F.cross_entropy(self.head(x[kept]), tokens[kept]) + selected.sum()
+
+
 class Picks(Decoder):
     def forward(self, tokens: Tensor) -> Tensor:
         loss = super().forward(tokens)
@@ -547,7 +682,7 @@ def test_a_program_that_reads_values_is_refused_by_the_module_and_a_forecast_fol
     with pytest.raises(ForecastError, match=message):
         forecast(model, annotate, batch, ranks=2)
     assert not dist.is_initialized()
-    for legal in (Looks, Counts):
+    for legal in (Looks, Counts, Masks):
         assert forecast(legal, annotate, batch, ranks=2).fits
 
 
@@ -656,16 +791,115 @@ def test_offload_policies_pipelines_and_experts_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"ranks": 0}, ValueError, "ranks=0 and steps=2 must be at least 1"),
+        ({"ranks": 0}, ValueError, "ranks=0 and steps=2 must be whole numbers"),
         ({"ranks": 4, "mesh": {"a": 3}}, ValueError, r"mesh={'a': 3} has 3 ranks, not ranks=4"),
         ({"ranks": 4, "device": "h1000"}, ValueError, "no device 'h1000' is known, only a100"),
+        ({"ranks": 4, "mesh": 2}, ValueError, r"mesh=2 must be names of dimensions with their"),
+        ({"ranks": "4"}, ValueError, "ranks='4' and steps=2 must be whole numbers"),
+        ({"ranks": 4, "device": torch.device("cpu")}, ValueError, r"device=.* must be one of a100"),
+        (
+            {"ranks": 4, "optimizer": torch.optim.SGD([nn.Parameter(torch.zeros(1))])},
+            ValueError,
+            "optimizer must be what makes an optimizer of parameters, .* got an object of SGD",
+        ),
+        ({"ranks": 4, "make_model": nn.Linear(1, 1)}, ValueError, "must be .* lambda: Model"),
+        ({"ranks": 4, "make_model": list}, ValueError, "make_model returned no module: list"),
+        ({"ranks": 4, "make_batch": torch.zeros(1)}, ValueError, "make_batch must be a function"),
+        ({"ranks": 4, "annotate": "shard"}, ValueError, "annotate must be a function"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
-        forecast(Decoder, ANNOTATE["sharded"][0], batch, **options)
+    given = {"make_model": Decoder, "annotate": ANNOTATE["sharded"][0], "make_batch": batch}
+    with pytest.raises(error, match=message) as caught:
+        forecast(**{**given, **options})
+    assert len(str(caught.value)) < 300
+    assert not dist.is_initialized()
+
+
+def test_arguments_of_searches_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="compare: plans must name at least one plan"):
+        compare(Decoder, {}, batch, ranks=2)
+    memory: Any = "80GB"
+    with pytest.raises(ValueError, match="memory='80GB' must be a number of bytes"):
+        compare(Decoder, {"a": replicate}, batch, ranks=2, memory=memory)
+    with pytest.raises(ValueError, match="memory='80GB' must be a number of bytes"):
+        suggest(Decoder, batch, ranks=2, memory=memory)
+    with pytest.raises(ValueError, match=r"block=.*Conv2d.* is no class of modules of the model"):
+        suggest(Decoder, batch, ranks=2, block=nn.Conv2d)
+
+
+@pytest.mark.parametrize(
+    ("annotate", "message"),
+    [
+        (lambda model: torchs_fully_shard(model.head) and None, "module 'head' was annotated by"),
+        (DistributedDataParallel, "calls torch's DistributedDataParallel"),
+        (FullyShardedDataParallel, "calls torch's FullyShardedDataParallel"),
+    ],
+)
+def test_torchs_own_verbs_are_refused_by_name(annotate: Any, message: str) -> None:
+    with pytest.raises(ForecastError, match=message):
+        forecast(Decoder, annotate, batch, ranks=2)
+    assert not dist.is_initialized()
+
+
+def test_the_face_of_fsdp2_is_forecast() -> None:
+    def by_the_face(model: nn.Module) -> None:
+        for block in model.get_submodule("layers"):  # type: ignore[attr-defined]
+            fsdp2.fully_shard(block)
+        fsdp2.fully_shard(model)
+
+    found = forecast(Decoder, by_the_face, batch, ranks=2)
+    # two gathers and a reduction of each of three blocks, one gather and a reduction of the root
+    assert found.messages == 3 * 3 + 2
+    assert sum(found.at_rest.values()) == sum(told("sharded", 2, device="h100").at_rest.values())
+
+
+class Experts(nn.Module):
+    """As transformers computes them: side by side."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 64, 128, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(256, 1025, 256, dtype=torch.int32)
+        return torch._grouped_mm(x.to(self.weight.dtype), self.weight, offs=ends).relu()
+
+
+def test_experts_side_by_side_are_forecast_in_any_dtype() -> None:
+    half, single = (
+        forecast(partial(Experts, dtype), fully_shard, lambda: torch.zeros(1024, 64), ranks=2)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    rests = "parameters, buffers"
+    assert single.at_rest[rests] == pytest.approx(2 * half.at_rest[rests], rel=0.01)
+    products = {span.end - span.start for span in single.streams if span.what == "_grouped_mm"}
+    plain = forecast(
+        lambda: nn.Linear(64, 128, bias=False), fully_shard, lambda: torch.zeros(1024, 64), ranks=2
+    )
+    assert max(products) >= max(s.end - s.start for s in plain.streams if s.what == "mm")
+
+
+def test_tensors_larger_than_the_memory_of_this_computer_are_forecast() -> None:
+    found = forecast(
+        lambda: nn.Linear(8, 1 << 20, bias=False),
+        fully_shard,
+        lambda: torch.zeros(1 << 20, 8),
+        ranks=2,
+    )
+    assert found.peak > 1 << 42
+    assert not found.fits
+
+
+def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["composable.forecast.forecast"], "PACE", 0.0)
+    said: list[str] = []
+    told("sharded", 2, progress=said.append)
+    assert said[0].startswith("step 1 of 2, forward")
+    assert "step 2 of 2, backward of unit 'layers.0'" in said
+    assert said[-1] == "step 2 of 2, optimizer"
 
 
 def test_a_process_with_a_group_is_told_to_use_another_one(pool: Pool) -> None:
@@ -675,24 +909,3 @@ def test_a_process_with_a_group_is_told_to_use_another_one(pool: Pool) -> None:
 def refused_with_a_group() -> None:
     with pytest.raises(ForecastError, match="this process has a process group already"):
         told("sharded", 2)
-
-
-def test_the_command_prints_a_table_for_a_configuration_of_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("transformers")
-    config = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100,
-        "num_attention_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 2,
-    }  # fmt: skip
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    shared = ["forecast", "--hf", str(path), "--ranks", "8", "--tokens", "32"]
-    assert main(shared) == 0
-    assert capsys.readouterr().out.startswith("H100, 8 ranks: fits")
-    assert main([*shared, "--memory", "0.1MB"]) == 0
-    assert capsys.readouterr().out.startswith("H100, 8 ranks: DOES NOT FIT")
-    assert main([*shared, "--policy", "Block"]) == 1
-    assert "--policy Block: the model has" in capsys.readouterr().err
-    assert main([*shared, "--suggest", "--memory", "1GB"]) == 0
-    assert "replicate(model)" in capsys.readouterr().out
