@@ -105,7 +105,7 @@ def _smaller_part(part: Part) -> Iterator[Part]:
 
 
 def _with_op(plan: Plan, index: int, op: Op) -> Plan:
-    return replace(plan, ops=(*plan.ops[:index], op, *plan.ops[index + 1 :]))
+    return _tidy(replace(plan, ops=(*plan.ops[:index], op, *plan.ops[index + 1 :])))
 
 
 def _without_place(plan: Plan, number: int, gone: int) -> Plan:

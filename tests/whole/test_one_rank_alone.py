@@ -102,7 +102,6 @@ class Way:
         models: number of equal ones, interleaved in each step as a policy and its reference are.
         peers: ranks that have the same batch.
         linear: what the model in one process has in place of linear layers.
-        without: events that torch cannot do there.
     """
 
     kind: str
@@ -111,14 +110,13 @@ class Way:
     models: int = 1
     peers: int = 1
     linear: type[nn.Linear] = nn.Linear
-    without: tuple[str, ...] = ()
 
     @property
     def events(self) -> list[str]:
-        return [name for name in events_of(self.kind) if name not in self.without]
+        return events_of(self.kind, spread=self.peers > 1)
 
 
-_tensor_parallel_way = partial(Way, ranks=4, peers=2, without=("anomaly mode",))
+_spread = partial(Way, ranks=4, peers=2)
 
 WAYS: Final = {
     "fully_shard": Way(SHARDS, _sharded),
@@ -130,10 +128,8 @@ WAYS: Final = {
     "replicated root around shards": Way(MIXED, _replicated_root),
     "two sharded models": Way(SHARDS, _sharded, models=2),
     "two replicated models": Way(REPLICAS, _replicated, models=2),
-    "tensor-parallel shards": _tensor_parallel_way(SHARDS, partial(_tensor_parallel, _sharded)),
-    "tensor-parallel replicas": _tensor_parallel_way(
-        REPLICAS, partial(_tensor_parallel, _replicated)
-    ),
+    "tensor-parallel shards": _spread(SHARDS, partial(_tensor_parallel, _sharded)),
+    "tensor-parallel replicas": _spread(REPLICAS, partial(_tensor_parallel, _replicated)),
     "extended parameters": Way(SHARDS, _extended, linear=Emulated),
 }
 
