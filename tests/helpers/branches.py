@@ -45,6 +45,8 @@ FEATURES: Final = (
     "skips",  # ranks and steps that do not call a replicated unit
     "events",  # what one rank does by itself between steps
     "scopes",  # ... and what each rank does in a scope that all ranks open
+    "tensor",  # layers spread over a tensor-parallel dimension
+    "bytes",  # weights with FSDP2's extension protocol, which are sent as bytes
 )
 SKIP: Final = "skip"
 
@@ -106,6 +108,7 @@ class Part:
     unit: Unit | None = None
     checkpoint: bool = False
     sparse: bool = False  # lookups of a table
+    form: str = ""  # of a layer's weight: "columns" or "rows" are spread, "bytes" are sent
     inside: tuple[Part, ...] = ()
 
     def everything(self) -> Iterator[Part]:
@@ -134,6 +137,7 @@ class Part:
         marks = [
             self.kind,
             *(["sparse"] if self.sparse else []),
+            *([f"of {self.form}"] if self.form else []),
             *(["checkpoint"] if self.checkpoint else []),
         ]
         inside = f" [{', '.join(map(str, self.inside))}]" if self.inside else ""
@@ -199,7 +203,12 @@ class Op:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a seed decides."""
+    """All that a seed decides.
+
+    Attributes:
+        ranks: data-parallel ones, each with batches of its own.
+        tensor: tensor-parallel ranks for each of them, which do the same.
+    """
 
     seed: int
     ranks: int
@@ -211,6 +220,11 @@ class Plan:
     together: bool = False  # the roots are one unit
     input_grad: bool = True
     frozen: tuple[str, ...] = ()  # before the annotation
+    tensor: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.ranks * self.tensor
 
     def held_after(self, op: Op, held: frozenset[int]) -> frozenset[int]:
         """The models that hold gradients which are not reduced, after `op`."""
@@ -241,6 +255,7 @@ class Plan:
 
     def __str__(self) -> str:
         marks = [f"seed {self.seed}: {self.ranks} ranks", self.optimizer]
+        marks += [f"{self.tensor} tensor-parallel ones each"] if self.tensor > 1 else []
         marks += [f"{self.replicas} replicas"] if self.replicas else []
         marks += ["roots are one unit"] if self.together else []
         marks += [] if self.input_grad else ["inputs need no gradient"]
@@ -274,11 +289,13 @@ class _Draw(random.Random):
 
 
 def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
-    draw = _Draw(seed, without)
+    draw, forms = _Draw(seed, without), _Draw(f"{seed} forms", without)
+    tensor = 2 if ranks == 4 and forms.may("tensor", 0.4) else 1
+    ranks //= tensor
     optimizer = draw.choice(["sgd", "momentum", "adamw"])
     replicas = (
         draw.choice([each for each in (1, 2, 3, 4) if not ranks % each])
-        if draw.may("hybrid", 0.3)
+        if draw.may("hybrid", 0.3) and tensor == 1
         else 0
     )
     verbs = (
@@ -352,14 +369,27 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
     ops = _Ops(draw, plan)
     frozen = ops.names() if draw.may("frozen", 0.2) else ()
     ops.frozen[0] = [frozen] if frozen else []
-    plan = replace(plan, frozen=frozen, ops=tuple(ops.draw()))
+    plan = replace(plan, frozen=frozen, ops=tuple(ops.draw()), tensor=tensor)
     # from numbers of their own: the rest of a seed's plan does not depend on them
+    plan = _with_forms(plan, forms)
     return replace(plan, ops=tuple(_with_events(plan, _Draw(f"{seed} events", without))))
+
+
+def _with_forms(plan: Plan, draw: _Draw) -> Plan:
+    """A plan with layers that are spread over the tensor-parallel dimension, or sent as bytes."""
+    sent = ["bytes"] if plan.consists_of == SHARDS and draw.may("bytes", 0.3) else []
+    choices = ["columns", "rows", *sent] if plan.tensor > 1 else sent
+
+    def formed(part: Part) -> Part:
+        form = draw.choice(choices) if part.kind == "layer" and draw.random() < 0.7 else ""
+        return replace(part, form=form, inside=tuple(map(formed, part.inside)))
+
+    return replace(plan, parts=tuple(map(formed, plan.parts))) if choices else plan
 
 
 def _with_events(plan: Plan, draw: _Draw) -> Iterator[Op]:
     """The operations of a plan, and events at its start and between its steps."""
-    legal = events_of(plan.consists_of, unused=True)
+    legal = events_of(plan.consists_of, unused=True, spread=plan.tensor > 1)
     scopes = [name for name in legal if EVENTS[name][1] == GATHERED]
     alone = [name for name in legal if name not in scopes]
     often = draw.choice([0.0, 0.5, 0.9])

@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from composable import checkpoint, fully_shard, no_sync, reduce_gradients, replicate
 from composable.comm import Comm, comms_wrapped_by
+from tests.extensions.rows import Emulated, Rows
 from tests.helpers import events
 from tests.helpers.branches import ROWS, SKIP, WIDTH, WORDS, Op, Part, Plan, RootOf, Unit, plan_of
 from tests.helpers.communicators import Delayed, Log, Recording, all_ordered
@@ -43,15 +46,21 @@ OPTIMIZERS: Final[dict[str, Any]] = {
 class Piece(nn.Module):
     """The module of a part. `place` is where in the root's forward it is called; `ways` says what
     it does there.
+
+    Args:
+        sends: whether weights of bytes are; otherwise they are rounded alike.
     """
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: Part, sends: bool) -> None:
         super().__init__()
         self.part = part
-        self.inside = nn.ModuleList(Piece(each) for each in part.inside)
+        self.inside = nn.ModuleList(Piece(each, sends) for each in part.inside)
         match part.kind:
             case "layer":
-                self.layer = _linear()
+                kind = Emulated if part.form == "bytes" and not sends else nn.Linear
+                self.layer = kind(WIDTH, WIDTH, dtype=torch.float64)
+                if part.form == "bytes" and sends:
+                    self.layer.weight = nn.Parameter(Rows(self.layer.weight.detach()))
             case "scale":
                 self.scale = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))
             case "heads" | "outputs":
@@ -162,10 +171,10 @@ class Root(nn.Module):
         return h + y  # type: ignore[no-any-return]
 
 
-def model_of(plan: Plan) -> nn.ModuleDict:
+def model_of(plan: Plan, *, sends: bool = False) -> nn.ModuleDict:
     """All roots, before they are annotated."""
     torch.manual_seed(plan.seed)
-    pieces = {part.name: Piece(part) for part in plan.parts}
+    pieces = {part.name: Piece(part, sends) for part in plan.parts}
     model = nn.ModuleDict({root.name: Root(root, pieces) for root in plan.roots}).to(
         current_device()
     )
@@ -213,7 +222,28 @@ def units_of(model: nn.ModuleDict, plan: Plan) -> Iterator[tuple[list[nn.Module]
         yield list(model.values()), plan.roots[0].unit
 
 
+def _spread(model: nn.ModuleDict, tensor: DeviceMesh) -> None:
+    """Layers over the tensor-parallel dimension."""
+    styles = {
+        "columns": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rows": lambda: RowwiseParallel(input_layouts=Replicate()),
+    }
+    for module in model.modules():
+        if isinstance(module, Piece) and module.part.form in styles:
+            parallelize_module(module.layer, tensor, styles[module.part.form]())
+
+
 def annotate(model: nn.ModuleDict, plan: Plan, mesh: DeviceMesh | None) -> None:
+    """All units.
+
+    Args:
+        mesh: of hybrid units, or data parallel and tensor parallel.
+    """
+    data = None
+    if plan.tensor > 1:
+        assert mesh is not None
+        _spread(model, mesh["tensor"])
+        data = mesh["data"]
     for modules, unit in units_of(model, plan):
         target: Any = modules if len(modules) > 1 else modules[0]
         if unit.verb == "replicate":
@@ -222,9 +252,10 @@ def annotate(model: nn.ModuleDict, plan: Plan, mesh: DeviceMesh | None) -> None:
                 grad_reduce=unit.grad_reduce,
                 bucket_cap_mb=0.0002,
                 gradient_as_bucket_view=unit.views,
+                mesh=data,
             )
         else:
-            hybrid = mesh if unit.hybrid else None
+            hybrid = mesh if unit.hybrid else data
             fully_shard(
                 target,
                 reshard_after_forward=unit.reshard,
@@ -267,7 +298,7 @@ class Side:
         self, plan: Plan, ranks: Sequence[int], *, annotated: bool, mesh: DeviceMesh | None = None
     ) -> None:
         self.plan, self.ranks, self.annotated = plan, ranks, annotated
-        self.models = [model_of(plan)]
+        self.models = [model_of(plan, sends=annotated)]
         self.losses: dict[int, list[Tensor]] = {}
         if annotated:
             annotate(self.models[0], plan, mesh)
@@ -366,8 +397,8 @@ def differences(
     Args:
         annotated: False runs the plan in one process twice, which shows whether it is legal.
     """
-    log, rank = Log(), dist.get_rank()
-    draw = random.Random(f"{plan.seed} {rank}")
+    log, rank = Log(), dist.get_rank() // plan.tensor
+    draw = random.Random(f"{plan.seed} {dist.get_rank()}")
 
     def wrapped(comm: Comm) -> Comm:
         if comm.size == 1:
@@ -451,20 +482,26 @@ def _differ(what: str, actual: Tensor | None, expected: Tensor | None) -> Iterat
         yield f"{what} is off by {apart:.3g} of {expected.abs().max().item():.3g}"
 
 
+def _mesh_of(plan: Plan) -> DeviceMesh:
+    if plan.tensor > 1:
+        shape, names = (plan.ranks, plan.tensor), ("data", "tensor")
+        return init_device_mesh(current_device().type, shape, mesh_dim_names=names)
+    shape = (plan.replicas, plan.ranks // plan.replicas)
+    return init_device_mesh(current_device().type, shape)
+
+
 def run_plans(plans: Sequence[Plan], annotated: bool = True) -> list[tuple[list[str], list[str]]]:
     """What each plan brings on this rank; ends with the first that fails. Runs on every rank."""
     results = []
-    ranks, meshes = dist.get_world_size(), dict[int, DeviceMesh]()
+    meshes: dict[tuple[int, int], DeviceMesh | None] = {(0, 1): None}
     for plan in plans:
-        replicas = plan.replicas
-        if replicas and replicas not in meshes:
-            meshes[replicas] = init_device_mesh(
-                current_device().type, (replicas, ranks // replicas)
-            )
-            for group in meshes[replicas].get_all_groups():
+        form = plan.replicas, plan.tensor
+        if form not in meshes:
+            meshes[form] = made = _mesh_of(plan)
+            for group in made.get_all_groups():
                 set_timeout(group, PATIENCE)
         try:
-            results.append(differences(plan, meshes.get(replicas), annotated=annotated))
+            results.append(differences(plan, meshes[form], annotated=annotated))
         except Exception as error:
             raise AssertionError(f"{plan}") from error
         if results[-1][0]:

@@ -87,13 +87,17 @@ def _event(*of: str) -> Callable[[Event], Event]:
     return register
 
 
-def events_of(kind: str, *, unused: bool = False) -> list[str]:
+def events_of(kind: str, *, unused: bool = False, spread: bool = False) -> list[str]:
     """Names of the events that are legal in models of that kind.
 
     Args:
         unused: steps may leave parameters out. Zeros in place of no gradient are another step then.
+        spread: parameters are tensor-parallel. Torch's anomaly mode has no rule for DTensors.
     """
-    left_out = ("gradients_set_to_zeros",) if unused else ()
+    left_out = [
+        *(["gradients_set_to_zeros"] if unused else []),
+        *(["anomaly mode"] if spread else []),
+    ]
     return [name for name, (_, of) in EVENTS.items() if kind in of and name not in left_out]
 
 

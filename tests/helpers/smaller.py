@@ -74,6 +74,7 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
                 roots=(*plan.roots[:number], replace(root, unit=unit), *plan.roots[number + 1 :]),
             )
     yield replace(plan, optimizer="sgd")
+    yield replace(plan, tensor=1)
     if "hybrid" not in "".join(map(str, (*plan.roots, *plan.parts))):
         yield replace(plan, replicas=0)
     yield replace(plan, input_grad=True)
@@ -92,6 +93,7 @@ def _simpler(unit: Unit | None) -> Iterator[Unit]:
 
 def _smaller_part(part: Part) -> Iterator[Part]:
     yield replace(part, sparse=False)
+    yield replace(part, form="")
     yield replace(part, checkpoint=False)
     yield replace(part, unit=None)
     for unit in _simpler(part.unit):
@@ -103,7 +105,7 @@ def _smaller_part(part: Part) -> Iterator[Part]:
 
 
 def _with_op(plan: Plan, index: int, op: Op) -> Plan:
-    return replace(plan, ops=(*plan.ops[:index], op, *plan.ops[index + 1 :]))
+    return _tidy(replace(plan, ops=(*plan.ops[:index], op, *plan.ops[index + 1 :])))
 
 
 def _without_place(plan: Plan, number: int, gone: int) -> Plan:

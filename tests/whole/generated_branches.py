@@ -30,7 +30,7 @@ def failure(pool: Pool, plans: Sequence[Plan], *, annotated: bool = True) -> tup
     """
     try:
         by_rank = pool.run(
-            plans[0].ranks,
+            plans[0].world,
             run_plans,
             list(plans),
             annotated,
@@ -82,7 +82,9 @@ def main(write: Callable[[str], object] = _write) -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="the first one; the others follow")
     parser.add_argument("--count", type=int, default=0, help="end after so many seeds")
-    parser.add_argument("--ranks", type=int, default=0, help="1 to 4 by turns unless given")
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="of all kinds; 1 to 4 by turns unless given"
+    )
     parser.add_argument(
         "--without", nargs="*", default=[], choices=FEATURES, help="features to draw plans without"
     )

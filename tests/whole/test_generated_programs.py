@@ -28,3 +28,6 @@ def test_a_seed_makes_the_same_program_every_time() -> None:
     for seed in range(50):
         assert str(plan_of(seed, 2)) == str(plan_of(seed, 2))
     assert len({str(plan_of(seed, 2)) for seed in range(50)}) > 45
+    drawn = "\n".join(str(plan_of(seed, 4)) for seed in range(300))
+    for event in ("event metric", "event orders_in_keep_unsharded", "event evaluated", "resume"):
+        assert event in drawn

@@ -102,7 +102,6 @@ class Way:
         models: number of equal ones, interleaved in each step as a policy and its reference are.
         peers: ranks that have the same batch.
         linear: what the model in one process has in place of linear layers.
-        without: events that torch cannot do there.
     """
 
     kind: str
@@ -111,14 +110,13 @@ class Way:
     models: int = 1
     peers: int = 1
     linear: type[nn.Linear] = nn.Linear
-    without: tuple[str, ...] = ()
 
     @property
     def events(self) -> list[str]:
-        return [name for name in events_of(self.kind) if name not in self.without]
+        return events_of(self.kind, spread=self.peers > 1)
 
 
-_tensor_parallel_way = partial(Way, ranks=4, peers=2, without=("anomaly mode",))
+_spread = partial(Way, ranks=4, peers=2)
 
 WAYS: Final = {
     "fully_shard": Way(SHARDS, _sharded),
@@ -130,10 +128,8 @@ WAYS: Final = {
     "replicated root around shards": Way(MIXED, _replicated_root),
     "two sharded models": Way(SHARDS, _sharded, models=2),
     "two replicated models": Way(REPLICAS, _replicated, models=2),
-    "tensor-parallel shards": _tensor_parallel_way(SHARDS, partial(_tensor_parallel, _sharded)),
-    "tensor-parallel replicas": _tensor_parallel_way(
-        REPLICAS, partial(_tensor_parallel, _replicated)
-    ),
+    "tensor-parallel shards": _spread(SHARDS, partial(_tensor_parallel, _sharded)),
+    "tensor-parallel replicas": _spread(REPLICAS, partial(_tensor_parallel, _replicated)),
     "extended parameters": Way(SHARDS, _extended, linear=Emulated),
 }
 
@@ -216,11 +212,15 @@ class _Training:
         )
 
 
-def _train_through(names: list[str], way: str) -> None:
-    """Do each event on the last rank, then on the first one, and train after each."""
+def _train_through(names: list[str], way: str, everywhere: bool) -> None:
+    """Do each event, train, and compare.
+
+    Args:
+        everywhere: on the last rank and on the first one; otherwise on ranks by turns.
+    """
     training = _Training(WAYS[way])
-    for acting in (training.ranks - 1, 0):
-        for name in names:
+    for turn, name in enumerate(names):
+        for acting in (training.ranks - 1, 0) if everywhere else (turn % training.ranks,):
             print(f"event '{name}' on rank {acting}")  # told where a worker dies
             try:
                 for _ in perform(name, training.scene(name, acting)):
@@ -231,8 +231,10 @@ def _train_through(names: list[str], way: str) -> None:
                 raise AssertionError(f"event '{name}' on rank {acting}") from error
 
 
-def _run(pool: Pool, names: list[str], way: str) -> None:
-    pool.run(WAYS[way].ranks, _train_through, names, way, timeout=LIMIT, group_timeout=SECONDS)
+def _run(pool: Pool, program: Callable[..., None], *args: Any, way: str, **options: Any) -> None:
+    pool.run(
+        WAYS[way].ranks, program, *args, way=way, **options, timeout=LIMIT, group_timeout=SECONDS
+    )
 
 
 @pytest.mark.unsampled
@@ -240,7 +242,7 @@ def _run(pool: Pool, names: list[str], way: str) -> None:
 def test_what_one_rank_does_by_itself_between_steps_changes_no_training(
     pool: Pool, way: str
 ) -> None:
-    _run(pool, WAYS[way].events, way)
+    _run(pool, _train_through, WAYS[way].events, everywhere=False, way=way)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_what_one_rank_does_by_itself_between_steps_changes_no_training(
 def test_an_event_on_one_rank_before_and_after_the_first_step_changes_no_training(
     pool: Pool, way: str, name: str
 ) -> None:
-    _run(pool, [name], way)
+    _run(pool, _train_through, [name], everywhere=True, way=way)
 
 
 # --- steps that are lost, and gradients that come late ------------------------------------------
@@ -275,7 +277,7 @@ def _lose_step(model: Model, order: tuple[int, ...], *, in_forward: bool) -> Non
         handle.remove()
 
 
-def _lose_in_other_places(way: str, orders: list[tuple[int, ...]], in_forward: int) -> None:
+def _lose_in_other_places(orders: list[tuple[int, ...]], in_forward: int, way: str) -> None:
     """Orders alternate by step; before each step one is lost, from the third on."""
     training = _Training(WAYS[way])
     for step in range(8):
@@ -295,15 +297,7 @@ def test_a_step_lost_in_the_last_unit_or_after_the_forward_leaves_one_order_of_g
     pool: Pool, way: str, in_forward: int
 ) -> None:
     orders = [(0, 1, 2, 3), (3, 1, 0, 2)]
-    pool.run(
-        WAYS[way].ranks,
-        _lose_in_other_places,
-        way,
-        orders,
-        in_forward,
-        timeout=LIMIT,
-        group_timeout=SECONDS,
-    )
+    _run(pool, _lose_in_other_places, orders, in_forward, way=way)
 
 
 class _ReadTwice(nn.Module):
