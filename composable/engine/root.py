@@ -74,7 +74,7 @@ from composable.errors import (
     first_line,
 )
 from composable.memory.activations import close_interrupted
-from composable.memory.elastic import release_idle_memory
+from composable.memory.elastic import keep_idle_memory, release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
 from composable.memory.torch_private import (
@@ -528,6 +528,7 @@ class Root:
                 self.eager_because = Root.trace_reductions(self)
             elif not self.eager_because:
                 self.eager_because = NOT_ON
+        keep_idle_memory(self)
 
     def _show(self) -> None:
         for unit in self.post_backward.beside:
@@ -650,10 +651,10 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:
                     unit.free()
-        if iteration.end is None and BY_HAND in self.units[0].kept_by:
-            self._reveal()
-        if self.step.iteration is None:
-            release_idle_memory()  # of streams that communicate
+        if iteration.end is None:
+            if BY_HAND in self.units[0].kept_by:
+                self._reveal()
+            release_idle_memory(self)
         wait_for_traffic()  # CPU offload
 
     @property
@@ -713,6 +714,7 @@ class Root:
         if iteration is None:
             # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.step.iteration = Iteration(self._streams.here())
+        keep_idle_memory(self)
         end = _end_of_backward(self)
         iteration.end = ref(end)
         for unit in self.units:
@@ -935,8 +937,8 @@ class Root:
                 unit.free()
         if not self.step.running and BY_HAND in self.units[0].kept_by:
             self._reveal()
-        if following is None:
-            release_idle_memory()
+        if not self.step.running:
+            release_idle_memory(self)
 
     # --- a lost step -----------------------------------------------------------------------------
 
@@ -950,8 +952,8 @@ class Root:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")
 
     def on_failed_backward(self) -> None:
-        """A backward raised. Modules hold at-rest parameters again; the next forward resets the
-        rest. Waits for nothing.
+        """A backward raised. Modules hold at-rest parameters again, and a host frees what has been
+        gathered; the next forward resets the rest. Waits for nothing.
         """
         if self.phase is not Phase.LOST:
             return  # a forward has reset this step already, or another backward has begun
@@ -959,6 +961,11 @@ class Root:
             hear_arrivals(unit.gradients.arrivals.values())  # undoes what `PostBackward.enter` did
             if not unit.step.depth:
                 unit.swap_out()
+                # with an accelerator a thread of autograd is here, beside the caller's next forward
+                if self._streams.here() is None and unit.is_unsharded:
+                    unit.free()
+        if not self.step.running:
+            release_idle_memory(self)
 
     def reset(self, why: str = "") -> None:
         """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop
@@ -989,7 +996,7 @@ class Root:
             for drop in (*gradients, unit.swap_out, unit.reshard):
                 _drop(unit, drop)
         _drop(self.units[0], self.post_backward.buckets.drop)
-        release_idle_memory()
+        release_idle_memory(self)
 
     # --- split backwards -------------------------------------------------------------------------
 
@@ -1053,7 +1060,6 @@ class Root:
             self.reset()
             raise
         wait_for_traffic()
-        release_idle_memory()
 
 
 Root.in_use = Root
