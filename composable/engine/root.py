@@ -885,7 +885,8 @@ class Root:
         if not self.step.running:
             unit.step.to_run = []  # a recomputation ran some of its modules only
         unit.hold_at_rest()
-        unit.free()
+        if len(unit.modules) == 1 or unit.step.pending <= 0:
+            unit.free()  # of several modules: when backward has been in all that ran
 
     def launch_rest(self) -> None:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it
