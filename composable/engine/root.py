@@ -336,7 +336,8 @@ class Root:
         if unit not in units:
             # annotated in a list, and called through a member that does not hold the others
             units = [unit]
-        shared = [each for each in units if _is_also_below_another(each, unit)]
+        known = _related_to(unit)
+        shared = [each for each in units if not known.issuperset(each.relations.around)]
         # Replicated units that own a parameter which modules here read as well.
         owners = [unit_of(parameter) for top in tops for parameter in top.parameters()]
         units += [owner for owner in owners if owner is not None and owner.kind is Kind.BESIDE]
@@ -446,7 +447,7 @@ class Root:
         step = self.step
         for outer in step.running:
             if outer is not unit:
-                unit.relations.ran_inside[outer] = None
+                outer.relations.ran_around[unit] = None
         call.inside = (
             not call.outermost and unit.kind is not Kind.ARRIVAL
         ) or self._is_called_by_another(unit)
@@ -792,9 +793,9 @@ class Root:
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
         # at the end of backward. Ranks that enter an expert leave the units before it earlier than
         # ranks that do not, and both must launch in the same order.
-        ran_inside = unit.relations.ran_inside
+        ran_around = unit.relations.ran_around
         for other in [*reversed(iteration.active)]:
-            if other not in ran_inside and unit not in other.relations.ran_inside:
+            if other not in ran_around and unit not in other.relations.ran_around:
                 self._leave_backward(other, iteration)
                 # With several forwards before one backward, a unit is reduced when the last of them
                 # has been left.
@@ -1083,13 +1084,13 @@ def _drop(unit: Unit, drop: Callable[[], None]) -> None:
         logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
 
 
-def _is_also_below_another(unit: Unit, top: Unit) -> bool:
-    """Whether `unit` lies below an annotated module that `top` is neither around nor inside of."""
-    # a unit is within itself
-    around = [other for other in unit.relations.around if other is not unit and other is not top]
-    return any(
-        other not in top.relations.around and top not in other.relations.around for other in around
-    )
+def _related_to(top: Unit) -> set[int]:
+    """The numbers of annotations around `top`, of its own, and of those inside of it. What is below
+    others, too, or was, is shared.
+    """
+    relations = top.relations
+    inside = {unit.relations.number for unit in relations.below}
+    return {relations.number, *relations.around, *inside}
 
 
 def root_of(unit: Unit) -> Root | None:
