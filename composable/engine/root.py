@@ -716,8 +716,8 @@ class Root:
             # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.step.iteration = Iteration(self._streams.here())
         keep_idle_memory(self)
-        end = _end_of_backward(self)
-        iteration.end = ref(end)
+        # the engine alone holds it: what raises below must not keep it with its traceback
+        iteration.end = ref(_end_of_backward(self))
         for unit in self.units:
             unit.kept_by.pop(EXPLICIT, None)
         self._preparation.follow_freezing()  # what `requires_grad` says now decides

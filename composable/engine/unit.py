@@ -871,8 +871,8 @@ class Unit:
                 keep = any(map(self._aliases, tensors_in(output)))
             self.end_call(call, keep=keep)
         except BaseException:
-            if root is not None and self in root.running:
-                root.on_error(self)
+            if root is not None and (self in root.running or not root.running):
+                root.on_error(self)  # of the outermost forward, also if its end raised
             raise
         return output
 
