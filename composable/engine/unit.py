@@ -1189,6 +1189,7 @@ class Unit:
             unit.relations.around.pop(self.relations.number, None)
         for unit in around:
             unit.relations.below.pop(self, None)
+            unit.relations.ran_around.pop(self, None)
         for other in dict.fromkeys(
             [*found, *around, *(other for unit in around for other in unit.relations.below)]
         ):
