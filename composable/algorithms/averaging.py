@@ -37,7 +37,7 @@ def mesh_info_around(unit: Unit) -> MeshInfo:
     For a replicated unit next to hybrid shards over the same ranks, it is the mesh of the shards.
     """
     if unit.rest_mesh is not None:
-        for around in unit.relations.around:
+        for around in unit.relations.units_around():
             for each in (around, *around.relations.below):
                 if (
                     each.is_sharded

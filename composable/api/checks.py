@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -34,6 +34,9 @@ from composable.errors import AnnotationError, ClashError, TiedParametersError, 
 from composable.memory.torch_private import hooks_after_accumulation, local_of
 
 logger = logging.getLogger("composable")
+
+# Bytes that a parameter takes for nothing, from which on `warn_of_padding` tells of it.
+PADDING_TOLD: Final = 1 << 20
 
 _DONE: Final = {SHARD: "sharded", REPLICATE: "replicated"}
 
@@ -311,6 +314,36 @@ def warn_of_gradients(parameters: Sequence[Managed[nn.Parameter]]) -> None:
             " tells whether they were averaged over the ranks. Run backward after annotating",
             few(found),
         )
+
+
+def warn_of_padding(units: Iterable[Unit]) -> None:
+    """Log the first large parameter that leaves ranks empty, and what to write: experts that are
+    stacked in one parameter have fewer rows than there are ranks.
+
+    Every rank reserves as much as the largest shard, in gathered parameters and in messages.
+    """
+    groups = [(unit, group) for unit in units for group in unit.groups]
+    for unit, group in groups:
+        for slot in group.slots if group.is_sharded and not group.extended else ():
+            shape, ranks = slot.shape, slot.num_shards
+            if not shape or not slot.numel:
+                continue
+            reserved = [slot.numel // size * -(size // -ranks) * ranks for size in shape]
+            here, best = reserved[slot.dim], reserved.index(min(reserved))
+            nbytes = (here - slot.numel) * group.precision.compute.itemsize
+            if nbytes < PADDING_TOLD or 2 * here < 3 * reserved[best]:
+                continue  # another dimension does not save much
+            order = slot.order or tuple(range(len(shape)))
+            logical = tuple(shape[order.index(dim)] for dim in range(len(shape)))
+            logger.warning(
+                "fully_shard: parameter '%s' of unit '%s', %s, is sharded along dimension %d, which"
+                " leaves some of %d ranks empty: gathered, and in messages, it takes %.1f times its"
+                " size. Shard it along dimension %d: shard_placement_fn=lambda parameter: Shard(%d)"
+                " if parameter.shape == %s else None",
+                slot.name, unit.name, logical, slot.cut_dim, ranks, here / slot.numel,
+                order[best], order[best], logical,
+            )  # fmt: skip
+            return
 
 
 # --- wrappers and verbs of torch ----------------------------------------------------------------

@@ -45,6 +45,7 @@ from composable.api.checks import (
     refuse_wrapped,
     tied_to_replicated,
     warn_of_gradients,
+    warn_of_padding,
 )
 from composable.api.mesh import (
     Mesh,
@@ -170,6 +171,7 @@ def annotate(
             _planned.reset(token)
     unit = _attach(verb, plans[0])
     settle(modules, unit, [(owner, managed.tensor, managed.places) for owner, managed in tied])
+    warn_of_padding(state for plan in plans if (state := verb.state(plan.modules[0])) is not None)
     if any(plan.settings.get("offload") for plan in plans):
         warn_of_no_offload(comm.device)
 

@@ -11,6 +11,7 @@ A comm may send from and into memory of others (comm/supplied.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -126,32 +127,37 @@ class Gather:
     def _plan_copy_out(self, layout: Layout) -> None:
         """How packed parameters get from the staging buffer, a row per rank, to their place."""
         self._columns: tuple[list[int], list[Tensor]] | None = None
-        self._copies: tuple[list[Tensor], list[Tensor]] | None = None
-        self._cut: list[tuple[Tensor, int, Slot]] = []
-        staging, ranks = self._staging, layout.num_shards
+        self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+        staging, ranks, row = self._staging, layout.num_shards, layout.packed_numel
         if staging is None:
             return
         self._rows = staging.tensor.data.view(ranks, -1)
         packed = [slot for slot in layout.of(Route.PACKED) if slot.chunk_numel]
-        if any(slot.dim != 0 for slot in packed):
-            self._cut = [
-                (self._room(slot), slot.shard_start - layout.packed_start, slot) for slot in packed
-            ]
+        straight = [slot for slot in packed if slot.dim == 0]
+        if self._comm.traits.on_stream and straight == packed:
+            # On an accelerator one kernel. A host does the same in half of the time without it:
+            # `split_with_sizes_copy` makes views.
+            self._plan_columns(packed, layout)
             return
-        if not self._comm.traits.on_stream:
-            # On a host in half the time of `split_with_sizes_copy`, which makes views; on an
-            # accelerator that is one kernel.
-            into, row, targets, sources = self.buffer_of(packed[0]), layout.packed_numel, [], []
+        targets, sources = self._copies
+        for chunk, slots in groupby(straight, key=lambda slot: slot.chunk_numel):
+            alike = list(slots)
+            into = self.buffer_of(alike[0])
             assert into is not None
-            for chunk, slots in groupby(packed, key=lambda slot: slot.chunk_numel):
-                alike = list(slots)
-                full = [slot.full_start for slot in alike]
-                sent = [slot.shard_start - layout.packed_start for slot in alike]
-                targets.append(_stacked(into, full, ranks, chunk, chunk))
-                sources.append(_stacked(staging, sent, ranks, row, chunk))
-            self._copies = targets, sources
-            return
-        sizes, targets = [], []
+            full = [slot.full_start for slot in alike]
+            sent = [slot.shard_start - layout.packed_start for slot in alike]
+            targets.append(_stacked(into, full, ranks, chunk, chunk))
+            sources.append(_stacked(staging, sent, ranks, row, chunk))
+        for slot in packed:
+            into, start = self.buffer_of(slot), slot.shard_start - layout.packed_start
+            assert into is not None
+            for each in _across(slot, row):
+                at = slot.full_start + each.at
+                targets.append(into.part(at, each.shape, each.strides).data)
+                sources.append(staging.part(start + each.row_at, each.shape, each.row_strides).data)
+
+    def _plan_columns(self, packed: Sequence[Slot], layout: Layout) -> None:
+        ranks, sizes, targets = layout.num_shards, list[int](), list[Tensor]()
         ends = [
             *(slot.shard_start for slot in packed[1:]),
             layout.packed_start + layout.packed_numel,
@@ -199,20 +205,10 @@ class Gather:
             self._staging.free()
 
     def copy_out(self) -> None:
-        rows = self._rows
         if self._columns is not None:
-            torch.split_with_sizes_copy(rows, self._columns[0], dim=1, out=self._columns[1])
-            return
-        if self._copies is not None:
+            torch.split_with_sizes_copy(self._rows, self._columns[0], dim=1, out=self._columns[1])
+        else:
             torch._foreach_copy_(*self._copies)
-            return
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for room, start, slot in self._cut:
-            for target, source in row_pairs(slot, room, rows[:, start : start + slot.chunk_numel]):
-                targets.append(target)
-                sources.append(source)
-        torch._foreach_copy_(targets, sources)
 
     def end_sending(self) -> None:
         """The gather has read its input."""
@@ -245,26 +241,35 @@ def _stacked(
     return buffer.part(starts[0], (len(starts), ranks, chunk), (step, row, 1)).data
 
 
-def row_pairs(slot: Slot, whole: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of views with equal shapes: parts of a whole parameter (flat, in memory order), and of
-    rows with a chunk per rank.
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """What is copied as it is, elements of `shape`: where it begins in a parameter and in the
+    rows of all ranks, and how it strides there.
     """
-    ranks, chunk = slot.num_shards, slot.chunk_numel
+
+    shape: tuple[int, ...]
+    at: int
+    strides: tuple[int, ...]
+    row_at: int
+    row_strides: tuple[int, ...]
+
+
+def _across(slot: Slot, row: int) -> list[_Copy]:
+    """The copies of a parameter that is cut along another dimension than its first, from rows of
+    `row` elements.
+    """
     if slot.dim == 0:
-        return [(whole.view(ranks, chunk), rows)]
+        return []
+    ranks, outer = slot.num_shards, slot.outer
+    inner = slot.numel // (outer * slot.shape[slot.dim])  # elements of an index of `dim`
+    line = slot.shape[slot.dim] * inner
     if slot.even:  # one strided copy
-        inner = chunk // slot.outer
-        return [
-            (
-                whole.view(slot.outer, ranks, inner).transpose(0, 1),
-                rows.view(ranks, slot.outer, inner),
-            )
-        ]
-    shaped = whole.view(slot.shape)
-    pairs = []
+        part = line // ranks
+        return [_Copy((ranks, outer, part), 0, (part, line, 1), 0, (row, part, 1))]
+    found = []
     for rank in range(ranks):
         start, length = slot.extent(rank)
         if length:
-            source = rows[rank, : slot.local_numel(rank)].view(slot.local_shape(rank))
-            pairs.append((shaped.narrow(slot.dim, start, length), source))
-    return pairs
+            part = length * inner
+            found.append(_Copy((outer, part), start * inner, (line, 1), rank * row, (part, 1)))
+    return found

@@ -163,7 +163,8 @@ def owner_of(parameter: Tensor) -> Owner | None:
 
 
 def unit_mesh_of(parameter: Tensor) -> tuple[DeviceMesh | None, object]:
-    """The mesh over which the parameter's gradient is reduced, and the outermost annotation around.
+    """The mesh over which the parameter's gradient is reduced, and the number of the outermost
+    annotation around.
 
     The mesh is None for one rank; both are None for a parameter that no unit manages.
     """

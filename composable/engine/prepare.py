@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter, is_
+from functools import partial
+from operator import attrgetter, call, is_, is_not
 from traceback import walk_stack
 from typing import Any, Final, Protocol
 from weakref import WeakSet, ref
@@ -61,6 +62,7 @@ from composable.memory.torch_private import (
 )
 
 logger = logging.getLogger("composable")
+_is_alive: Final = partial(is_not, None)
 _dtype_of: Final = attrgetter("dtype")
 _grad_dtype_of: Final = attrgetter("grad_dtype")
 
@@ -149,8 +151,11 @@ class Preparation:
             *self._own,
             *(param.compute for param in params if param.compute is not param.own),
         ]
-        around = dict.fromkeys(each for unit in units for each in (unit, *unit.relations.around))
-        self._modules = list(dict.fromkeys(module for unit in around for module in unit.modules))
+        around = dict.fromkeys(
+            each for unit in units for each in (unit, *unit.relations.units_around())
+        )
+        # weak: what is around the root's units may be dropped before them
+        self._modules: list[Any] = [ref(module) for unit in around for module in unit.modules]
         self._watched, self._followed = self._look(), self._trainability()
 
     def _trainability(self) -> list[bool]:
@@ -188,7 +193,7 @@ class Preparation:
             and all(map(is_, map(local_of, self._sharded), self._shards))
             and self._trainability() == self._followed
             and self._look() == self._watched
-            and all(map(hooks_attached, self._modules))
+            and all(map(hooks_attached, filter(_is_alive, map(call, self._modules))))
         )
 
     @outside_transforms
@@ -201,7 +206,7 @@ class Preparation:
                 " scope; to keep parameters unsharded for forwards, use keep_unsharded(model)"
             )
         # without its hooks, an annotation around a unit would not be noticed at all
-        for each in (unit, *unit.relations.around):
+        for each in (unit, *unit.relations.units_around()):
             _refuse_cleared_hooks(each)
         _refuse_left_alone(unit)
         _refuse_optimizers_of_torch(unit)

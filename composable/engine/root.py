@@ -76,7 +76,7 @@ from composable.errors import (
     first_line,
 )
 from composable.memory.activations import close_interrupted
-from composable.memory.elastic import release_idle_memory
+from composable.memory.elastic import keep_idle_memory, release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
 from composable.memory.torch_private import (
@@ -348,7 +348,8 @@ class Root:
         if unit not in units:
             # annotated in a list, and called through a member that does not hold the others
             units = [unit]
-        shared = [each for each in units if _is_also_below_another(each, unit)]
+        known = _related_to(unit)
+        shared = [each for each in units if not known.issuperset(each.relations.around)]
         # Replicated units that own a parameter which modules here read as well.
         owners = [unit_of(parameter) for top in tops for parameter in top.parameters()]
         units += [owner for owner in owners if owner is not None and owner.kind is Kind.BESIDE]
@@ -473,7 +474,7 @@ class Root:
         assert forward is not None
         for outer in step.running if forward.with_gradients else ():
             if outer is not unit:
-                unit.relations.ran_inside[outer] = None
+                outer.relations.ran_around[unit] = None
         call.inside = (
             not call.outermost and unit.kind is not Kind.ARRIVAL
         ) or self._is_called_by_another(unit)
@@ -558,6 +559,7 @@ class Root:
                 self.eager_because = Root.trace_reductions(self)
             elif not self.eager_because:
                 self.eager_because = NOT_ON
+        keep_idle_memory(self)
 
     def _show(self) -> None:
         for unit in self.post_backward.beside:
@@ -692,10 +694,10 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:
                     unit.free()
-        if iteration.end is None and BY_HAND in self.units[0].kept_by:
-            self._reveal()
-        if self.step.iteration is None:
-            release_idle_memory()  # of streams that communicate
+        if iteration.end is None:
+            if BY_HAND in self.units[0].kept_by:
+                self._reveal()
+            release_idle_memory(self)
         wait_for_traffic()  # CPU offload
 
     @property
@@ -762,8 +764,9 @@ class Root:
         if iteration is None:
             # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.step.iteration = Iteration(self._streams.here())
-        end = _end_of_backward(self)
-        iteration.end = ref(end)
+        keep_idle_memory(self)
+        # the engine alone holds it: what raises below must not keep it with its traceback
+        iteration.end = ref(_end_of_backward(self))
         for unit in self.units:
             unit.kept_by.pop(EXPLICIT, None)
         self._preparation.follow_freezing()  # what `requires_grad` says now decides
@@ -839,9 +842,9 @@ class Root:
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
         # at the end of backward. Ranks that enter an expert leave the units before it earlier than
         # ranks that do not, and both must launch in the same order.
-        ran_inside = unit.relations.ran_inside
+        ran_around = unit.relations.ran_around
         for other in [*reversed(iteration.active)]:
-            if other not in ran_inside and unit not in other.relations.ran_inside:
+            if other not in ran_around and unit not in other.relations.ran_around:
                 self._leave_backward(other, iteration)
                 # With several forwards before one backward, a unit is reduced when the last of them
                 # has been left.
@@ -932,7 +935,8 @@ class Root:
         if not self.step.running:
             unit.step.to_run = []  # a recomputation ran some of its modules only
         unit.hold_at_rest()
-        unit.free()
+        if len(unit.modules) == 1 or unit.step.pending <= 0:
+            unit.free()  # of several modules: when backward has been in all that ran
 
     def launch_rest(self) -> None:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it
@@ -986,8 +990,8 @@ class Root:
                 unit.free()
         if not self.step.running and BY_HAND in self.units[0].kept_by:
             self._reveal()
-        if following is None:
-            release_idle_memory()
+        if not self.step.running:
+            release_idle_memory(self)
 
     # --- a lost step -----------------------------------------------------------------------------
 
@@ -1001,8 +1005,8 @@ class Root:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")
 
     def on_failed_backward(self) -> None:
-        """A backward raised. Modules hold at-rest parameters again; the next forward resets the
-        rest. Waits for nothing.
+        """A backward raised. Modules hold at-rest parameters again, and a host frees what has been
+        gathered; the next forward resets the rest. Waits for nothing.
         """
         if self.phase is not Phase.LOST:
             return  # a forward has reset this step already, or another backward has begun
@@ -1010,6 +1014,11 @@ class Root:
             hear_arrivals(unit.gradients.arrivals.values())  # undoes what `PostBackward.enter` did
             if not unit.step.depth:
                 unit.swap_out()
+                # with an accelerator a thread of autograd is here, beside the caller's next forward
+                if self._streams.here() is None and unit.is_unsharded:
+                    unit.free()
+        if not self.step.running:
+            release_idle_memory(self)
 
     def reset(self, why: str = "") -> None:
         """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop
@@ -1042,7 +1051,7 @@ class Root:
             if EXPLICIT in unit.kept_by:
                 unit.show()
         _drop(self.units[0], self.post_backward.buckets.drop)
-        release_idle_memory()
+        release_idle_memory(self)
 
     # --- split backwards -------------------------------------------------------------------------
 
@@ -1106,7 +1115,6 @@ class Root:
             self.reset()
             raise
         wait_for_traffic()
-        release_idle_memory()
 
 
 Root.in_use = Root
@@ -1129,13 +1137,13 @@ def _drop(unit: Unit, drop: Callable[[], None]) -> None:
         logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
 
 
-def _is_also_below_another(unit: Unit, top: Unit) -> bool:
-    """Whether `unit` lies below an annotated module that `top` is neither around nor inside of."""
-    # a unit is within itself
-    around = [other for other in unit.relations.around if other is not unit and other is not top]
-    return any(
-        other not in top.relations.around and top not in other.relations.around for other in around
-    )
+def _related_to(top: Unit) -> set[int]:
+    """The numbers of annotations around `top`, of its own, and of those inside of it. What is below
+    others, too, or was, is shared.
+    """
+    relations = top.relations
+    inside = {unit.relations.number for unit in relations.below}
+    return {relations.number, *relations.around, *inside}
 
 
 def root_of(unit: Unit) -> Root | None:

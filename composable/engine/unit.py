@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, Final, NoReturn, Protocol
 from weakref import ref
 
@@ -269,21 +270,30 @@ class UnitStep:
 class Relations:
     """Of one unit to others; sets in the order in which they came.
 
+    A unit keeps alive what is below it, and not what is around it, which may be dropped. When that
+    is collected differs between ranks, so that decisions which all ranks make alike go by numbers.
+
     Attributes:
-        around: annotated around it.
+        number: of the annotation.
+        around: annotated around it, and it itself, by number; of dropped ones the numbers stay.
         below: annotated before it, in its modules.
         readers: whose modules read parameters of it.
-        ran_inside: whose forward was running at some call of it.
+        ran_around: whose forward began at some time while one of it was running.
         is_shared: it lies below several annotated models, see `Root.shared`.
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
     """
 
-    around: dict[Unit, None] = field(default_factory=dict)
+    number: int = field(default_factory=partial(next, count()))
+    around: dict[int, ref[Unit]] = field(default_factory=dict)
     below: dict[Unit, None] = field(default_factory=dict)
     readers: dict[Unit, None] = field(default_factory=dict)
-    ran_inside: dict[Unit, None] = field(default_factory=dict)
+    ran_around: dict[Unit, None] = field(default_factory=dict)
     is_shared: bool = False
     model_group: ref[dist.ProcessGroup] | None = None
+
+    def units_around(self) -> list[Unit]:
+        """Those of `around` that are alive."""
+        return [unit for to_unit in self.around.values() if (unit := to_unit()) is not None]
 
 
 @dataclass(slots=True)
@@ -873,8 +883,8 @@ class Unit:
                 keep = any(map(self._aliases, tensors_in(output)))
             self.end_call(call, keep=keep)
         except BaseException:
-            if root is not None and self in root.running:
-                root.on_error(self)
+            if root is not None and (self in root.running or not root.running):
+                root.on_error(self)  # of the outermost forward, also if its end raised
             raise
         return output
 
@@ -1185,12 +1195,13 @@ class Unit:
         """Replicated units around which there are no shards any more rest as plain parameters
         again.
         """
-        around, found = [*self.relations.around], [*self.relations.below]
+        around, found = self.relations.units_around(), [*self.relations.below]
         self.relations.around, self.relations.below = {}, {}
         for unit in found:
-            unit.relations.around.pop(self, None)
+            unit.relations.around.pop(self.relations.number, None)
         for unit in around:
             unit.relations.below.pop(self, None)
+            unit.relations.ran_around.pop(self, None)
         for other in dict.fromkeys(
             [*found, *around, *(other for unit in around for other in unit.relations.below)]
         ):
@@ -1200,12 +1211,16 @@ class Unit:
         """Decide the kind of a replicated unit and how its parameters rest, see `Kind`."""
         if self.is_sharded or not self.params or self.mesh_info.mesh is None:
             return
-        meshes = [
-            mesh for unit in self.relations.around if (mesh := unit._mesh_of_shards()) is not None
-        ]
-        kind, rest_mesh = _without_shards(self.mesh_info), None
-        if meshes:
-            kind, mesh = Kind.BESIDE, meshes[-1]
+        kind, rest_mesh, mesh = _without_shards(self.mesh_info), None, None
+        for to_unit in reversed(self.relations.around.values()):
+            around = to_unit()
+            if around is None:
+                return  # it was dropped, maybe not yet on other ranks: what it has decided stays
+            mesh = around._mesh_of_shards()
+            if mesh is not None:
+                break
+        if mesh is not None:
+            kind = Kind.BESIDE
             if sorted(mesh.mesh.flatten().tolist()) == sorted(self.mesh_info.mesh.mesh.tolist()):
                 rest_mesh = mesh
         if (kind, rest_mesh) != (self.kind, self.rest_mesh):
@@ -1233,11 +1248,15 @@ class Unit:
         """The relations of `unit`, of which this is the copy, among the units that were copied with
         it.
         """
-        self.relations.around, self.relations.below, self.relations.readers = (
+        self.relations.below, self.relations.readers = (
             {twins[other]: None for other in related if other in twins}
-            for related in (unit.relations.around, unit.relations.below, unit.relations.readers)
+            for related in (unit.relations.below, unit.relations.readers)
         )
-        groups = [other.mesh_info.all.group for other in unit.relations.around if other in twins]
+        around = [other for other in unit.relations.units_around() if other in twins]
+        self.relations.around = {
+            twin.relations.number: ref(twin) for twin in (twins[other] for other in around)
+        }
+        groups = [other.mesh_info.all.group for other in around]
         self.relations.model_group = (
             group
             if (group := unit.relations.model_group) is not None and group() in groups
@@ -1378,7 +1397,7 @@ def settle(
     own.relations.below = dict.fromkeys(units[1:])
     on_undo(own._leave_tree)  # before ties are undone: all places of a tied parameter get its form
     for unit in units:
-        unit.relations.around[own] = None
+        unit.relations.around[own.relations.number] = ref(own)
     for unit in units:
         unit.choose_rest()
     for unit in dict.fromkeys(unit for unit, _, _ in tied):

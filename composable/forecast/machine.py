@@ -30,6 +30,7 @@ from composable.comm.choose import PAIRS_UP_TO
 from composable.comm.host import GenericComm, PointToPointComm
 from composable.errors import ForecastError
 from composable.forecast.devices import Device
+from composable.memory.elastic import keeps_idle_memory, release_idle_memory
 from composable.memory.torch_private import DoneWork, name_of_group
 
 COMPUTE: Final = "compute"
@@ -249,14 +250,17 @@ class Machine:
 
     def keeps_idle(self, before: int, after: int) -> None:
         """The buffer of a host gives its block to the idle ones, or takes one of them."""
-        if before:
+        if before and keeps_idle_memory():
             self._idle[before] += 1
             self._held[Kind.IDLE] += before
         if after and self._idle[after]:
             self._idle[after] -= 1
             self._held[Kind.IDLE] -= after
 
-    def release_idle(self) -> None:
+    def release_idle(self, user: object) -> None:
+        release_idle_memory(user)
+        if keeps_idle_memory():
+            return
         self._held[Kind.IDLE] -= sum(nbytes * count for nbytes, count in self._idle.items())
         self._idle.clear()
 

@@ -108,7 +108,7 @@ def _may_be_outermost(units: list[Unit]) -> None:
         if (
             unit.modules
             and unit in AUTOMATIC
-            and not any(o is not unit for o in unit.relations.around)
+            and {*unit.relations.around} <= {unit.relations.number}
         ):
             unit.spec = replace(unit.spec, reshard_after_forward=None)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Final
+from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from composable.memory.torch_private import CAN_SWAP, swap_memory, view_without_
 # the system, and then every use faults all pages in again; an accelerator's caching allocator does
 # not need this.
 _IDLE: Final[dict[int, list[torch.UntypedStorage]]] = {}
+# Whose forward or backward runs. Blocks are kept until the last of these ends: what is freed
+# outside of them serves nobody soon, and goes back to the system at once.
+_USERS: Final[set[ref[Any]]] = set()
 _IS_ELASTIC: Final = "_composable_is_elastic"
 
 
@@ -41,13 +45,27 @@ def borrow(numel: int, dtype: torch.dtype) -> Tensor:
 def give_back(tensor: Tensor) -> None:
     """Return what `borrow` gave. No alias of `tensor` may be used afterwards."""
     block = tensor.untyped_storage()
-    _IDLE[block.nbytes()].append(block)
+    if _USERS:
+        _IDLE[block.nbytes()].append(block)
 
 
-def release_idle_memory() -> None:
-    """Return all idle blocks to the system."""
-    for blocks in _IDLE.values():
+def keep_idle_memory(user: object) -> None:
+    """From now on keep blocks that are freed, since they are used again soon: until
+    `release_idle_memory(user)`, or nothing else refers to `user`.
+    """
+    _USERS.add(ref(user, _USERS.discard))
+
+
+def release_idle_memory(user: object) -> None:
+    """`user` needs idle blocks no longer; if it was the last user, all return to the system."""
+    _USERS.discard(ref(user))
+    for blocks in () if _USERS else _IDLE.values():
         blocks.clear()
+
+
+def keeps_idle_memory() -> bool:
+    """Whether a block that is freed now is kept."""
+    return bool(_USERS)
 
 
 def idle_blocks() -> Iterator[torch.UntypedStorage]:
@@ -124,8 +142,8 @@ class ElasticBuffer:
         self.held = True
 
     def free(self) -> None:
-        """Give the memory back, if it is there: a host's to the idle blocks, an accelerator's to
-        its caching allocator.
+        """Give the memory back, if it is there: a host's to the idle blocks or to the system, an
+        accelerator's to its caching allocator.
         """
         if not self.held:
             return
@@ -136,7 +154,8 @@ class ElasticBuffer:
             assert self._block is not None
             block, self._block = self._block, None
             swap_memory(self._storage, block)
-            self._idle.append(block)
+            if _USERS:
+                self._idle.append(block)
 
 
 def is_elastic(storage: torch.UntypedStorage) -> bool:

@@ -32,7 +32,7 @@ from composable.engine.param_hooks import move_hooks
 from composable.engine.root import planned_roots
 from composable.engine.unit import Unit, unit_of
 from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
-from composable.memory.elastic import ElasticBuffer, release_idle_memory
+from composable.memory.elastic import ElasticBuffer
 from composable.memory.torch_private import local_of
 from composable.state.whole import (
     Managed,
@@ -372,7 +372,6 @@ class _Materialization:
                 each.managed.param.register(each.at_rest)
                 follow_whole(each.at_rest, each.parameter)
                 each.buffer.free()
-        release_idle_memory()
 
     def compare(self, units: Sequence[Unit]) -> None:
         """Raise on all ranks if initialisers gave them different values."""

@@ -26,7 +26,7 @@ from composable.comm import (
     reduce_numbers,
     world_group,
 )
-from composable.memory.elastic import idle_bytes, release_idle_memory
+from composable.memory.elastic import idle_bytes, keep_idle_memory, release_idle_memory
 from composable.memory.streams import Streams
 from tests.helpers.world import Pool, spmd
 
@@ -279,7 +279,7 @@ def test_pairs_are_added_in_the_order_of_ranks_so_that_every_run_rounds_alike() 
 @spmd(ranks=3)
 def test_a_reduction_gives_back_the_memory_that_it_borrowed_and_leaves_its_source() -> None:
     comm = _comm("pairs")
-    release_idle_memory()
+    keep_idle_memory(comm)  # as within a step
     for _ in range(3):
         source = _numbers(6, comm.rank)
         before = source.clone()
@@ -290,6 +290,8 @@ def test_a_reduction_gives_back_the_memory_that_it_borrowed_and_leaves_its_sourc
         assert idle_bytes() == 2 * 2 * 4, (
             "two peers' rows of two elements, borrowed again and again"
         )
+    release_idle_memory(comm)
+    assert idle_bytes() == 0
 
 
 @spmd(ranks=2)

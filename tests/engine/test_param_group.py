@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.comm import Traits
 from composable.engine.layout import ParamShape
@@ -230,6 +231,37 @@ def test_packed_parameters_get_their_memory_when_their_message_has_landed() -> N
     assert all(storage.nbytes() == 0 for storage in before), (
         "aliases of the parameters hold no memory"
     )
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("number", [2, 4])  # the columns are cut evenly, or not
+def test_packed_parameters_are_put_in_their_place_by_one_operator_whatever_dimension_is_cut(
+    number: int,
+) -> None:
+    given_ = values_of([ParamShape("", (4, 3)), ParamShape("", (3, 6)), ParamShape("", (7,))])
+    ranks = ranks_of(given_, [0, 1, 0], infos_of_shards(number, traits=PACKED), FLOAT32)
+
+    seen = _Operators()
+
+    def land(rank: Rank) -> None:
+        rank.group._wait()
+        with seen:
+            rank.group.gather.land()
+
+    each(ranks, lambda rank: rank.group.unshard(), land)
+    assert seen.names == ["_foreach_copy_"] * number
+    for rank in ranks:
+        for compute, value in zip(rank.compute, given_, strict=True):
+            assert torch.equal(compute.data, value)
 
 
 def test_a_gather_that_fails_leaves_the_group_sharded_without_memory() -> None:

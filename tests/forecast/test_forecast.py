@@ -56,7 +56,6 @@ from composable.forecast import (
     suggest,
 )
 from composable.forecast.plans import _Search, repeated
-from composable.memory.elastic import release_idle_memory
 from composable.memory.torch_private import WRAPPERS, group_named
 from tests.helpers.communicators import Around
 from tests.helpers.world import Pool
@@ -282,7 +281,6 @@ class CountingDTensors(TorchDispatchMode):
 def real_step(name: str, sizes: dict[str, int]) -> tuple[list[Any], int, int]:
     """Messages of the second step, its peak, and bytes at rest before it."""
     gc.collect()
-    release_idle_memory()
     before = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     seen: list[tuple[str, str, int, int]] = []
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))

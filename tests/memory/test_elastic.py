@@ -19,6 +19,7 @@ from composable.memory.elastic import (
     give_back,
     idle_bytes,
     is_elastic,
+    keep_idle_memory,
     release_idle_memory,
     with_own_storage,
 )
@@ -27,11 +28,19 @@ from composable.memory.torch_private import CAN_SWAP
 CPU = torch.device("cpu")
 
 
+class Step:
+    """Who uses idle memory."""
+
+
+STEP = Step()
+
+
 @pytest.fixture(autouse=True)
-def _no_idle_memory() -> Iterator[None]:
-    release_idle_memory()
+def _within_a_step() -> Iterator[None]:
+    keep_idle_memory(STEP)
     yield
-    release_idle_memory()
+    release_idle_memory(STEP)
+    assert idle_bytes() == 0
 
 
 @pytest.fixture(params=["swapping", "resizing"])
@@ -240,12 +249,40 @@ def test_idle_memory_is_released_and_held_memory_is_not() -> None:
     freed.free()
     give_back(borrow(16, torch.float32))
     assert idle_bytes() == 64 + (freed.nbytes if CAN_SWAP else 0)
-    release_idle_memory()
+    release_idle_memory(STEP)
     assert idle_bytes() == 0
     assert buffer.tensor.tolist() == [7.0] * 6
     freed.allocate()
     freed.tensor.fill_(8.0)
     assert buffer.tensor.tolist() == [7.0] * 6
+
+
+def test_memory_that_is_freed_outside_of_a_step_does_not_idle(pooled: bool) -> None:
+    buffer, rows = _buffer(), borrow(16, torch.float32)
+    release_idle_memory(STEP)
+    buffer.free()
+    give_back(rows)
+    assert idle_bytes() == 0
+    buffer.allocate()
+    assert buffer.tensor.untyped_storage().nbytes() == buffer.nbytes
+
+
+@needs_swap
+def test_idle_memory_is_kept_until_the_last_of_several_steps_has_ended_or_is_gone() -> None:
+    other, lost = Step(), Step()
+    keep_idle_memory(other)
+    keep_idle_memory(other)
+    keep_idle_memory(lost)
+    buffer = _buffer()
+    buffer.free()
+    release_idle_memory(STEP)
+    del lost
+    assert idle_bytes() == buffer.nbytes
+    release_idle_memory(other)
+    assert idle_bytes() == 0
+    buffer.allocate()
+    buffer.free()
+    assert idle_bytes() == 0
 
 
 _STEPS: dict[str, Callable[[ElasticBuffer], None]] = {
@@ -267,7 +304,8 @@ def test_held_buffers_never_share_memory(sizes: list[int], steps: list[tuple[int
         number %= len(buffers)
         was_held = buffers[number].held
         if step == "release":
-            release_idle_memory()
+            release_idle_memory(STEP)
+            keep_idle_memory(STEP)
         else:
             _STEPS[step](buffers[number])
         if step == "allocate" and not was_held:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
 from composable import checkpoint, describe, fully_shard, offload_activations, registry, replicate
 from tests.helpers.battery import BATTERY, Case
@@ -207,6 +208,45 @@ def test_a_policy_passes_over_containers_without_a_forward() -> None:
         assert all(
             verb.__name__ in registry(module) for module in (model, model.embedding, *model.blocks)
         )
+
+
+class _Experts(nn.Module):
+    """Of several, stacked in one parameter."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(shape, device="meta"))
+        self.bias = nn.Parameter(torch.empty(shape[0], device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eoi->beo", x, self.up) + self.bias[:, None]
+
+
+def _told_of(*shape: int, dim: int | None = None) -> list[str]:
+    model = nn.Sequential(_Experts(*shape), _Experts(*shape))
+    placement = None if dim is None else (lambda p: Shard(dim) if p.ndim == 3 else None)
+    with logged() as lines:
+        fully_shard(model, policy={_Experts}, shard_placement_fn=placement)
+    return lines
+
+
+@spmd(ranks=4)
+def test_a_large_parameter_that_leaves_ranks_empty_is_told_once_with_what_to_write() -> None:
+    assert _told_of(2, 512, 600) == [
+        "WARNING: fully_shard: parameter 'up' of unit '0', (2, 512, 600), is sharded along dimension"
+        " 0, which leaves some of 4 ranks empty: gathered, and in messages, it takes 2.0 times its"
+        " size. Shard it along dimension 1: shard_placement_fn=lambda parameter: Shard(1) if"
+        " parameter.shape == (2, 512, 600) else None"
+    ]
+    (line,) = _told_of(5, 512, 600)  # two, two, one and none
+    assert "1.6 times" in line
+    # experts for all ranks; as the warning says; small
+    for silent in (
+        _told_of(4, 512, 600),
+        _told_of(2, 512, 600, dim=1),
+        _told_of(2, 64, 64),
+    ):
+        assert silent == []
 
 
 class _CallableList(nn.ModuleList):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
-from composable import checkpoint, fully_shard, register_forward_method, remove, replicate
+from composable import checkpoint, describe, fully_shard, register_forward_method, remove, replicate
 from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.refusals import refusal, same_on_all
@@ -212,6 +212,19 @@ def test_ranks_that_run_different_units_are_told_so_by_name(
         " rank must run the same annotated modules in the same order. If data decides what"
         " runs, annotate a module around it"
     )
+
+
+@spmd(ranks=2)
+def test_a_step_is_lost_on_the_rank_whose_first_forward_ends_before_that_of_others() -> None:
+    model = _model()
+    fully_shard(model, policy={Layer}, reshard_after_forward=False)
+    if dist.get_rank() == 1:
+        model.forward = lambda x: model.head(model.encoder(x))  # type: ignore[method-assign]
+    told = refusal(lambda: model(_batch()))
+    assert "rank 0 runs 'decoder', rank 1 ends" in told
+    assert [unit["state"] for unit in describe(model).to_dict()["units"]] == ["SHARDED"] * 3
+    vars(model).pop("forward", None)
+    _good_step(model)
 
 
 @pytest.mark.parametrize("keep", [False, True])

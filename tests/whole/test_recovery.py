@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from typing import Final
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import describe, registry, replicate
+from composable.engine.root import Root
 from composable.errors import PhaseError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_gradients
@@ -214,6 +216,27 @@ def test_a_second_backward_of_a_step_that_is_lost_is_refused(scheme: str) -> Non
         model.zero_grad()
 
     assert_same_gradients(BATTERY["a unit used several times"], SCHEMES[scheme].annotate, program)
+
+
+@spmd(ranks=2)
+def test_a_second_backward_is_refused_also_if_the_first_raised_as_it_began() -> None:
+    """The program keeps the error, whose traceback keeps frames of the library."""
+    kept: list[MemoryError] = []
+
+    def program(model: nn.Module, x: Tensor) -> None:
+        losses = [_loss(model(x)), _loss(model(x))]
+        if not any(registry(module) for module in model.modules()):
+            return
+        with mock.patch.object(Root, "_show", _fail), pytest.raises(MemoryError) as failure:
+            losses[0].backward()
+        kept.append(failure.value)
+        with pytest.raises(PhaseError, match="after an earlier one of the same step had raised"):
+            losses[1].backward()
+        model.zero_grad()
+
+    case = BATTERY["a unit used several times"]
+    assert_same_gradients(case, SCHEMES["fully_shard by policy"].annotate, program)
+    assert kept
 
 
 def _states_after(failure: str, scheme: str) -> list[str]:

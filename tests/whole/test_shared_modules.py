@@ -4,9 +4,12 @@ any order of their steps.
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Final
+from weakref import ref
 
 import pytest
 import torch
@@ -261,3 +264,47 @@ def test_a_shared_encoder_trains_on_other_numbers_of_ranks(
     pool: Pool, ranks: int, plan: str
 ) -> None:
     pool.run(ranks, _agree, plan)
+
+
+# --- one after another ---------------------------------------------------------------------------
+
+
+def _drop_one_after_another(verb: Callable[..., object], collected: str) -> None:
+    torch.manual_seed(0)
+    encoder = Encoder().double()
+    plain = copy.deepcopy(encoder)
+    verb(encoder, policy={nn.Linear})
+    gone = []
+    for task in range(4):
+        torch.manual_seed(task)
+        model = Model(encoder, 3).double()
+        alone = Model(plain, 3)
+        alone.head = copy.deepcopy(model.head)
+        verb(model)
+        for each, ranks in ((model, [dist.get_rank()]), (alone, range(dist.get_world_size()))):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            for _ in range(2):
+                for rank in ranks:
+                    x = torch.full((3, 6), 0.1 * rank + task, dtype=torch.float64)
+                    (each(x).square().mean() / len(ranks)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            each(x).sum()  # a forward that nobody uses
+        gone += [ref(model), ref(model.head.weight)]
+        del model, each, optimizer
+        # garbage is collected at other times on other ranks: nothing depends on it
+        if collected == "on all ranks" or (collected == "on one" and dist.get_rank() == 0):
+            gc.collect()
+    gc.collect()
+    assert [each for each in gone if each() is not None] == []
+    found = all_full(list(encoder.parameters()))
+    for value, expected in zip(found, plain.parameters(), strict=True):
+        torch.testing.assert_close(value, expected.detach())
+
+
+@pytest.mark.parametrize("collected", ["on all ranks", "on one", "at the end"])
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_models_around_one_encoder_that_are_dropped_one_after_another_are_freed(
+    pool: Pool, verb: Callable[..., object], collected: str
+) -> None:
+    pool.run(2, _drop_one_after_another, verb, collected)

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import checkpoint, fully_shard, no_sync, replicate
+from composable.comm import comms_wrapped_by
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import all_full, assert_mean_gradients
 from tests.helpers.world import Pool, spmd
 
@@ -120,6 +122,58 @@ def test_the_weight_of_the_next_module_is_whole_between_two_modules(
     pool: Pool, ranks: int, verb: str
 ) -> None:
     pool.run(ranks, _train_all, verb)
+
+
+# --- how often they are gathered -----------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Its first and its last module have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(7, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm, self.out = nn.LayerNorm(6), nn.Linear(6, 7, bias=False)
+        self.out.weight = self.emb.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.emb(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.out(self.norm(x)).square().mean()
+
+
+def _gathers_of_a_tied_unit(reshard: bool | None) -> tuple[int, int]:
+    torch.manual_seed(0)
+    plain, model, log = Tied().double(), Tied().double(), Log()
+    model.load_state_dict(plain.state_dict())
+    with comms_wrapped_by(lambda comm: Recording(comm, log)):
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard([model.norm, model.emb, model.out], reshard_after_forward=reshard)
+        fully_shard(model)
+    found = []
+    for forwards in (1, 2):
+        for each in (plain, model):
+            each.zero_grad()
+        x = torch.arange(4 * forwards).view(forwards, 4) % 7 + dist.get_rank()
+        log.events.clear()
+        for each in (plain, model):
+            torch.stack([each(row % 7) for row in x]).sum().backward()
+        assert_mean_gradients(plain, model, reshard)
+        found.append(log.labels().count("all-gather of unit 'norm'"))
+        assert log.labels().count("gradient reduction of unit 'norm'") == 1
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("reshard", "gathers"), [(None, 1), (False, 1), (True, 2)])
+def test_backward_gathers_a_unit_whose_first_module_runs_first_and_whose_last_runs_last_once(
+    pool: Pool, reshard: bool | None, gathers: int
+) -> None:
+    for once, of_two_forwards in pool.run(2, _gathers_of_a_tied_unit, reshard):
+        assert once == gathers
+        assert of_two_forwards == gathers + 1, "each root forward gathers anew"
 
 
 def _names_of_what_is_registered(model: Model) -> set[str]:
