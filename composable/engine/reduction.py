@@ -599,7 +599,9 @@ class Reduction:
             return reducer.first_stage.launch(
                 layout.trainable, terms, into, pieces[plan.flags_piece], reducer.label
             )
-        if (before := self.scales.before) != 1.0:
+        if (before := self.scales.before) != 1.0 and stays:
+            flat.div_(before)
+        elif before != 1.0:
             gradients = [None if gradient is None else gradient / before for gradient in gradients]
         if reducer.shard_comm is None:
             if stays:
