@@ -176,7 +176,8 @@ class GradBucket:
                 parameter.grad = None
         self._earlier = []
         if any(self.models):
-            gradients = local_gradients(gradients, self.models, as_they_came)
+            reduce = self.reducer.precision.reduce
+            gradients = local_gradients(gradients, self.models, reduce, as_they_came)
         # `torch.nn.functional.embedding(..., sparse=True)`; None is not sparse
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             gradients = [

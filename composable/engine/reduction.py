@@ -28,6 +28,8 @@ import enum
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -47,6 +49,7 @@ from composable.memory.torch_private import chunk_cat
 # Replicated gradients of this size on a host are reduced where they are: cheaper than a copy.
 WHERE_IT_IS_BYTES: Final = 1 << 20
 _CACHE_LINE: Final = 64  # bytes
+_itemsize: Final = attrgetter("itemsize")
 _KEPT: Final = 16  # rows of flags that differ in their counts
 
 
@@ -420,16 +423,26 @@ class Plan:
         Args:
             missing: no gradient is None but those with these indices.
         """
-        source = rows.dtype
-        for gradient in gradients:
-            if gradient is not None:
-                source = gradient.dtype
-                break
+        dtypes: set[Any] = {*map(getattr, gradients, repeat("dtype"), repeat(None))} - {None}
+        source: torch.dtype = min(dtypes, key=_itemsize, default=rows.dtype)
         if missing or not self._plain:
             gradients = self._as_columns(gradients, source)
+        exact: Sequence[Tensor | None] = ()
+        if len(dtypes) > 1:
+            # Gradients that were summed over tensor-parallel ranks have the reduce dtype already,
+            # and `chunk_cat` takes one dtype.
+            exact, gradients = (
+                gradients,
+                [None if gradient is None else gradient.to(source) for gradient in gradients],
+            )
         flags = None if unused else self._all_used.get((source, counts))
         pieces = [*gradients, *(flags or self._with_flags(source, unused, counts))]
         chunk_cat(list(map(pieces.__getitem__, self._order)), 0, self._ranks, out=rows)
+        for index, start, numel in self.layout.columns if exact else ():
+            column = exact[index]
+            if column is not None and column.dtype != source:
+                chunks = chunk_cat([column], 0, self._ranks).view(self._ranks, -1)
+                rows[:, start : start + numel].copy_(chunks)
 
     def _with_flags(
         self, dtype: torch.dtype, unused: Sequence[int], counts: Counts

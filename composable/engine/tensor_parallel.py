@@ -175,20 +175,23 @@ def model_like(parameter: Tensor, shape: torch.Size) -> DTensor:
 def local_gradients(
     gradients: Sequence[Tensor | None],
     specs: Sequence[ModelSpec | None],
+    dtype: torch.dtype,
     held: Container[int] = (),
 ) -> list[Tensor | None]:
     """What autograd left, as local tensors with the placements of their parameters; those with
     indices in `held` as they came.
 
     Under sequence parallel, the gradient of what is replicated over tp is `Partial` there: an
-    all-reduce over tp, which all of its ranks launch, since they compute alike.
+    all-reduce over tp, which all of its ranks launch, since they compute alike. It is made in
+    `dtype`, in which the gradient stays.
     """
     found = list(gradients)
     for index, (gradient, spec) in enumerate(zip(gradients, specs, strict=True)):
         if spec is None or not isinstance(gradient, DTensor):
             continue
         if index not in held and tuple(gradient.placements) != spec.placements:
-            gradient = gradient.redistribute(placements=spec.placements_taken(gradient))
+            taken = spec.placements_taken(gradient)
+            gradient = gradient.to(dtype).redistribute(placements=taken)  # type: ignore[attr-defined]
         found[index] = waited_for(local_of(gradient))
     return found
 
