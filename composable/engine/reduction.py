@@ -49,6 +49,7 @@ from composable.memory.torch_private import chunk_cat
 # Replicated gradients of this size on a host are reduced where they are: cheaper than a copy.
 WHERE_IT_IS_BYTES: Final = 1 << 20
 _CACHE_LINE: Final = 64  # bytes
+_PLANS: Final = 4  # for sets of parameters that train; where others come up, plans are made anew
 _itemsize: Final = attrgetter("itemsize")
 _KEPT: Final = 16  # rows of flags that differ in their counts
 
@@ -233,9 +234,10 @@ class Reducer:
     def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
         """The plan of a message while these parameters train."""
         key = self.first_stage is None, trainable  # a hook gets all gradients in one tensor
-        plan = self.plans.get(key)
-        if plan is None:
-            plan = self.plans[key] = Plan(self, trainable)
+        plan = self.plans.pop(key, None) or Plan(self, trainable)
+        self.plans[key] = plan  # the last one used is the last one here
+        if len(self.plans) > _PLANS:
+            del self.plans[next(iter(self.plans))]
         for other in self.plans.values() if self.keeps else ():
             if other is not plan:
                 other.kept, other.kept_views = None, {}
