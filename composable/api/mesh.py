@@ -421,8 +421,12 @@ def joint_mesh(verb: str, own: DeviceMesh, spread: Spread, device: torch.device)
             " init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), and take mesh['tp']"
             " and mesh['dp'] of it"
         )
-    both = (*(own.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
-    names = both if len(set(both)) == block.ndim else None
+    said = [each.mesh_dim_names or ("dim",) * each.ndim for each in (own, mesh)]
+    both = [*said[0], *said[1]]  # torch wants names for all dimensions, each once
+    names = tuple(
+        name if name != "dim" and both.count(name) == 1 else f"{name}_{dim}"
+        for dim, name in enumerate(both)
+    )
     groups = [*map(own.get_group, range(own.ndim)), *map(mesh.get_group, range(mesh.ndim))]
     kind = mesh.device_type
     return _once(

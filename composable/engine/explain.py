@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from traceback import walk_tb
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.engine.param import ManagedParam
 from composable.errors import few
+
+_SEEN: Final = "_composable_seen"  # the attribute of errors that were looked at
 
 
 class Computing(Protocol):
@@ -31,10 +33,9 @@ def explain(
     Args:
         units: that take part in the forward.
     """
-    if not isinstance(error, RuntimeError) or any(
-        "unit '" in note for note in getattr(error, "__notes__", ())
-    ):
+    if not isinstance(error, RuntimeError) or hasattr(error, _SEEN):
         return
+    setattr(error, _SEEN, True)  # units around the one that raised would blame that one
     names = {below: name for name, below in module.named_modules()}
     owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     readers = [
@@ -55,10 +56,10 @@ def explain(
             )
             if read:
                 error.add_note(
-                    f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another"
-                    f" unit ({few([*read])}) outside of that unit's forward, where it is sharded."
-                    f" Annotate the {kind} as the unit in its place; with a policy, leave that"
-                    " one out"
+                    f"a {kind} in the forward of unit '{unit.name}' may have read a parameter of"
+                    f" another unit ({few([*read])}) outside of that unit's forward, where it is"
+                    f" sharded. Then annotate the {kind} as the unit in its place; with a policy,"
+                    " leave that one out"
                 )
                 break
     elif "dtype" in text or "scalar type" in text:

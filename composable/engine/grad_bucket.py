@@ -176,7 +176,8 @@ class GradBucket:
                 parameter.grad = None
         self._earlier = []
         if any(self.models):
-            gradients = local_gradients(gradients, self.models, as_they_came)
+            reduce = self.reducer.precision.reduce
+            gradients = local_gradients(gradients, self.models, reduce, as_they_came)
         # `torch.nn.functional.embedding(..., sparse=True)`; None is not sparse
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             gradients = [
@@ -284,14 +285,9 @@ class GradBucket:
         self.reduction = None
         delivered: Sequence[int] = reduction.plan.layout.trainable
         missing = reduction.missing
-        if missing and reduction.shards_only:
-            flags = zip(delivered, reduction.pieces[reduction.plan.flags_piece], strict=False)
-            delivered = [
-                index
-                for index, flag in flags
-                if index not in missing or self.at_rest[index].grad is not None or bool(flag)
-            ]
-        elif missing and self.reducer.mesh_info.all.traits.on_stream:
+        if reduction.shards_only:  # what waits already keeps its place: zeros are added to it
+            missing = [index for index in missing if self.at_rest[index].grad is None]
+        if missing and self.reducer.mesh_info.all.traits.on_stream:
             # To read a flag would make the host wait for the device in the middle of backward.
             delivered = [index for index in delivered if index not in missing]
             self._undecided.append(

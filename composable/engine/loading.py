@@ -152,7 +152,8 @@ def shard_like(
     mesh, local = parameter.device_mesh, value.detach()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    for axis, placement in enumerate(placements):
+    cut = model is None or not model.owns(parameter)  # replicated parameters rest whole
+    for axis, placement in enumerate(placements if cut else ()):
         if isinstance(placement, Shard) and (model is None or axis >= model.ndim):
             size = local.shape[placement.dim]
             chunk = -(-size // mesh.size(axis))

@@ -378,7 +378,8 @@ class ParamGroup:
             if self.precision.changes and param.at_rest is param.own:
                 # Gradients are summed in another dtype. Autograd must not add to the user's
                 # gradient, which would be rounded again.
-                return nn.Parameter(param.own.detach(), requires_grad=self._differentiable)
+                (own,) = locals_of([param.own])
+                return nn.Parameter(own.detach(), requires_grad=self._differentiable)
             return param.own
         if self.is_sharded and self._aliased(slot):  # shares the shards' version counter
             return nn.Parameter(self.shard_view(slot), requires_grad=self._differentiable)

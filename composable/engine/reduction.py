@@ -28,6 +28,8 @@ import enum
 import math
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import repeat
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -47,6 +49,8 @@ from composable.memory.torch_private import chunk_cat
 # Replicated gradients of this size on a host are reduced where they are: cheaper than a copy.
 WHERE_IT_IS_BYTES: Final = 1 << 20
 _CACHE_LINE: Final = 64  # bytes
+_PLANS: Final = 4  # for sets of parameters that train; where others come up, plans are made anew
+_itemsize: Final = attrgetter("itemsize")
 _KEPT: Final = 16  # rows of flags that differ in their counts
 
 
@@ -230,9 +234,10 @@ class Reducer:
     def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
         """The plan of a message while these parameters train."""
         key = self.first_stage is None, trainable  # a hook gets all gradients in one tensor
-        plan = self.plans.get(key)
-        if plan is None:
-            plan = self.plans[key] = Plan(self, trainable)
+        plan = self.plans.pop(key, None) or Plan(self, trainable)
+        self.plans[key] = plan  # the last one used is the last one here
+        if len(self.plans) > _PLANS:
+            del self.plans[next(iter(self.plans))]
         for other in self.plans.values() if self.keeps else ():
             if other is not plan:
                 other.kept, other.kept_views = None, {}
@@ -420,16 +425,26 @@ class Plan:
         Args:
             missing: no gradient is None but those with these indices.
         """
-        source = rows.dtype
-        for gradient in gradients:
-            if gradient is not None:
-                source = gradient.dtype
-                break
+        dtypes: set[Any] = {*map(getattr, gradients, repeat("dtype"), repeat(None))} - {None}
+        source: torch.dtype = min(dtypes, key=_itemsize, default=rows.dtype)
         if missing or not self._plain:
             gradients = self._as_columns(gradients, source)
+        exact: Sequence[Tensor | None] = ()
+        if len(dtypes) > 1:
+            # Gradients that were summed over tensor-parallel ranks have the reduce dtype already,
+            # and `chunk_cat` takes one dtype.
+            exact, gradients = (
+                gradients,
+                [None if gradient is None else gradient.to(source) for gradient in gradients],
+            )
         flags = None if unused else self._all_used.get((source, counts))
         pieces = [*gradients, *(flags or self._with_flags(source, unused, counts))]
         chunk_cat(list(map(pieces.__getitem__, self._order)), 0, self._ranks, out=rows)
+        for index, start, numel in self.layout.columns if exact else ():
+            column = exact[index]
+            if column is not None and column.dtype != source:
+                chunks = chunk_cat([column], 0, self._ranks).view(self._ranks, -1)
+                rows[:, start : start + numel].copy_(chunks)
 
     def _with_flags(
         self, dtype: torch.dtype, unused: Sequence[int], counts: Counts
@@ -599,7 +614,9 @@ class Reduction:
             return reducer.first_stage.launch(
                 layout.trainable, terms, into, pieces[plan.flags_piece], reducer.label
             )
-        if (before := self.scales.before) != 1.0:
+        if (before := self.scales.before) != 1.0 and stays:
+            flat.div_(before)
+        elif before != 1.0:
             gradients = [None if gradient is None else gradient / before for gradient in gradients]
         if reducer.shard_comm is None:
             if stays:

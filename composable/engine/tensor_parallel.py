@@ -115,6 +115,20 @@ class ModelSpec:
         )
         return tuple(came[dim] for dim in self.dims) if waits else self.kept
 
+    def settled(self, gradient: Tensor) -> Tensor:
+        """A gradient of this rank as autograd may add it to a reduced one, of which it does not
+        know that it is a mean: with the parameter's placements, this rank's term inside.
+        """
+        if not isinstance(gradient, DTensor) or tuple(gradient.placements) == self.placements:
+            return gradient
+        taken = redistributed(gradient, self.placements_taken(gradient))
+        if tuple(taken.placements) == self.placements:
+            return taken
+        return DTensor.from_local(
+            taken.to_local(), self.mesh, self.placements, run_check=False,
+            shape=taken.shape, stride=taken.stride(),
+        )  # fmt: skip
+
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """The parameter that modules compute with, around `local`, whose memory may come later."""
         if self.is_plain:
@@ -161,20 +175,23 @@ def model_like(parameter: Tensor, shape: torch.Size) -> DTensor:
 def local_gradients(
     gradients: Sequence[Tensor | None],
     specs: Sequence[ModelSpec | None],
+    dtype: torch.dtype,
     held: Container[int] = (),
 ) -> list[Tensor | None]:
     """What autograd left, as local tensors with the placements of their parameters; those with
     indices in `held` as they came.
 
     Under sequence parallel, the gradient of what is replicated over tp is `Partial` there: an
-    all-reduce over tp, which all of its ranks launch, since they compute alike.
+    all-reduce over tp, which all of its ranks launch, since they compute alike. It is made in
+    `dtype`, in which the gradient stays.
     """
     found = list(gradients)
     for index, (gradient, spec) in enumerate(zip(gradients, specs, strict=True)):
         if spec is None or not isinstance(gradient, DTensor):
             continue
         if index not in held and tuple(gradient.placements) != spec.placements:
-            gradient = gradient.redistribute(placements=spec.placements_taken(gradient))
+            taken = spec.placements_taken(gradient)
+            gradient = gradient.to(dtype).redistribute(placements=taken)  # type: ignore[attr-defined]
         found[index] = waited_for(local_of(gradient))
     return found
 
@@ -190,6 +207,8 @@ def redistributed(gradient: DTensor, placements: tuple[Placement, ...]) -> DTens
 
 def whole_over_units(tensor: DTensor, spec: ModelSpec) -> Tensor:
     """Gather what lies over the unit's dimensions: this rank's local tensor of the user's mesh."""
+    if spec.owns(tensor):  # replicated parameters rest so
+        return local_of(tensor)
     placements = [*spec.kept, *[Replicate()] * (tensor.device_mesh.ndim - spec.ndim)]
     return waited_for(local_of(tensor.redistribute(placements=placements)))
 

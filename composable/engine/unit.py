@@ -580,6 +580,10 @@ class Unit:
             factor = self.grad_factor(mesh_info)
             in_place = all(param.compute is param.at_rest for param in group.params)
             sparse = not self.is_sharded and only_looked_up(group.params[0].info)
+            for param in group.params if in_place else ():
+                if param.info.model is not None:
+                    settle = traceable(param.info.model.settled)
+                    self.gradients.undo += hook_gradients([param.compute], settle)
             if factor != 1.0 and (in_place or sparse):
                 # autograd itself adds to what users see
                 multiply = traceable(lambda gradient, factor=factor: gradient * factor)

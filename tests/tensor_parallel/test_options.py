@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -25,9 +26,11 @@ from torch.distributed.tensor.parallel import (
 
 import composable.fsdp2 as fsdp2
 from composable import (
+    MixedPrecisionPolicy,
     apply_optimizer_in_backward,
     fully_shard,
     keep_unsharded,
+    no_sync,
     replicate,
 )
 from composable.optim.shard_steps import step_on_shards
@@ -296,3 +299,54 @@ def test_torchs_functions_take_and_set_whole_state_dicts() -> None:
 
 def _whole_moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [full(state["exp_avg"]) for state in optimizer.state.values()]
+
+
+class _Sums(nn.Module):
+    """Weights of several shapes: the gradient of each element is the sum of `x`."""
+
+    def __init__(self, tp: DeviceMesh | None) -> None:
+        super().__init__()
+        shapes = ((3,), (5, 3), (), (2, 3), (1, 4))
+        for number, shape in enumerate(shapes):
+            weight: Any = torch.ones(shape)
+            if tp is not None and number % 2:
+                weight = distribute_tensor(weight, tp, [Replicate()])
+            self.register_parameter(str(number), nn.Parameter(weight))
+
+    def forward(self, x: Tensor, spread: Any) -> Tensor:
+        sums = [
+            weight.sum() * (spread if isinstance(weight, DTensor) else x)
+            for weight in self.parameters()
+        ]
+        return torch.stack([full(each.sum()).float() for each in sums]).sum()
+
+
+@pytest.mark.parametrize("how", ["rows", "columns", "hybrid", "replicate"])
+@spmd(ranks=4)
+def test_sums_over_tensor_parallel_ranks_are_made_in_the_reduce_dtype(how: str) -> None:
+    dims = ("replicate", "shard", "tp") if how == "hybrid" else ("dp", "tp")
+    mesh = mesh_of(*((2, 1, 2) if how == "hybrid" else (2, 2)), names=dims)
+    policy = MixedPrecisionPolicy("bf16", "fp32")
+    mine = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)  # which has no 257
+    inputs = mine[:1], distribute_tensor(mine, mesh["tp"], [Shard(0)])
+    for between in ("zero_grad", "nothing", "no_sync"):
+        model: Any = _Sums(mesh["tp"])
+        if how == "replicate":
+            replicate(model, mesh=mesh["dp"], mp_policy=policy)
+        elif how == "hybrid":
+            fully_shard(model, mesh=mesh["replicate", "shard"], mp_policy=policy)
+        else:
+            place = (lambda p: Shard(p.ndim - 1) if p.ndim else None) if how == "columns" else None
+            fully_shard(model, mesh=mesh["dp"], mp_policy=policy, shard_placement_fn=place)
+        expected = 0
+        for step in range(3):
+            waits = between == "no_sync" and step == 1
+            with no_sync(model, enabled=waits):
+                model(*inputs).backward()
+            expected += 1
+            for name, parameter in model.named_parameters() if not waits else ():
+                value = expected * (257.0 if int(name) % 2 else 256.0)
+                assert (full(parameter.grad) == value).all(), (name, between)
+            if between == "zero_grad":
+                model.zero_grad()
+                expected = 0

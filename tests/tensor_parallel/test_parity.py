@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from composable import checkpoint, clip_grad_norm_, fully_shard
-from tests.helpers.world import spmd
+from composable import checkpoint, clip_grad_norm_, fully_shard, replicate
+from tests.helpers.world import current_device, spmd
 from tests.tensor_parallel.models import (
     GPT,
     MLP,
@@ -120,6 +120,28 @@ def test_hybrid_trains_as_one_process() -> None:
     assert isinstance(weight, DTensor)
     assert weight.placements == (Shard(0), Replicate(), Shard(0))
     assert weight.device_mesh.mesh_dim_names == ("tp", "replicate", "shard")
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=4)
+def test_meshes_may_have_no_names_or_the_same_ones(verb: Any) -> None:
+    mesh = mesh_of(2, 2)
+    groups = {name: mesh[name].get_group() for name in ("dp", "tp")}
+    x, y = (
+        DeviceMesh.from_group(
+            groups[name], current_device().type, mesh=mesh[name].mesh, mesh_dim_names=("x",)
+        )
+        for name in ("dp", "tp")
+    )
+
+    def annotate(model: Any, tp: DeviceMesh, given: Any) -> None:
+        parallelize_gpt(model, tp)
+        verb(model, mesh=given)
+
+    for tp, given in ((mesh["tp"], groups["dp"]), (y, x)):
+        assert_trains_as_one_process(
+            GPT, partial(annotate, tp=tp, given=given), mesh["dp"], clip=clip_grad_norm_
+        )
 
 
 @spmd(ranks=4)

@@ -143,19 +143,65 @@ def test_a_lost_step_leaves_no_gradients_of_this_rank_alone(beside_shards: bool)
         torch.testing.assert_close(full(parameter.grad), plain.grad, msg=name)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        (torch.float32, MixedPrecisionPolicy("bf16", "fp32")),
+        (torch.bfloat16, MixedPrecisionPolicy(None, "fp32")),
+        (torch.bfloat16, MixedPrecisionPolicy(None, "fp32", keep_grads_in_reduce_dtype=True)),
+        (torch.float32, MixedPrecisionPolicy(None, "bf16")),
+    ],
+)
 @spmd(ranks=4)
-def test_it_computes_in_bf16_as_shards_do() -> None:
+def test_it_computes_and_reduces_in_other_dtypes_as_shards_do(
+    dtype: torch.dtype, policy: MixedPrecisionPolicy
+) -> None:
     mesh = mesh_of(2, 2)
-    model = made(GPT).float()
+    model = made(GPT).to(dtype)
     other = copy.deepcopy(model)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     parallelize_gpt(other, mesh["tp"])  # type: ignore[arg-type]
     fully_shard(other, mesh=mesh["dp"], mp_policy=policy)
     _annotate(model, mesh, mp_policy=policy)
     inputs = batches(model, mesh["dp"].get_local_rank(), 2)
     for each in (model, other):
+        loss_of(each, inputs[0]).backward()
         with no_sync(each):
-            loss_of(each, inputs[0]).backward()
-    torch.testing.assert_close(train(model, inputs), train(other, inputs))
+            loss_of(each, inputs[1]).backward()
+        loss_of(each, inputs[2]).backward()
+    # terms of lower precision that are added in another order
+    close = {"rtol": 3e-2, "atol": 1e-3} if policy.reduce_dtype is torch.bfloat16 else {}
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(full(one), full(two))
+        assert one.grad is not None
+        assert two.grad is not None
+        assert one.grad.dtype == two.grad.dtype
+        torch.testing.assert_close(full(one.grad), full(two.grad), **close)
+        one.grad = two.grad = None
+    if policy.keep_grads_in_reduce_dtype:
+        return  # torch's optimizers take gradients of the parameters' dtype
+    torch.testing.assert_close(train(model, inputs), train(other, inputs), **close)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(full(one), full(two), **close)
+
+
+@pytest.mark.parametrize("beside_shards", [False, True])
+@spmd(ranks=2)
+def test_one_data_parallel_rank_has_the_gradients_of_one_process(beside_shards: bool) -> None:
+    mesh = mesh_of(1, 2)
+
+    def annotate(model: Any) -> None:
+        parallelize_gpt(model, mesh["tp"])
+        replicate(model.blocks[1] if beside_shards else model, mesh=mesh["dp"])
+        if beside_shards:
+            fully_shard(model, mesh=mesh["dp"])
+
+    for clip in (None, clip_grad_norm_):
+        assert_trains_as_one_process(GPT, annotate, mesh["dp"], optimizer="AdamW", clip=clip)
+    model, alone = made(GPT), made(GPT)
+    annotate(model)
+    for step, batch in enumerate(batches(alone, -1, 1, 3)):
+        with no_sync(model, enabled=step == 1):
+            loss_of(model, batch).backward()
+        loss_of(alone, batch).backward()
+    for (name, parameter), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert parameter.grad.placements == parameter.placements, name  # type: ignore[union-attr, attr-defined]
+        torch.testing.assert_close(full(parameter.grad), plain.grad, msg=name)  # type: ignore[arg-type]

@@ -110,6 +110,50 @@ def test_replicas_train_as_one_process() -> None:
     assert model.up.weight.device_mesh == mesh  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("beside_shards", [False, True])
+@spmd(ranks=4)
+def test_gradients_of_replicas_add_up_over_backwards(beside_shards: bool) -> None:
+    mesh = mesh_of(2, 2)
+    model, alone = _spread(made(Net), mesh), made(Net)
+    replicate(model.up if beside_shards else model, mesh=mesh, dp_mesh_dims=Dims(replicate="dp"))
+    if beside_shards:
+        fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
+    own, whole = batches(model, mesh["dp"].get_local_rank(), 2, 4), batches(alone, -1, 2, 4)
+    for step, set_to_none in enumerate((None, False, True, None)):
+        for each, batch in ((model, own[step]), (alone, whole[step])):
+            loss = loss_of(each, batch)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(full(mine.grad), other.grad, msg=name)  # type: ignore[arg-type]
+        if set_to_none is not None:
+            model.zero_grad(set_to_none)
+            alone.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")])
+@spmd(ranks=4)
+def test_whole_parameters_of_replicas_are_read_and_edited(names: tuple[str, str]) -> None:
+    mesh = mesh_of(2, 2, names=names)
+    model, alone = _spread(made(Net), mesh), made(Net)
+    replicate(model, mesh=mesh, dp_mesh_dims=Dims(replicate="dp"))
+    loss_of(model, batches(model, mesh["dp"].get_local_rank(), 2, 1)[0]).backward()
+    loss_of(alone, batches(alone, -1, 2, 1)[0]).backward()
+    with unsharded(model, writeback=False, with_grads=True):
+        assert_same_parameters(model, alone)
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(full(mine.grad), other.grad)  # type: ignore[arg-type]
+    for rank0_only in (False, True):
+        with unsharded(model, rank0_only=rank0_only, with_grads=True), torch.no_grad():
+            if not rank0_only or mesh["dp"].get_local_rank() == 0:
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+                    parameter.grad.mul_(2.0)  # type: ignore[union-attr]
+    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(mine), 0.25 * other)
+        torch.testing.assert_close(full(mine.grad), 4 * other.grad)  # type: ignore[arg-type, operator]
+
+
 @pytest.mark.skipif(Dims is test_dims.Dims, reason="FSDP2 of torch 2.11 takes no dp_mesh_dims")
 @spmd(ranks=4)
 def test_the_numbers_are_those_of_fsdp2() -> None:

@@ -4,17 +4,19 @@ together keep.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Final
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, replicate
+from composable import fully_shard, no_sync, register_comm_hook, replicate
 from tests.helpers.compare import full_gradients
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 SMALLEST: Final = 2.0**-24  # that float16 knows
 LARGEST: Final = 2.0**14  # of which float16 can add up three, but not four
@@ -76,3 +78,30 @@ def test_neither_the_smallest_nor_large_gradients_are_lost_and_ranks_round_alike
     # one does ends up apart.
     one, other = pool.run(2, _gradients, how, grad_reduce, SMALLEST, 2 * SMALLEST, device=device)
     assert one == other
+
+
+@pytest.mark.parametrize("views", [False, True])
+@spmd(ranks=2)
+def test_gradients_add_up_wherever_they_live_between_backwards(views: bool) -> None:
+    for between, grad_reduce, hook in product(
+        ("zeros", "none", "nothing", "no_sync"), ("mean", "sum"), (False, True)
+    ):
+        model = Weights().to(current_device())
+        replicate(model, gradient_as_bucket_view=views, grad_reduce=grad_reduce)
+        if hook:
+            register_comm_hook(model, default_hooks.allreduce_hook)
+        expected = 0.0
+        for step in range(6):
+            waits = between == "no_sync" and step % 2 == 0
+            with no_sync(model, enabled=waits):
+                term = 2.0**-step * (1 + 2 * dist.get_rank())  # two ranks have an exact mean
+                model(torch.tensor(term, dtype=torch.float16)).backward()
+            expected += 2.0**-step * (4 if grad_reduce == "sum" else 2)
+            if waits:
+                continue
+            for name, gradient in full_gradients(model).items():
+                assert gradient is not None
+                assert (gradient == expected).all(), (between, grad_reduce, hook, name, step)
+            if between in ("zeros", "none"):
+                model.zero_grad(set_to_none=between == "none")
+                expected = 0.0

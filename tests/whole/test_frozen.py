@@ -6,9 +6,10 @@ The parity of parameters that stay frozen is in test_compositions and the batter
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -125,6 +126,27 @@ def test_a_frozen_unit_that_is_kept_after_forward_sees_what_is_written_to_it() -
         assert (actual.grad is None) == (expected.grad is None), name
         if expected.grad is not None and actual.grad is not None:
             torch.testing.assert_close(full(actual.grad), expected.grad, msg=name)
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_what_was_planned_for_other_frozen_parameters_is_dropped(verb: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).to(current_device())
+    model = copy.deepcopy(plain)
+    verb(model)
+    for turn in range(12):
+        for each in (plain, model):
+            for number, layer in enumerate(each):
+                layer.requires_grad_(bool((turn % 7 + 1) >> number & 1))
+            each.zero_grad()
+            each(_batch(dist.get_rank(), turn)).square().mean().backward()
+        assert_mean_gradients(plain, model)
+    (unit,) = units_below([model])
+    buckets = unit.gradients.buckets or [
+        each.bucket for each in unit.root.post_backward.buckets._buckets
+    ]
+    assert all(0 < len(bucket.reducer.plans) <= 4 for bucket in buckets)
 
 
 # --- frozen and unfrozen in the middle of a step ------------------------------------------------

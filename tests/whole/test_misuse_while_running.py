@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.func import functional_call
 
 from composable import checkpoint, describe, fully_shard, register_forward_method, remove, replicate
@@ -91,11 +92,28 @@ def test_a_parameter_read_outside_of_its_unit_is_named_with_a_cure_that_cures() 
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
         annotated({nn.Linear})(_batch())
     assert caught.value.__notes__ == [
-        "a Reading in the forward of unit '(root)' reads a parameter of another unit ('1.mix')"
-        " outside of that unit's forward, where it is sharded. Annotate the Reading as the unit in"
-        " its place; with a policy, leave that one out"
+        "a Reading in the forward of unit '(root)' may have read a parameter of another unit"
+        " ('1.mix') outside of that unit's forward, where it is sharded. Then annotate the Reading"
+        " as the unit in its place; with a policy, leave that one out"
     ]
     annotated({Reading})(_batch())
+
+
+class Mixing(Reading):
+    """Mixes a DTensor of the user's with plain tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = distribute_tensor(torch.ones(6), init_device_mesh(x.device.type, (2,)), [Replicate()])
+        return self.mix(x) + own
+
+
+@spmd(ranks=2)
+def test_a_units_own_dtensor_is_not_blamed_on_the_unit() -> None:
+    model = nn.Sequential(Layer(), Mixing(), nn.Linear(6, 2)).to(current_device())
+    fully_shard(model, policy={Mixing})
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        model(_batch().float())
+    assert not hasattr(caught.value, "__notes__")
 
 
 @spmd(ranks=[1, 2])
