@@ -94,9 +94,10 @@ class ParamLabel:
         places: modules, weakly, and names at which the unit's parameter is registered.
         holds_unreduced: its gradient, a plain tensor, was accumulated under `no_sync`.
         mesh_info: as of `ParamInfo`.
+        joint: of a tensor-parallel parameter, as of `ModelSpec`.
     """
 
-    __slots__ = ("form", "fqn", "holds_unreduced", "mesh_info", "owner", "places", "unit")
+    __slots__ = ("form", "fqn", "holds_unreduced", "joint", "mesh_info", "owner", "places", "unit")
 
     def __init__(self, unit: str, fqn: str, form: str) -> None:
         self.unit, self.fqn, self.form = unit, fqn, form
@@ -104,6 +105,7 @@ class ParamLabel:
         self.places: tuple[tuple[ref[nn.Module], str], ...] = ()
         self.holds_unreduced = False
         self.mesh_info: MeshInfo | None = None
+        self.joint: DeviceMesh | None = None
 
     @override
     def __str__(self) -> str:
@@ -132,6 +134,7 @@ def set_label(
         setattr(parameter, _LABEL, label)
     label.unit, label.fqn, label.form = unit, info.fqn, form
     label.mesh_info = info.mesh_info
+    label.joint = None if info.model is None else info.model.joint
     label.places = tuple((ref(place.module), place.name) for place in info.places)
     if owner is not None:
         label.owner = ref(owner)
