@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
-from composable.engine.param import whole_of
-from composable.memory.torch_private import local_of
+from composable.engine.param import plain_parts, whole_of
+from composable.errors import AnnotationError
+from composable.memory.torch_private import local_of, locals_of
 from composable.state.whole import all_or_none, comms_of_model, require_at_rest
 
 _WORDS: Final = 1 << 18  # that a checksum takes at once
@@ -98,11 +99,13 @@ def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             generator = torch.Generator().manual_seed(0)
             drawn = torch.randint(1 << 62, (_WORDS,), generator=generator, device="cpu") * 2 + 1
             factors[local.device] = drawn.to(local.device)
-        flat = local.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        words = flat.view(_WORD_OF.get(flat.element_size(), torch.int64))
         total = torch.zeros((), dtype=torch.int64, device=local.device)
-        for part in words.split(_WORDS):
-            total = total * _ODD + (part.to(torch.int64) * factors[local.device][: len(part)]).sum()
+        for piece in plain_parts(local.detach()):
+            flat = piece.resolve_conj().resolve_neg().contiguous().view(-1)
+            words = flat.view(_WORD_OF.get(flat.element_size(), torch.int64))
+            for part in words.split(_WORDS):
+                some = part.to(torch.int64) * factors[local.device][: len(part)]
+                total = total * _ODD + some.sum()
         sums.append(total)
     return {fqn: int(total) for fqn, total in zip(tensors, sums, strict=True)}
 
@@ -202,6 +205,7 @@ def export(
     Raises:
         NotAnnotatedError: no annotated module in `model`.
         PhaseError: inside of a forward or backward.
+        AnnotationError: a whole tensor is no plain one (4-bit weights), and `dtype` is not given.
         FileExistsError: there is something in `folder`.
         ImportError: the package `safetensors` is not installed.
         RanksDisagreeError: another rank could not write, or has other tensors (experts on meshes of
@@ -228,6 +232,7 @@ def export(
     tensors = _tensors_in(model)
     for name in _again(model, tensors):
         del tensors[name]
+    _refuse_other_classes(tensors, dtype)
 
     def prepare() -> None:
         if target.exists() and any(target.iterdir()):
@@ -292,6 +297,24 @@ def export(
             partial.rename(target)
 
     all_or_none("export", comms, finish)
+
+
+def _refuse_other_classes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+    """Raise if a whole tensor is no plain one.
+
+    What a class gathers is seen by gathering the smallest tensor of it.
+    """
+    smallest: dict[type, str] = {}
+    for name in sorted(tensors, key=lambda name: tensors[name].numel()):
+        smallest.setdefault(type(locals_of([tensors[name]])[0]), name)
+    smallest.pop(Tensor, None)
+    for name, whole in _stream({name: tensors[name] for name in smallest.values()}, dtype):
+        if type(whole) not in (Tensor, nn.Parameter):
+            raise AnnotationError(
+                f"export: '{name}' is an {type(whole).__name__}, and files of safetensors hold"
+                " plain tensors only. Pass dtype=, such as torch.bfloat16, to write the values"
+                " that it stands for, or save with torch.distributed.checkpoint"
+            )
 
 
 def _file_name(index: int, count: int) -> str:
