@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
+from composable.engine.loading import warn_of_other_groups
 from composable.engine.param import cloned, describe_mesh, whole_of, wrap
 from composable.engine.unit import units_below
 from composable.errors import ForeignParameterError, few
@@ -166,6 +167,8 @@ class EMA:
 
         The result is for `torch.distributed.checkpoint`.
         """
+        for prefix, module in self._model.named_modules():
+            warn_of_other_groups(module, f"{prefix}." if prefix else "")
         return {"decay": self._decay, "averages": dict(self._averages)}
 
     @torch.no_grad()
