@@ -546,7 +546,8 @@ class _Scope(JoinHook):
                     return
             else:
                 scale, allow_fp16 = args[1:]
-                unscale_gradients(parameters, torch.tensor(scale, device=self._device), allow_fp16)
+                inverse = torch.tensor(scale, dtype=torch.float32, device=self._device)
+                unscale_gradients(parameters, inverse, allow_fp16)
 
     def _follow_backward(
         self, trains: bytes, modes: list[int], none: list[int], zeroed: list[int]

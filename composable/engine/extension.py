@@ -39,11 +39,11 @@ from composable.comm.mesh_info import MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.engine.gather import Gather
 from composable.engine.layout import Slot, round_up
-from composable.engine.param import ManagedParam, cut, memory_order
+from composable.engine.param import ManagedParam, cloned, cut, memory_order
 from composable.engine.param_group import ParamGroup
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import local_of, storage_key
+from composable.memory.torch_private import local_of, storage_key, up_to_collectives
 
 _PRE: Final = "fsdp_pre_all_gather"
 _POST: Final = "fsdp_post_all_gather"
@@ -99,10 +99,7 @@ def shard_of(whole: Tensor, ranks: int, rank: int) -> Tensor:
     pieces = pieces_of(whole, ranks)
     if rank >= len(pieces):
         return whole.new_zeros((0, *whole.shape[1:]))
-    # Not `clone`: that of an `NF4Tensor` quantises again.
-    shard = whole.new_zeros(pieces[rank].shape)
-    shard.copy_(pieces[rank])
-    return shard
+    return cloned(pieces[rank])
 
 
 @torch.no_grad()
@@ -181,6 +178,15 @@ class _Extended:
 
     def describe(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [(tuple(tensor.shape), tensor.dtype) for tensor in self.ask()]
+
+    def leaves_empty(self, ranks: int) -> bool:
+        """Whether a rank has no rows."""
+        return not self._is_plain and self.rows * (ranks - 1) >= self._shape[0]
+
+    def try_out(self) -> None:
+        """Raise what `ask` would raise before the class's first collective, if it has one."""
+        with up_to_collectives():
+            self.ask()
 
     def make(self, said: Sequence[tuple[tuple[int, ...], torch.dtype]], comm: Comm) -> None:
         """Make the memory and the compute parameter.
@@ -291,6 +297,12 @@ class ExtendedGather(Gather):
             every = self._comm.all_gather_objects(said, label)
             return [list(each) for each in zip(*every, strict=True)]
 
+        # A class may refuse an empty shard, and the other ranks would wait for this one in a
+        # collective of the class (fp8 of torchao reduces its scales).
+        empty = [param for param in self._params if param.leaves_empty(self._comm.size)]
+        tried = exchanged([_told(param.try_out) for param in empty]) if empty else ()
+        for param, said in zip(empty, tried, strict=True):
+            _refuse(param, said)
         asked = exchanged([_told(param.describe) for param in self._params])
         for param, said in zip(self._params, asked, strict=True):
             _refuse(param, said)

@@ -1,4 +1,5 @@
-"""How a state dict comes into parameters that rest as DTensors.
+"""How a state dict comes into parameters that rest as DTensors; and what is to be said of one that
+is made.
 
 `load_state_dict` hands every module its entries, after a hook that may exchange them. There a plain
 full tensor becomes the `DTensor` of this rank's shard, without a message, and one with other
@@ -13,9 +14,15 @@ values.
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, Protocol
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -25,10 +32,19 @@ from composable.engine.param import (
     cloned,
     describe_mesh,
     dtensor_parameter,
+    label_of,
+    model_group_of,
+    owner_of,
+    unit_mesh_of,
     wrap,
 )
 from composable.engine.tensor_parallel import ModelSpec
 from composable.memory.torch_private import local_of
+
+logger = logging.getLogger("composable")
+
+_TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `warn_of_other_groups` has told
+_SILENT: Final = ContextVar("_SILENT", default=False)
 
 
 class Loaded(Protocol):
@@ -131,6 +147,51 @@ class StateDictHook:
                 " for them"
             )
         return parameter
+
+
+@contextmanager
+def says_nothing_of_groups() -> Iterator[None]:
+    """State dicts that are made inside are looked at by the caller, in place of
+    `warn_of_other_groups`.
+    """
+    token = _SILENT.set(True)
+    try:
+        yield
+    finally:
+        _SILENT.reset(token)
+
+
+def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
+    """Once per model: tell that a state dict has parameters of which other ranks of the model may
+    have other values under the same name. To compare them takes a message, which state dicts do
+    without.
+
+    Args:
+        module: at rest, with parameters in the state dict.
+        prefix: of its names there. A unit that is saved by itself, on the ranks that have it, has
+            no longer ones than inside of it.
+    """
+    for parameter in module._parameters.values():
+        group = None if parameter is None else model_group_of(parameter)
+        if parameter is None or group is None:
+            continue
+        label, owner = label_of(parameter), owner_of(parameter)
+        assert label is not None
+        assert owner is not None
+        alone = label.mesh_info is None and prefix.count(".") <= label.fqn.count(".")
+        ranks, number = label.joint or unit_mesh_of(parameter)[0], dist.get_world_size(group)
+        outermost: Any = next(reversed(owner.relations.around), owner)
+        silent = _SILENT.get() or alone or outermost.modules[0] in _TOLD
+        if silent or ranks is None or ranks.size() >= number:
+            continue
+        _TOLD.add(outermost.modules[0])
+        logger.warning(
+            "a state dict was made with %s, which is on %d of the %d ranks of the model. If other"
+            " ranks have other values of it (experts), a checkpoint has those of one group of ranks"
+            " only: declare the parts with declare_part(), or save the module by itself on the"
+            " ranks that share it",
+            label, ranks.size(), number,
+        )  # fmt: skip
 
 
 def shard_like(

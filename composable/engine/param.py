@@ -94,9 +94,10 @@ class ParamLabel:
         places: modules, weakly, and names at which the unit's parameter is registered.
         holds_unreduced: its gradient, a plain tensor, was accumulated under `no_sync`.
         mesh_info: as of `ParamInfo`.
+        joint: of a tensor-parallel parameter, as of `ModelSpec`.
     """
 
-    __slots__ = ("form", "fqn", "holds_unreduced", "mesh_info", "owner", "places", "unit")
+    __slots__ = ("form", "fqn", "holds_unreduced", "joint", "mesh_info", "owner", "places", "unit")
 
     def __init__(self, unit: str, fqn: str, form: str) -> None:
         self.unit, self.fqn, self.form = unit, fqn, form
@@ -104,6 +105,7 @@ class ParamLabel:
         self.places: tuple[tuple[ref[nn.Module], str], ...] = ()
         self.holds_unreduced = False
         self.mesh_info: MeshInfo | None = None
+        self.joint: DeviceMesh | None = None
 
     @override
     def __str__(self) -> str:
@@ -132,6 +134,7 @@ def set_label(
         setattr(parameter, _LABEL, label)
     label.unit, label.fqn, label.form = unit, info.fqn, form
     label.mesh_info = info.mesh_info
+    label.joint = None if info.model is None else info.model.joint
     label.places = tuple((ref(place.module), place.name) for place in info.places)
     if owner is not None:
         label.owner = ref(owner)
@@ -565,7 +568,7 @@ def whole_of(tensor: Tensor) -> Tensor:
     One all-gather of one tensor, torch's own, which knows uneven shards and every placement.
     """
     if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
+        return cloned(tensor.detach())
     local = local_of(tensor)
     if local.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -579,14 +582,29 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def cloned(tensor: Tensor) -> Tensor:
-    """A copy of a tensor. Of one with FSDP2's extension protocol, by the operators that this needs:
-    `clone` of an `NF4Tensor` quantises again.
+    """A copy of a tensor that shares no memory with it. Of one with FSDP2's extension protocol, a
+    copy of what it is made of: `clone` of an `NF4Tensor` quantises again, and its `new_zeros` keeps
+    some of the memory.
     """
     if not hasattr(tensor, "fsdp_pre_all_gather"):
         return tensor.clone()
+    if hasattr(tensor, "__tensor_flatten__"):
+        kind: Any = type(tensor)
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: cloned(getattr(tensor, name)) for name in names}
+        found: Tensor = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        return found
     made = tensor.new_zeros(tensor.shape)
     made.copy_(tensor)
     return made
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that one with FSDP2's extension protocol is made of; else the tensor."""
+    if not hasattr(tensor, "fsdp_pre_all_gather") or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
 
 
 def describe_mesh(mesh: DeviceMesh) -> str:

@@ -44,7 +44,7 @@ from composable.engine.param import as_parameter
 from composable.engine.precision import Precision
 from composable.errors import RanksDisagreeError
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import chunk_cat
+from composable.memory.torch_private import chunk_cat, storage_key
 
 # Replicated gradients of this size on a host are reduced where they are: cheaper than a copy.
 WHERE_IT_IS_BYTES: Final = 1 << 20
@@ -602,9 +602,11 @@ class Reduction:
         stays = False
         if plan.kept_views:
             stays = reducer.first_stage is None and plan.has_all(gradients)
-            for index, view in plan.kept_views.items() if not stays else ():
-                if gradients[index] is view:  # `flat` is about to be written to
-                    gradients[index] = view.clone()
+            for index in plan.kept_views if not stays else ():
+                gradient = gradients[index]
+                # `flat` is about to be written to; users may have made other views of it
+                if gradient is not None and storage_key(gradient) == storage_key(flat):
+                    gradients[index] = gradient.clone()
         if reducer.first_stage is not None:
             flat.zero_()  # the hook does not write to the padding
             plan.put_flags(unused, self.counts, flat)

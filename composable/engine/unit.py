@@ -46,7 +46,7 @@ from composable.engine.explain import explain
 from composable.engine.extension import ExtendedGroup, travelling_together
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.hook_stages import CommHook, attach_comm_hooks
-from composable.engine.loading import StateDictHook
+from composable.engine.loading import StateDictHook, warn_of_other_groups
 from composable.engine.outputs import refuse_compiled, watch
 from composable.engine.param import (
     ManagedParam,
@@ -486,7 +486,8 @@ class Unit:
             self.swap_out()
 
     @untraced
-    def after_state_dict(self, *_: object) -> None:
+    def after_state_dict(self, module: nn.Module, _: object, prefix: str, *__: object) -> None:
+        warn_of_other_groups(module, prefix)
         if EXPLICIT in self.kept_by and not self.step.depth:
             self.show()
 

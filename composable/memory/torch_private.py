@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
@@ -40,6 +40,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -226,6 +227,30 @@ def as_real(tensor: Tensor) -> Tensor:
     real numbers.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class _Reached(BaseException):
+    """A collective would have been launched."""
+
+
+class _NoCollectives(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _Reached
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def up_to_collectives() -> Iterator[None]:
+    """Run the body up to its first collective, which is not launched; then leave it.
+
+    There is no public call that hears of the collectives that a tensor subclass launches.
+    """
+    try:
+        with _NoCollectives():  # type: ignore[no-untyped-call]
+            yield
+    except _Reached:
+        pass
 
 
 # --- DTensor ------------------------------------------------------------------------------------

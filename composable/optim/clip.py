@@ -158,18 +158,22 @@ class _Part:
     Attributes:
         groups: the process groups over which the gradients are sharded; none: every rank holds them
             whole.
-        mesh: of their units, if it does not have all ranks of the process.
+        mesh: that the parameters are on, of their units and of the user, if it does not have all
+            ranks of the process.
         model_group: the ranks of the model of which these are a part, if known.
-        copies: the number of ranks of `mesh` that hold the same values.
         tree: the outermost annotation around their units.
     """
 
     groups: Groups = ()
     mesh: DeviceMesh | None = None
     model_group: dist.ProcessGroup | None = None
-    copies: int = 1
     tree: object = None
     gradients: list[Tensor] = field(default_factory=list)
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks of `mesh` that hold the same values."""
+        return 1 if self.mesh is None else self.mesh.size() // _num_ranks(self.groups)
 
     def lists(self) -> list[list[Tensor]]:
         """The local gradients that are not empty, in lists of one dtype and device.
@@ -216,25 +220,25 @@ class _Gradients:
                     " its module was annotated, or was replaced since, or is registered only while"
                     " modules compute. Pass the model, or model.parameters() as of now"
                 )
-            mesh, tree, group = None, None, None
+            unit_mesh, mesh, tree, group = None, None, None, None
             if label is not None and world > 1:
-                (mesh, tree), group = unit_mesh_of(parameter), model_group_of(parameter)
-            unit_mesh = mesh
-            if mesh is not None:
-                self._meshes[id(mesh)] = mesh, tree
-                if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > mesh.ndim:
-                    mesh = parameter.device_mesh  # tensor parallel: the unit has a part of it only
-                mesh = None if mesh.size() == world else mesh
+                (unit_mesh, tree), group = unit_mesh_of(parameter), model_group_of(parameter)
+                # the unit of a tensor-parallel parameter has some of its ranks only
+                mesh = label.joint or unit_mesh
+            if unit_mesh is not None:
+                self._meshes[id(unit_mesh)] = unit_mesh, tree
+            if mesh is not None and mesh.size() == world:
+                mesh = None
             placed = _placed(parameter)
             # neighbours mostly are alike, and a look-up costs more than the comparison
             if last != (placed, mesh, group, tree):
                 last = placed, mesh, group, tree
-                groups, copies = _groups_and_copies(parameter, mesh)
+                groups = _groups_of(parameter)
                 if unit_mesh is not None:
                     own = [unit_mesh.get_group(dim) for dim in range(unit_mesh.ndim)]
                     self._across += tuple(group for group in groups if group not in own)
                 part = self._parts.setdefault(
-                    (groups, mesh, group, id(tree)), _Part(groups, mesh, group, copies, tree)
+                    (groups, mesh, group, id(tree)), _Part(groups, mesh, group, tree)
                 )
             if gradient is None:
                 continue
@@ -332,23 +336,18 @@ def changes_nothing(coefficient: Tensor) -> bool:
     return coefficient.is_cpu and coefficient.item() == 1
 
 
-def _groups_and_copies(parameter: Tensor, unit_mesh: DeviceMesh | None) -> tuple[Groups, int]:
-    """The groups over which a parameter is sharded, and the number of its copies.
-
-    The copies are the ranks of its unit that hold the same values.
-    """
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        if any(placement.is_partial() for placement in placements):
-            raise ClippingError(
-                f"clip_grad_norm_: of a parameter with placements {placements}, each rank holds a"
-                " summand only. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()]"
-                " * p.device_mesh.ndim)"
-            )
-        if groups := groups_sharded_over(mesh, placements):
-            return groups, mesh.size() // _num_ranks(groups)
-    # Not sharded: it may rest on the mesh of units around it, so the mesh of its own unit counts.
-    return (), 1 if unit_mesh is None else unit_mesh.size()
+def _groups_of(parameter: Tensor) -> Groups:
+    """The groups over which a parameter is sharded."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    placements = parameter.placements
+    if any(placement.is_partial() for placement in placements):
+        raise ClippingError(
+            f"clip_grad_norm_: of a parameter with placements {placements}, each rank holds a"
+            " summand only. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()]"
+            " * p.device_mesh.ndim)"
+        )
+    return groups_sharded_over(parameter.device_mesh, placements)
 
 
 def _num_ranks(groups: Groups) -> int:

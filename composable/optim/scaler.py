@@ -53,7 +53,8 @@ def unscale_gradients(parameters: list[Tensor], inverse_scale: Tensor, allow_fp1
     groups = _groups_of(parameters)
     if not groups:
         return found
-    numbers = torch.zeros(2, device=inverse_scale.device)  # is one not finite, has a rank gradients
+    # is one not finite, has a rank gradients
+    numbers = torch.zeros(2, dtype=torch.float32, device=inverse_scale.device)
     if found:
         numbers[0] = torch.stack([each.to(numbers.device) for each in found.values()]).amax()
         numbers[1] = 1.0
@@ -86,7 +87,7 @@ def _unscale_locally(parameters: list[Tensor], inverse_scale: Tensor, allow_fp16
         lists.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     found: Found = {}
     for (device, _), gradients in lists.items():
-        number = found.setdefault(device, torch.zeros((), device=device))
+        number = found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         # A blocking copy: torch's own does not wait, and under CPU offload the host would read it
         # before it is there.
         torch._amp_foreach_non_finite_check_and_unscale_(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
-from composable.engine.param import describe_mesh, whole_of
+from composable.engine.loading import warn_of_other_groups
+from composable.engine.param import cloned, describe_mesh, whole_of, wrap
 from composable.engine.unit import units_below
 from composable.errors import ForeignParameterError, few
 from composable.memory.torch_private import local_of
@@ -23,15 +24,42 @@ def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def _copied(tensor: Tensor) -> Tensor:
+    copy = cloned(_local(tensor))
+    if not isinstance(tensor, DTensor):
+        return copy
+    return wrap(copy, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+
+def _without_mean(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Those whose class cannot compute an average, as 4-bit weights cannot. Each class is asked."""
+    known: dict[type, bool] = {}
+    for tensor in tensors.values():
+        local = _local(tensor)
+        if type(local) in known or not hasattr(local, "fsdp_pre_all_gather") or local.is_meta:
+            continue
+        try:
+            torch._foreach_lerp_([cloned(local)], [local], 0.5)
+            known[type(local)] = True
+        except (NotImplementedError, RuntimeError, TypeError):
+            known[type(local)] = False
+    return [name for name, each in tensors.items() if not known.get(type(_local(each)), True)]
+
+
 class EMA:
     """Keep `average = decay * average + (1 - decay) * parameter` of every parameter.
 
-    Of every buffer the newest value is kept. No communication: averages are shards, placed as the
-    parameters are. Works for annotated and plain models alike.
+    Of every buffer the newest value is kept, and of frozen parameters of a class that cannot be
+    averaged, as 4-bit weights are. No communication: averages are shards, placed as the parameters
+    are. Works for annotated and plain models alike.
 
     Args:
         model: the annotated model. Make the average after the annotation.
         decay: weight of the past, from 0 to 1.
+
+    Raises:
+        ValueError: `decay` is not between 0 and 1.
+        ForeignParameterError: a parameter trains, and its class cannot be averaged.
 
     Example:
         >>> ema = EMA(model, decay=0.999)
@@ -51,9 +79,16 @@ class EMA:
         self._model = unwrapped(model)
         self._decay = decay
         with torch.no_grad():
-            self._averages = {
-                name: tensor.detach().clone() for name, tensor in self._tensors().items()
-            }
+            tensors = self._tensors()
+            self._averages = {name: _copied(tensor) for name, tensor in tensors.items()}
+            self._fixed = _without_mean(tensors)
+        trained = [name for name in self._fixed if tensors[name].requires_grad]
+        if trained:
+            raise ForeignParameterError(
+                f"EMA: {few(list(map(repr, trained)))} trains and has no average: its class,"
+                f" {type(_local(tensors[trained[0]])).__name__}, cannot compute lerp_. Freeze it,"
+                " or average a model of plain parameters"
+            )
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters at rest, and buffers that are in the state dict; tied ones once."""
@@ -87,7 +122,9 @@ class EMA:
         slow = [
             name
             for name, t in tensors.items()
-            if name in parameters and (t.is_floating_point() or t.is_complex())
+            if name in parameters
+            and name not in self._fixed
+            and (t.is_floating_point() or t.is_complex())
         ]
         copied = [
             (_local(self._averages[name]), _local(tensors[name]))
@@ -121,7 +158,7 @@ class EMA:
     def _exchange(self) -> None:
         averages, values, copied = self._pairs()
         for average, value in [*zip(averages, values, strict=True), *copied]:
-            kept = value.clone()
+            kept = cloned(value)
             value.copy_(average)
             average.copy_(kept)
 
@@ -130,6 +167,8 @@ class EMA:
 
         The result is for `torch.distributed.checkpoint`.
         """
+        for prefix, module in self._model.named_modules():
+            warn_of_other_groups(module, f"{prefix}." if prefix else "")
         return {"decay": self._decay, "averages": dict(self._averages)}
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -10,15 +11,25 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
-from composable.engine.param import whole_of
-from composable.memory.torch_private import local_of
-from composable.state.whole import all_or_none, comms_of_model, require_at_rest
+from composable.engine.loading import says_nothing_of_groups
+from composable.engine.param import plain_parts, whole_of
+from composable.errors import AnnotationError, RanksDisagreeError
+from composable.memory.torch_private import local_of, locals_of
+from composable.state.whole import (
+    Managed,
+    all_or_none,
+    comms_of_model,
+    managed_in,
+    require_at_rest,
+)
 
 _WORDS: Final = 1 << 18  # that a checksum takes at once
 _WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the size of an element
@@ -49,6 +60,8 @@ def stream_full(
     Raises:
         NotAnnotatedError: no annotated module in `model`.
         PhaseError: inside of a forward or backward.
+        RanksDisagreeError: groups of ranks hold different values of a parameter under one name
+            (experts that are plain tensors on meshes of their own).
 
     Example:
         >>> seen = {}
@@ -58,6 +71,7 @@ def stream_full(
     model = unwrapped(model)
     units = units_in("stream_full", model)
     require_at_rest("stream_full", units)
+    _refuse_other_values("stream_full", model)
     tensors = _tensors_in(model)
     if since is None:
         return _stream(tensors, dtype)
@@ -98,17 +112,64 @@ def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             generator = torch.Generator().manual_seed(0)
             drawn = torch.randint(1 << 62, (_WORDS,), generator=generator, device="cpu") * 2 + 1
             factors[local.device] = drawn.to(local.device)
-        flat = local.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        words = flat.view(_WORD_OF.get(flat.element_size(), torch.int64))
         total = torch.zeros((), dtype=torch.int64, device=local.device)
-        for part in words.split(_WORDS):
-            total = total * _ODD + (part.to(torch.int64) * factors[local.device][: len(part)]).sum()
+        for piece in plain_parts(local.detach()):
+            flat = piece.resolve_conj().resolve_neg().contiguous().view(-1)
+            words = flat.view(_WORD_OF.get(flat.element_size(), torch.int64))
+            for part in words.split(_WORDS):
+                some = part.to(torch.int64) * factors[local.device][: len(part)]
+                total = total * _ODD + some.sum()
         sums.append(total)
     return {fqn: int(total) for fqn, total in zip(tensors, sums, strict=True)}
 
 
 def _tensors_in(model: nn.Module) -> dict[str, Tensor]:
-    return {fqn: value for fqn, value in model.state_dict().items() if isinstance(value, Tensor)}
+    with says_nothing_of_groups():
+        state = model.state_dict()
+    return {fqn: value for fqn, value in state.items() if isinstance(value, Tensor)}
+
+
+def _refuse_other_values(caller: str, model: nn.Module) -> None:
+    """Raise if ranks hold different values of a parameter, each group of ranks its own.
+
+    Such are experts that are plain tensors on a mesh of their own: whole tensors would be those of
+    one group. All ranks of the largest mesh in the model call this; only where one of them has
+    parameters on a smaller mesh are checksums exchanged.
+    """
+    managed = list(managed_in(caller, model))
+    around = max((each.comm for each in managed), key=lambda comm: comm.size, default=None)
+    if around is None or around.group is None:
+        return
+    ranks = set(dist.get_process_group_ranks(around.group))
+    apart: dict[str, tuple[Managed, DeviceMesh]] = {}
+    for each in managed:
+        spec = each.param.info.model
+        mesh = each.unit.mesh_info_of(each.param).mesh if spec is None else spec.joint
+        if mesh is None or mesh.size() >= len(ranks) or each.param.at_rest.is_meta:
+            continue
+        if ranks.issuperset(mesh.mesh.flatten().tolist()):
+            apart[each.fqn] = each, mesh
+    if not apart:
+        return
+    sums = _checksums({fqn: each.param.at_rest for fqn, (each, _) in apart.items()})
+    mine = {
+        (fqn, tuple(mesh.shape), tuple(mesh.get_coordinate() or ())): sums[fqn]
+        for fqn, (_, mesh) in apart.items()
+    }
+    seen: dict[Any, tuple[int, int]] = {}
+    label = "comparison of parameters on meshes of their own"
+    for rank, told in enumerate(around.all_gather_objects(mine, label)):
+        for key, total in told.items():
+            first, known = seen.setdefault(key, (rank, total))
+            if total != known:
+                raise RanksDisagreeError(
+                    f"{caller}: parameter '{key[0]}' is on {math.prod(key[1])} of the"
+                    f" {around.size} ranks of the model, and rank {first} and rank {rank} of these"
+                    " hold different values under its name: those of one group would be taken for"
+                    " everybody's. Declare what part each rank has with declare_part(), or make a"
+                    " DTensor of it, before annotating; or save this module by itself on the ranks"
+                    " that share it"
+                )
 
 
 @torch.no_grad()
@@ -139,6 +200,8 @@ def full_state_dict(
     Raises:
         NotAnnotatedError: no annotated module in `model`.
         PhaseError: inside of a forward or backward.
+        RanksDisagreeError: groups of ranks hold different values of a parameter under one name
+            (experts that are plain tensors on meshes of their own).
 
     Example:
         >>> state = full_state_dict(model)
@@ -148,7 +211,9 @@ def full_state_dict(
     model = unwrapped(model)
     units = units_in("full_state_dict", model)
     require_at_rest("full_state_dict", units)
-    everything = model.state_dict()
+    _refuse_other_values("full_state_dict", model)
+    with says_nothing_of_groups():
+        everything = model.state_dict()
     keep = not rank0_only or not any(comm.rank for comm in comms_of_model(units))
     full: dict[str, Any] = dict.fromkeys(everything) if keep else {}
     # by the memory of the shard and how it is read: tied tensors stay tied
@@ -202,10 +267,11 @@ def export(
     Raises:
         NotAnnotatedError: no annotated module in `model`.
         PhaseError: inside of a forward or backward.
+        AnnotationError: a whole tensor is no plain one (4-bit weights), and `dtype` is not given.
         FileExistsError: there is something in `folder`.
         ImportError: the package `safetensors` is not installed.
-        RanksDisagreeError: another rank could not write, or has other tensors (experts on meshes of
-            their own: export them apart).
+        RanksDisagreeError: another rank could not write, or has other tensors, or other values
+            (experts that are plain tensors on meshes of their own: export them apart).
 
     Example:
         >>> export(model, "out/llama-tuned", dtype=torch.bfloat16)
@@ -220,6 +286,7 @@ def export(
     model = unwrapped(model)
     units = units_in("export", model)
     require_at_rest("export", units)
+    _refuse_other_values("export", model)
     comm, *across = comms = comms_of_model(units)
     rank, ranks = comm.rank, comm.size
     writes = not any(each.rank for each in across)  # tensor-parallel ranks gather, and one writes
@@ -228,6 +295,7 @@ def export(
     tensors = _tensors_in(model)
     for name in _again(model, tensors):
         del tensors[name]
+    _refuse_other_classes(tensors, dtype)
 
     def prepare() -> None:
         if target.exists() and any(target.iterdir()):
@@ -292,6 +360,24 @@ def export(
             partial.rename(target)
 
     all_or_none("export", comms, finish)
+
+
+def _refuse_other_classes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+    """Raise if a whole tensor is no plain one.
+
+    What a class gathers is seen by gathering the smallest tensor of it.
+    """
+    smallest: dict[type, str] = {}
+    for name in sorted(tensors, key=lambda name: tensors[name].numel()):
+        smallest.setdefault(type(locals_of([tensors[name]])[0]), name)
+    smallest.pop(Tensor, None)
+    for name, whole in _stream({name: tensors[name] for name in smallest.values()}, dtype):
+        if type(whole) not in (Tensor, nn.Parameter):
+            raise AnnotationError(
+                f"export: '{name}' is an {type(whole).__name__}, and files of safetensors hold"
+                " plain tensors only. Pass dtype=, such as torch.bfloat16, to write the values"
+                " that it stands for, or save with torch.distributed.checkpoint"
+            )
 
 
 def _file_name(index: int, count: int) -> str:

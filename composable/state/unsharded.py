@@ -18,7 +18,7 @@ from composable.contract.contract import registry
 from composable.contract.tree import Place
 from composable.engine.extension import has_protocol
 from composable.engine.loading import shard_like
-from composable.engine.param import holds_unreduced, keep_gradients_in, unsharded_of
+from composable.engine.param import holds_unreduced, keep_gradients_in, plain_parts, unsharded_of
 from composable.engine.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
 from composable.memory.torch_private import (
@@ -215,7 +215,8 @@ def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
 def _check_edit(each: _Shown) -> None:
     managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
     model = managed.param.info.model
-    shape = model.local.shape if model is not None and model.is_plain else at_rest.shape
+    is_part = model is not None and model.is_plain and whole is not at_rest
+    shape = model.local.shape if model is not None and is_part else at_rest.shape
     if (whole.shape, whole.dtype) != (shape, at_rest.dtype):
         raise ForeignParameterError(
             f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape"
@@ -273,11 +274,15 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
     if rank0_only and comm.size > 1:
         device = managed.unit.mesh_info.device
         flags = torch.tensor([int(gradient is not None), int(whole.requires_grad)], device=device)
-        if comm.rank:
+        if has_protocol(locals_of([at_rest])[0]):
+            # what its own class gathers, mostly no plain tensor, has room for what comes
+            room = unsharded_of(at_rest, model)
+            value = room if comm.rank else value
+        elif comm.rank:
             shape = at_rest.shape if model is None else model.local.shape
             value = torch.empty(shape, dtype=at_rest.dtype, device=device)
         value = value.to(device).contiguous()
-        comm.broadcast([value, flags], f"edits of '{managed.fqn}'")
+        comm.broadcast([*plain_parts(value), flags], f"edits of '{managed.fqn}'")
         at_rest.requires_grad_(bool(flags[1]))
         if with_grads and bool(flags[0]):
             dtype = value.dtype if at_rest.grad is None else at_rest.grad.dtype

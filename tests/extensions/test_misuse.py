@@ -70,6 +70,24 @@ class PaddedWhole(Rows):
         return nn.functional.pad(whole, (0, 0, 0, 1)), inner
 
 
+class ReducesSums(Rows):
+    """One with a collective of its own, in which every rank takes part."""
+
+    def _number(self) -> Tensor:
+        return self.values.abs().sum()
+
+    def fsdp_pre_all_gather(self, mesh: Any, *args: Any) -> Any:
+        torch.distributed.all_reduce(self._number(), group=mesh.get_group())
+        return super().fsdp_pre_all_gather(mesh, *args)
+
+
+class ReducesMaxima(ReducesSums):
+    """One that does not take empty shards, as fp8 of torchao."""
+
+    def _number(self) -> Tensor:
+        return self.values.abs().max()
+
+
 def _subclass(kind: type[Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda values: values.as_subclass(kind)
 
@@ -108,6 +126,19 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
     sixteen = nn.Linear(8, 8)
     sixteen.weight = nn.Parameter(Blocks(sixteen.weight.detach()))
     fully_shard(sixteen)
+
+
+@spmd(ranks=2)
+def test_a_failure_of_an_empty_shard_before_a_collective_of_its_class_is_told_to_all() -> None:
+    def made(kind: type[Rows]) -> nn.Linear:
+        linear = nn.Linear(8, 1)
+        linear.weight = nn.Parameter(kind(linear.weight.detach()))
+        return linear
+
+    with pytest.raises(AnnotationError, match=r"'weight' cannot be.*rank 1: .*max\(\)"):
+        fully_shard(made(ReducesMaxima))
+    x = torch.ones(2, 8)
+    assert fully_shard(made(ReducesSums))(x).shape == (2, 1)
 
 
 @spmd(ranks=2)

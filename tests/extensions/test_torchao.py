@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-from composable import full_state_dict, fully_shard, remove, reshard, unshard
+from composable import (
+    EMA,
+    export,
+    full_state_dict,
+    fully_shard,
+    remove,
+    replicate,
+    reshard,
+    stream_full,
+    unshard,
+    unsharded,
+)
+from composable.errors import AnnotationError, ForeignParameterError
 from tests.extensions.test_protocol import gathered_bytes
+from tests.helpers.compare import full
 from tests.helpers.world import spmd
 
 pytestmark = [
@@ -152,3 +167,109 @@ def test_adapters_train_beside_4_bit_weights_as_one_process_and_as_fsdp2() -> No
         remove(module, fully_shard)
     assert type(model[0].weight.data) is NF4Tensor
     torch.testing.assert_close(model(x), before)
+
+
+def _adapted(block: int) -> Any:
+    """With blocks of scales other than those that torchao's own `clone` makes, or the same."""
+    from torchao.quantization import NF4Tensor  # noqa: PLC0415 - seconds
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = NF4Tensor.from_tensor(torch.randn(128, 128) / 8, 64, block)
+            self.weight = nn.Parameter(weight, requires_grad=False)
+            self.up = nn.Parameter(torch.randn(128) / 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight) + x * self.up
+
+    torch.manual_seed(0)
+    return nn.Sequential(Adapted(), nn.Tanh(), Adapted())
+
+
+_ANNOTATED: dict[str, Callable[[nn.Sequential], object]] = {
+    "plain": _nothing,
+    "shards": lambda model: _annotate(fully_shard, model),
+    "replicas": replicate,
+}
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("kind", _ANNOTATED)
+def test_averages_beside_4_bit_weights_leave_these_as_they_are(kind: str, block: int) -> None:
+    model, x = _adapted(block), torch.randn(4, 128)
+    _ANNOTATED[kind](model)
+    before, average = model(x), EMA(model, 0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    after = model(x)
+    with average.swap():
+        torch.testing.assert_close(model(x), before, rtol=0, atol=0)
+    torch.testing.assert_close(model(x), after, rtol=0, atol=0)
+    average.update()
+    average.load_state_dict(average.state_dict())
+    with average.swap():
+        torch.testing.assert_close(full(model[0].up), _adapted(block)[0].up.detach() + 0.5)
+    torch.testing.assert_close(model(x), after, rtol=0, atol=0)
+    model[2].weight.requires_grad_()
+    with pytest.raises(ForeignParameterError, match=r"'2\.weight' trains and has no average"):
+        EMA(model, 0.5)
+
+
+@spmd(ranks=2)
+def test_4_bit_weights_are_streamed_if_they_changed_and_exported_as_what_they_stand_for() -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    for kind in ("shards", "replicas"):
+        model, seen = _adapted(128), {}
+        _ANNOTATED[kind](model)
+        told = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(told)
+        folder = Path(told[0])
+        assert len(list(stream_full(model, since=seen))) == 4
+        assert not list(stream_full(model, since=seen))
+        state = {"0.weight": _adapted(128)[2].weight.detach()}
+        model.load_state_dict(state, strict=False)
+        assert [name for name, _ in stream_full(model, since=seen)] == ["0.weight"]
+        with pytest.raises(AnnotationError, match=r"'0\.weight' is an NF4Tensor.*Pass dtype="):
+            export(model, folder / "out")
+        assert not list(folder.iterdir())
+        dist.barrier()
+        export(model, folder / "out", dtype=torch.float32)
+        written = safetensors.load_file(folder / "out" / "model.safetensors")
+        state = full_state_dict(model, rank0_only=False)
+        torch.testing.assert_close(written["2.weight"], state["2.weight"].get_original_weight())
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("kind", ["shards", "replicas"])
+def test_one_rank_edits_4_bit_weights_and_adapters_for_all(kind: str) -> None:
+    model, x = _adapted(128), torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
+    _ANNOTATED[kind](model)
+    before = model(x)
+    with unsharded(model, rank0_only=True):
+        pass
+    torch.testing.assert_close(model(x), before, rtol=0, atol=0)
+    plain = _adapted(128)
+    with unsharded(model, rank0_only=True), torch.no_grad():
+        if dist.get_rank() == 0:
+            model[0].weight.copy_(plain[2].weight)
+            model[2].up.mul_(2.0)
+    with torch.no_grad():
+        plain[0].weight.copy_(plain[2].weight)
+        plain[2].up.mul_(2.0)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@spmd(ranks=2)
+def test_copies_of_4_bit_weights_share_no_memory() -> None:
+    model, x = _annotate(fully_shard, _adapted(64)), torch.randn(4, 128)
+    before, twin = model(x), copy.deepcopy(model)
+    other = _adapted(64)
+    for name, value in other.state_dict().items():
+        other.load_state_dict({name: value.to(torch.float32) * 3.0}, strict=False)
+    twin.load_state_dict(other.state_dict())
+    assert not torch.equal(twin(x), before)
+    torch.testing.assert_close(model(x), before, rtol=0, atol=0)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import composable
 from composable import no_sync, reduce_gradients, remove, replicate
@@ -39,7 +40,7 @@ from composable.fsdp2.module import NAMES
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import anatomy, full_gradients, full_parameters
 from tests.helpers.refusals import refusal
-from tests.helpers.world import Pool, spmd
+from tests.helpers.world import Pool, current_device, spmd
 
 _NEW_IN_2_15: Final = {
     "set_manual_backward_finalization",
@@ -428,6 +429,17 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="backend='NVSHMEM', and there is NCCL only"):
         model.set_symm_mem_for_comm("NVSHMEM")
     custom = type("Custom", (), {"allocate": torch.empty, "__call__": dist.all_reduce})()
+    mesh = init_device_mesh(current_device().type, (2, 1), mesh_dim_names=("all", "one"))
+    mixed: Any = fully_shard(
+        _layers(),
+        mesh=mesh["all"],
+        shard_placement_fn=lambda p: (Shard(0), mesh["one"]) if p.ndim == 1 else None,
+    )
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter"):
+        with pytest.raises(
+            UnsupportedError, match=r"of unit '\(root\)' are on meshes of their own"
+        ):
+            getattr(mixed, name)(custom)
     loss = model(_batch()).sum()
     with pytest.raises(PhaseError, match=r"^the communication of unit '\(root\)' was changed"):
         model.set_custom_all_gather(custom)

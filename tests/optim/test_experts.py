@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable import clip_grad_norm_, fully_shard, no_sync, reduce_gradients, remove, replicate
@@ -187,3 +188,54 @@ def test_a_parameter_on_other_ranks_has_no_norm_here() -> None:
     expected = norm_of([full(p.grad).cpu() for p in model.parameters() if p.grad is not None], 2.0)
     norm = clip_grad_norm_([*model.parameters(), elsewhere], 0.1)
     torch.testing.assert_close(norm.cpu(), expected.float(), rtol=1e-5, atol=0)
+
+
+class _Spread(nn.Module):
+    """Weights of experts over `ep`, and a bias that its ranks share."""
+
+    def __init__(self, ep: DeviceMesh | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.bias = nn.Parameter(torch.randn(4, 7, 7)), nn.Parameter(torch.randn(7))
+        if ep is not None:
+            self.up = nn.Parameter(distribute_tensor(self.up.detach(), ep, [Shard(0)]))
+            self.bias = nn.Parameter(distribute_tensor(self.bias.detach(), ep, [Replicate()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, bias = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.bias))
+        # each rank's experts have their own gradients, as do all of them in one process
+        return (x @ up).square().sum() + (x + bias).square().sum()
+
+
+@spmd(ranks=4)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@pytest.mark.parametrize("around", ["shards", "replicas", "both"])
+def test_dtensors_of_experts_count_once_whatever_mesh_the_model_is_on(
+    shape: tuple[int, int], verb: Callable[..., nn.Module], around: str
+) -> None:
+    mesh = init_device_mesh(current_device().type, shape, mesh_dim_names=("dp", "ep"))
+    plain, model = (
+        nn.Sequential(nn.LayerNorm(7), _Spread(ep)).to(current_device())
+        for ep in (None, mesh["ep"])
+    )
+    verb(model[1], mesh=mesh["dp"])
+    if around == "replicas":
+        replicate(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate=("dp", "ep")))
+    else:
+        dims = {"shards": {"shard": ("dp", "ep")}, "both": {"shard": "ep", "replicate": "dp"}}
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**dims[around]))
+    x = torch.arange(14.0, device=current_device()).view(2, 7).sin()
+    for order in ORDERS:
+        for each in (plain, model):
+            each.zero_grad()
+            each(x).backward()
+        # what is before the experts has gradients of this rank's experts, and of all in one process
+        for ours, theirs in zip(model[0].parameters(), plain[0].parameters(), strict=True):
+            theirs.grad = full(ours.grad)
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, order)
+        norm = clip_grad_norm_(model, 0.1, order)
+        agree(norm)
+        torch.testing.assert_close(norm, expected)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(full(ours.grad), theirs.grad)

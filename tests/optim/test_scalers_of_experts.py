@@ -4,6 +4,7 @@ skipped by all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from composable import fully_shard
+from composable import fully_shard, replicate
 from tests.helpers.compare import full
 from tests.helpers.mixtures import NESTED, Mixture, batch, mixture
 from tests.helpers.world import current_device, spmd
@@ -128,3 +129,24 @@ def test_a_parameter_on_other_ranks_is_passed_over() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 4.0
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_scaler_looks_for_infinities_whatever_dtype_is_the_default(
+    verb: Callable[..., nn.Module], dtype: torch.dtype
+) -> None:
+    torch.set_default_dtype(dtype)
+    model = verb(nn.Linear(3, 5)).to(current_device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(current_device().type, init_scale=4.0)
+    x = torch.ones(2, 3, device=current_device())
+    for infinite in (False, True):
+        before = full(model.weight).clone()
+        optimizer.zero_grad()
+        bad = infinite and dist.get_rank() == 1
+        scaler.scale(model(x * torch.inf if bad else x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, full(model.weight)) == infinite

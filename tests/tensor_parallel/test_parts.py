@@ -157,6 +157,27 @@ def test_parts_train_as_the_whole_does_and_are_saved_as_the_whole() -> None:
 
 
 @spmd(ranks=4)
+def test_one_rank_edits_a_part_and_its_gradient_for_the_ranks_that_share_it() -> None:
+    mesh = mesh_of(2, 2)
+    model, alone = _model(mesh["tp"]), _model()
+    fully_shard(model, mesh=mesh["dp"])
+    batch = batches(model, 0, 1)[0]
+    for each in (model, alone):
+        each(batch).square().mean().backward()
+    with unsharded(model, rank0_only=True, with_grads=True), torch.no_grad():
+        if mesh["dp"].get_local_rank() == 0:
+            for parameter in model.parameters():
+                parameter.mul_(2.0)
+                assert parameter.grad is not None
+                parameter.grad.mul_(3.0)
+    for parameter, plain in zip(model.parameters(), alone.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert plain.grad is not None
+        torch.testing.assert_close(full(parameter), 2.0 * plain.detach())
+        torch.testing.assert_close(full(parameter.grad), 3.0 * plain.grad)
+
+
+@spmd(ranks=4)
 def test_materialize_draws_the_whole() -> None:
     mesh = mesh_of(2, 2)
     with torch.device("meta"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
 from weakref import ref
 
 import pytest
@@ -90,6 +92,34 @@ def test_gradients_that_are_views_of_buckets_have_the_same_memory_in_every_step(
             optimizer.zero_grad(set_to_none)
     assert found[2:] == [found[2]] * 3, "the order of buckets is agreed in the first step"
     remove(ours, replicate)
+
+
+_ALIASES: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "detach": lambda gradient: gradient.detach(),
+    "data": lambda gradient: gradient.data,
+    "view": lambda gradient: gradient.view_as(gradient),
+}
+
+
+def _exchange(first: nn.Module, other: nn.Module) -> None:
+    first.weight.grad, other.weight.grad = other.weight.grad, first.weight.grad
+
+
+@pytest.mark.parametrize("alias", _ALIASES)
+@spmd(ranks=2)
+def test_gradients_may_be_other_tensors_over_the_memory_of_the_bucket(alias: str) -> None:
+    for whose in ("all", "one", "those of one rank"):
+        plain, ours = twins(Parts, gradient_as_bucket_view=True)
+        for step in range(4):
+            for model in (plain, ours):
+                model(batch_of(step), [0, 1, 2]).sum().backward()
+            assert_mean_gradients(plain, ours, f"step {step}")
+            parameters = list(ours.parameters())[: 1 if whose == "one" else None]
+            for parameter in parameters if whose[0] != "t" or dist.get_rank() else ():
+                assert parameter.grad is not None
+                parameter.grad = _ALIASES[alias](parameter.grad)
+            for model in (plain, ours) if step == 2 else ():
+                _exchange(model.layers[0], model.layers[1])
 
 
 @spmd(ranks=2)
