@@ -371,6 +371,20 @@ def _mixed_precision(api: Any) -> Run:
     return run
 
 
+def _one_set_of_ignored_parameters(api: Any) -> Run:
+    """As accelerate does: every call gets all of them, also those that lie in no module of it."""
+    model = Net()
+    ignored = {*model.norm.parameters(), model.blocks[1].bias}
+    for block in model.blocks:
+        api.fully_shard(block, ignored_params=ignored)
+    run = Run(api.fully_shard(model, ignored_params=ignored))
+    run.note("sharded", [isinstance(parameter, DTensor) for parameter in model.parameters()])
+    for number in range(2):
+        run.backward(number)
+        run.step()
+    return run
+
+
 class _OwnComm:
     """What both protocols of FSDP2 need: memory of its own, and a look at what is sent."""
 
@@ -446,8 +460,8 @@ _PROGRAMS: Final[dict[str, Callable[[Any], Run]]] = {
         _accumulation, _read_in_backward, _accumulation_module_by_module,
         _accumulation_of_one_block, _accumulation_on_a_list_member, _not_recursive_at_the_root,
         _divisors, _reshard_after_forward, _reshard_after_backward, _chunked_loss, _unsharded,
-        _forward_method, _prefetch, _after_an_error, _hooks, _state_dicts, _mixed_precision,
-        _custom_communication,
+        _forward_method, _one_set_of_ignored_parameters, _prefetch, _after_an_error, _hooks,
+        _state_dicts, _mixed_precision, _custom_communication,
     )
 }  # fmt: skip
 _OVER_REPLICAS: Final[dict[str, Callable[[Any], Run]]] = {
