@@ -316,9 +316,9 @@ def warn_of_gradients(parameters: Sequence[Managed[nn.Parameter]]) -> None:
 # --- wrappers and verbs of torch ----------------------------------------------------------------
 
 # Which of torch's verbs were applied to a module. torch has no public way to ask.
-_applied_by_torch: Final[Any] = getattr(
-    sys.modules.get("torch.distributed._composable.contract"), "_get_registry", None
-)
+_contract: Final[Any] = sys.modules.get("torch.distributed._composable.contract")
+_applied_by_torch: Final[Any] = getattr(_contract, "_get_registry", None)
+_APPLIED: Final[str | None] = getattr(_contract, "REGISTRY_KEY", None)  # where they are noted
 _IGNORED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -332,6 +332,8 @@ def refuse_wrapped(
     for fqn, below in [named for module in modules for named in module.named_modules()]:
         is_ddp = isinstance(below, DistributedDataParallel)
         applied = (_applied_by_torch and _applied_by_torch(below)) or ()
+        if isinstance(applied, _RefusesTorch):
+            applied = ()
         wrapper = (
             "FullyShardedDataParallel" if isinstance(below, fsdp.FullyShardedDataParallel) else ""
         )
@@ -376,11 +378,40 @@ class _RefusesDDP:
         )
 
 
-def refuse_ddp_around(verb: str, modules: Sequence[nn.Module]) -> None:
-    """Inside a verb: let `DistributedDataParallel(module)` raise. Names that the user gave DDP to
-    ignore stay.
+class _RefusesTorch(dict[str, Any]):
+    """In place of the names of torch's verbs that were applied to a module.
+
+    torch's composable `replicate` leaves modules that are fully sharded, and all below them, to
+    the verb that did it. FSDP2 and FSDP1 ask for "replicate", and are refused: they would shard
+    what is managed here.
+    """
+
+    def __init__(self, verb: str, module: str) -> None:
+        super().__init__()
+        self._verb, self._module = verb, module
+
+    def __contains__(self, name: object) -> bool:
+        if name == SHARD:
+            return True
+        raise ClashError(
+            f"a verb of torch around {self._module}: composable's {self._verb} averages its"
+            " gradients already, and they would be averaged twice. Leave one of the two out"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RefusesTorch, (self._verb, self._module)
+
+
+def refuse_torch_around(verb: str, modules: Sequence[nn.Module]) -> None:
+    """Inside a verb: let `DistributedDataParallel(module)`, and verbs of torch, raise.
+
+    Names that the user gave DDP to ignore stay.
     """
     for module in modules:
+        what = f"this {type(module).__name__}"
         if _IGNORED_BY_DDP not in vars(module):
-            setattr(module, _IGNORED_BY_DDP, _RefusesDDP(verb, f"this {type(module).__name__}"))
+            setattr(module, _IGNORED_BY_DDP, _RefusesDDP(verb, what))
             on_undo(partial(drop_attribute, module, _IGNORED_BY_DDP))
+        if _APPLIED is not None and _APPLIED not in vars(module):
+            setattr(module, _APPLIED, _RefusesTorch(verb, what))
+            on_undo(partial(drop_attribute, module, _APPLIED))
