@@ -15,6 +15,7 @@ from composable.contract.naming import find_fqn, has_forward, module_name, requi
 from composable.contract.tree import REPLICATE, SHARD, Managed, Place, T, walk
 from composable.errors import AnnotationError, PolicyError, closest, describe_module, few
 from composable.policies import PolicyLike, select_modules
+from composable.policies.base import by_all_names
 
 logger = logging.getLogger("composable")
 
@@ -30,7 +31,11 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) 
     if isinstance(ignored, (str, nn.Module, nn.Parameter)):
         ignored = [ignored]
     named = [
-        (fqn, p) for module in modules for fqn, p in module.named_parameters(remove_duplicate=False)
+        (f"{fqn}.{name}".lstrip("."), p)
+        for module in modules
+        for fqn, below in by_all_names(module)
+        for name, p in below._parameters.items()
+        if p is not None
     ]
     modules_by_name = [(fqn, m) for module in modules for fqn, m in module.named_modules()]
     result: dict[int, None] = {}
