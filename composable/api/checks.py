@@ -332,7 +332,7 @@ def refuse_wrapped(
     for fqn, below in [named for module in modules for named in module.named_modules()]:
         is_ddp = isinstance(below, DistributedDataParallel)
         applied = (_applied_by_torch and _applied_by_torch(below)) or ()
-        if isinstance(applied, _RefusesTorch):
+        if isinstance(applied, _AppliedHere):
             applied = ()
         wrapper = (
             "FullyShardedDataParallel" if isinstance(below, fsdp.FullyShardedDataParallel) else ""
@@ -378,40 +378,22 @@ class _RefusesDDP:
         )
 
 
-class _RefusesTorch(dict[str, Any]):
-    """In place of the names of torch's verbs that were applied to a module.
+class _AppliedHere(dict[str, str]):
+    """In place of the names of torch's verbs that were applied to a module: all of them were.
 
-    torch's composable `replicate` leaves modules that are fully sharded, and all below them, to
-    the verb that did it. FSDP2 and FSDP1 ask for "replicate", and are refused: they would shard
-    what is managed here.
+    On the module they raise, and around it they leave it, and all below it, to the verb here.
     """
-
-    def __init__(self, verb: str, module: str) -> None:
-        super().__init__()
-        self._verb, self._module = verb, module
-
-    def __contains__(self, name: object) -> bool:
-        if name == SHARD:
-            return True
-        raise ClashError(
-            f"a verb of torch around {self._module}: composable's {self._verb} averages its"
-            " gradients already, and they would be averaged twice. Leave one of the two out"
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _RefusesTorch, (self._verb, self._module)
 
 
 def refuse_torch_around(verb: str, modules: Sequence[nn.Module]) -> None:
-    """Inside a verb: let `DistributedDataParallel(module)`, and verbs of torch, raise.
+    """Inside a verb: let `DistributedDataParallel(module)`, and verbs of torch on it, raise.
 
     Names that the user gave DDP to ignore stay.
     """
     for module in modules:
-        what = f"this {type(module).__name__}"
         if _IGNORED_BY_DDP not in vars(module):
-            setattr(module, _IGNORED_BY_DDP, _RefusesDDP(verb, what))
+            setattr(module, _IGNORED_BY_DDP, _RefusesDDP(verb, f"this {type(module).__name__}"))
             on_undo(partial(drop_attribute, module, _IGNORED_BY_DDP))
         if _APPLIED is not None and _APPLIED not in vars(module):
-            setattr(module, _APPLIED, _RefusesTorch(verb, what))
+            setattr(module, _APPLIED, _AppliedHere({SHARD: verb, REPLICATE: verb}))
             on_undo(partial(drop_attribute, module, _APPLIED))

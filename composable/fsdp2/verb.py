@@ -77,7 +77,8 @@ def fully_shard(
     After `torch.distributed.fsdp.fully_shard`.
     """
     over: Mesh = _default_mesh() if mesh is None else mesh
-    if dp_mesh_dims is not None and not dp_mesh_dims.shard and dp_mesh_dims.replicate:
+    shards = getattr(dp_mesh_dims, "shard", None)
+    if getattr(dp_mesh_dims, "replicate", None) and not shards:
         replicate(
             module,
             mesh=over,

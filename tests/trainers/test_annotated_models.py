@@ -189,38 +189,26 @@ def test_what_verbs_of_torch_manage_is_refused(pool: Pool, verb: str) -> None:
         assert said == [f"ClashError: {verb}: {what} {tail}" for what in ("the module", "'0'")]
 
 
-def _refused_around(verb: str) -> list[str]:
-    said = []
+@pytest.mark.parametrize("verb", list(_VERBS))
+@spmd(ranks=2)
+def test_a_verb_of_torch_on_an_annotated_module_is_refused(verb: str) -> None:
+    model = _layers()
+    _VERBS[verb](model)
+    before = full_parameters(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         for kind in ("replicate", "newer replicate", "fully_shard"):
-            model = nn.Sequential(_layers())
-            _VERBS[verb](model[0])
-            before = full_parameters(model)
-            around = model if kind == "fully_shard" else model[0]
-            said.append(refusal(lambda k=kind, m=around: _torchs(k)(m)))
-            assert type(model) is nn.Sequential
-            after = full_parameters(model)
-            assert all(torch.equal(after[name], value) for name, value in before.items())
-    return said
+            with pytest.raises(AssertionError, match="has already been applied"):
+                _torchs(kind)(model)
+    assert type(model) is nn.Sequential
+    after = full_parameters(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 @pytest.mark.parametrize("verb", list(_VERBS))
-def test_a_verb_of_torch_on_or_around_an_annotated_module_is_refused(pool: Pool, verb: str) -> None:
-    outcomes = pool.run(2, _refused_around, verb)
-    assert outcomes[0] == outcomes[1]
-    for said in outcomes[0]:
-        assert (
-            said
-            == f"ClashError: a verb of torch around this Sequential: composable's {verb} averages"
-            " its gradients already, and they would be averaged twice. Leave one of the two out"
-        )
-
-
-@pytest.mark.parametrize("verb", list(_VERBS))
-@pytest.mark.parametrize("kind", ["replicate", "newer replicate"])
+@pytest.mark.parametrize("kind", ["replicate", "newer replicate", "fully_shard"])
 @spmd(ranks=2)
-def test_replicate_of_torch_leaves_annotated_parts_to_their_verb(kind: str, verb: str) -> None:
+def test_verbs_of_torch_leave_annotated_parts_to_their_verb(kind: str, verb: str) -> None:
     plain, model = Regression(), Regression()
     _VERBS[verb](model.body)
     with warnings.catch_warnings():
