@@ -45,15 +45,18 @@ def skipped(module: nn.Module, x: T) -> T:
     """
     module = unwrapped(module)
     units = units_below([module])
-    return _through(module, x, units) if units else x
+    return _through(module, x, units, {}) if units else x
 
 
-def _through(module: nn.Module, x: Any, units: list[Unit]) -> Any:
+def _through(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module, None]) -> Any:
     """Enter and leave the units of `module` and below that are still in `units`; take them out."""
+    if module in seen:
+        return x
+    seen[module] = None
     unit = next((unit for unit in units if module in unit.modules), None)
     if unit is None:
         for child in module.children():
-            x = _through(child, x, units)
+            x = _through(child, x, units, seen)
         return x
     units.remove(unit)
     unit.enter(module, (), {}, computes=False)
@@ -65,7 +68,7 @@ def _through(module: nn.Module, x: Any, units: list[Unit]) -> Any:
                 " would wait. Run backwards of models that skip units without compiled autograd"
             )
         for child in module.children():
-            x = _through(child, x, units)
+            x = _through(child, x, units, seen)
         anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)
         # If the parameters train, backward comes to this unit on ranks that compute it. If they are
         # frozen, it does where inputs require gradients: an image tower's do not, though what this

@@ -25,7 +25,7 @@ from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers,
 from composable.engine.precision import BufferHolder
 from composable.errors import AnnotationError, closest, few
 from composable.memory.streams import has_streams
-from composable.policies.base import kind_of
+from composable.policies.base import by_all_names, kind_of
 
 logger = logging.getLogger("composable")
 
@@ -146,7 +146,7 @@ def _floating_point_buffers(top: nn.Module) -> list[tuple[str, nn.Module, str]]:
     """FQN, module and name of every place of a floating-point buffer."""
     return [
         (f"{prefix}.{name}" if prefix else name, module, name)
-        for prefix, module in top.named_modules(remove_duplicate=False)
+        for prefix, module in by_all_names(top)
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         if buffer.is_floating_point()
     ]

@@ -349,9 +349,9 @@ def warn_of_padding(units: Iterable[Unit]) -> None:
 # --- wrappers and verbs of torch ----------------------------------------------------------------
 
 # Which of torch's verbs were applied to a module. torch has no public way to ask.
-_applied_by_torch: Final[Any] = getattr(
-    sys.modules.get("torch.distributed._composable.contract"), "_get_registry", None
-)
+_contract: Final[Any] = sys.modules.get("torch.distributed._composable.contract")
+_applied_by_torch: Final[Any] = getattr(_contract, "_get_registry", None)
+_APPLIED: Final[str | None] = getattr(_contract, "REGISTRY_KEY", None)  # where they are noted
 _IGNORED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
 
 
@@ -365,6 +365,8 @@ def refuse_wrapped(
     for fqn, below in [named for module in modules for named in module.named_modules()]:
         is_ddp = isinstance(below, DistributedDataParallel)
         applied = (_applied_by_torch and _applied_by_torch(below)) or ()
+        if isinstance(applied, _AppliedHere):
+            applied = ()
         wrapper = (
             "FullyShardedDataParallel" if isinstance(below, fsdp.FullyShardedDataParallel) else ""
         )
@@ -409,11 +411,22 @@ class _RefusesDDP:
         )
 
 
-def refuse_ddp_around(verb: str, modules: Sequence[nn.Module]) -> None:
-    """Inside a verb: let `DistributedDataParallel(module)` raise. Names that the user gave DDP to
-    ignore stay.
+class _AppliedHere(dict[str, str]):
+    """In place of the names of torch's verbs that were applied to a module: all of them were.
+
+    On the module they raise, and around it they leave it, and all below it, to the verb here.
+    """
+
+
+def refuse_torch_around(verb: str, modules: Sequence[nn.Module]) -> None:
+    """Inside a verb: let `DistributedDataParallel(module)`, and verbs of torch on it, raise.
+
+    Names that the user gave DDP to ignore stay.
     """
     for module in modules:
         if _IGNORED_BY_DDP not in vars(module):
             setattr(module, _IGNORED_BY_DDP, _RefusesDDP(verb, f"this {type(module).__name__}"))
             on_undo(partial(drop_attribute, module, _IGNORED_BY_DDP))
+        if _APPLIED is not None and _APPLIED not in vars(module):
+            setattr(module, _APPLIED, _AppliedHere({SHARD: verb, REPLICATE: verb}))
+            on_undo(partial(drop_attribute, module, _APPLIED))

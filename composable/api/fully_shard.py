@@ -112,7 +112,7 @@ def fully_shard(
         grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides
             it by their number, "sum" leaves it, a positive number divides it by that number.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave
-            alone.
+            alone. Parameters that lie elsewhere may be among them: one set may go to every call.
         sync_module_states: "check" compares names, shapes, dtypes and values of parameters and
             buffers across ranks and names the first difference; "broadcast" copies rank 0's values,
             also to ranks that built the module on the meta device; "off" compares no values.
@@ -126,8 +126,8 @@ def fully_shard(
 
     Raises:
         AnnotationError: the module is annotated already, inside an annotated one, replicated, or
-            has no forward; a keyword is unknown; ignored_params matches nothing; a parameter would
-            belong to two units.
+            has no forward; a keyword is unknown; a name in ignored_params matches nothing; a
+            parameter would belong to two units.
         MeshError: the mesh has more than two dimensions, or two that do not say what they are for;
             it lists ranks in another order than process groups do, or does not hold this rank;
             `shard_placement_fn` returns a mesh of other ranks; `dp_mesh_dims` names no dimension of

@@ -222,9 +222,23 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         setattr(module, name, partial(_call_as_forward, module, name, own))
 
 
+@untraced
+def _method_of_class(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Bind a method of the class as the attribute is.
+
+    Static methods, and those of the class, do not get the module.
+    """
+    kind = type(module)
+    method = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
+    bound: Callable[..., Any] = (
+        method.__get__(module, kind) if hasattr(method, "__get__") else method
+    )
+    return bound
+
+
 @untraced_alone
 def _call_as_forward(
-    module: nn.Module, name: str, own: Callable[..., Any] | None, *args: Any, **kwargs: Any
+    module: nn.Module, name: str, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Call the method `name` inside the brackets of the module's annotations.
 
@@ -232,7 +246,7 @@ def _call_as_forward(
     if it was set on the module; None stands for the class's.
     """
     dispatcher = dispatcher_of(module)
-    method = partial(getattr(type(module), name), module) if own is None else own
+    method = _method_of_class(module, name) if own is None else own
     if dispatcher is None:
         return method(*args, **kwargs)
     try:

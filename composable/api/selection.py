@@ -15,35 +15,36 @@ from composable.contract.naming import find_fqn, has_forward, module_name, requi
 from composable.contract.tree import REPLICATE, SHARD, Managed, Place, T, walk
 from composable.errors import AnnotationError, PolicyError, closest, describe_module, few
 from composable.policies import PolicyLike, select_modules
+from composable.policies.base import by_all_names
 
 logger = logging.getLogger("composable")
 
 
 def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) -> dict[int, None]:
-    """The ids of the parameters that `ignored` stands for: parameters, modules, FQNs and globs."""
+    """The ids of the parameters that `ignored` stands for: parameters, modules, FQNs and globs.
+
+    Raises:
+        AnnotationError: an FQN or glob matches nothing.
+    """
     if ignored is None:
         return {}
     if isinstance(ignored, (str, nn.Module, nn.Parameter)):
         ignored = [ignored]
     named = [
-        (fqn, p) for module in modules for fqn, p in module.named_parameters(remove_duplicate=False)
+        (f"{fqn}.{name}".lstrip("."), p)
+        for module in modules
+        for fqn, below in by_all_names(module)
+        for name, p in below._parameters.items()
+        if p is not None
     ]
     modules_by_name = [(fqn, m) for module in modules for fqn, m in module.named_modules()]
-    known = {id(p): None for _, p in named}
     result: dict[int, None] = {}
     for item in ignored:
+        # Those that lie elsewhere are of another call: trainers give one set to all calls.
         if isinstance(item, nn.Parameter):
-            if id(item) not in known:
-                raise AnnotationError(
-                    f"ignored_params: a parameter of shape {tuple(item.shape)} is not in the module"
-                )
             found = [item]
         elif isinstance(item, nn.Module):
             found = list(item.parameters())
-            if found and not any(id(p) in known for p in found):
-                raise AnnotationError(
-                    f"ignored_params: a {type(item).__name__} is not inside the module"
-                )
         elif isinstance(item, str):
             found = [p for fqn, p in named if fnmatchcase(fqn, item)]
             found += [

@@ -36,10 +36,10 @@ from composable.api.arguments import (
     warn_of_no_offload,
 )
 from composable.api.checks import (
-    refuse_ddp_around,
     refuse_lazy,
     refuse_spread,
     refuse_spread_offload,
+    refuse_torch_around,
     refuse_unfit,
     refuse_unfit_extension,
     refuse_wrapped,
@@ -379,7 +379,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
             # where loops written for DDP, and trainers, look for it
             on_undo(partial(unbind_method, module, "no_sync"))
             bind_method(module, "no_sync", no_sync)
-    refuse_ddp_around(name, plan.modules)
+    refuse_torch_around(name, plan.modules)
     return unit
 
 

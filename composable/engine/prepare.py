@@ -41,6 +41,7 @@ from composable.engine.param import (
 )
 from composable.engine.param_group import ParamGroup
 from composable.engine.post_backward import PostBackward
+from composable.engine.ties import follow_ties
 from composable.engine.unit import BY_HAND, Unit, unit_of
 from composable.errors import (
     AnnotationError,
@@ -125,6 +126,8 @@ class Preparation:
         if self._watched is not None and self._unchanged():
             return
         self._watched = None
+        if not root.in_step and not any(unit.shown_by for unit in root.units):
+            follow_ties(root.units, _left_alone(root.units))
         self._look_for_newcomers()
         for unit in root.units:
             self._look_into(unit)

@@ -871,22 +871,22 @@ class Root:
         """Checkpointing is about to run a forward again, for the node that backward is at.
 
         Whether this is a node of the last unit in the checkpointed part, or one behind it, differs
-        between ranks if some skip that unit. So backward enters the unit now: on all ranks before
-        the recomputation gathers others.
+        between ranks if some skip that unit. So backward enters the unit now, and before it those
+        around it: on all ranks in one order, before the recomputation gathers others.
 
         Returns:
             The call that is run again; None if it ran without gradients (reentrant checkpointing).
         """
-        calls, entered = self.step.calls, None
+        calls, inside = self.step.calls, list[UnitCall]()  # the last call, and those around it
         for index in range(
             bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1
         ):
             call = calls[index]
-            if entered is None and call.watched:
-                entered = call
+            if call.watched and (not inside or call.unit in inside[-1].unit.relations.ran_inside):
+                inside.append(call)
             if call.unit is again.unit:
-                if entered is not None:
-                    with torch.no_grad():  # of the backward; recomputations have gradients
+                with torch.no_grad():  # of the backward; recomputations have gradients
+                    for entered in reversed(inside):
                         entered.unit.pre_backward(entered)
                 return call
         return None

@@ -445,6 +445,15 @@ class Unit:
                 undo.append(partial(drop_attribute, module, "flatten_parameters"))
         return undo
 
+    def take(self, param: ManagedParam, places: tuple[Place, ...]) -> None:
+        """Manage a parameter that was another unit's, or is at more places; `build` follows."""
+        watched = {id(place.module) for info in self.spec.params for place in info.places}
+        more = [place.module for place in places if id(place.module) not in watched]
+        self._undo += self._watch_modules(dict.fromkeys(more))
+        param.set_info(replace(param.info, fqn=places[0].fqn, places=places))
+        self.spec = replace(self.spec, params=(*self.spec.params, param.info))
+        self.params.append(param)
+
     def tie(self, param: ManagedParam, places: Sequence[Place]) -> Callable[[], None]:
         """Register a replicated parameter at places in other units, too; returns the inverse."""
         info = param.info

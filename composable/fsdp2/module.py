@@ -24,6 +24,7 @@ from composable.config import MixedPrecisionPolicy
 from composable.contract.methods import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.param_group import ParamGroup
+from composable.engine.root import WHEN_LANDED
 from composable.engine.unit import BY_HAND, Unit, units_below
 from composable.engine.unreduced import SyncMode
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
@@ -58,6 +59,19 @@ _reductions: Final[WeakKeyDictionary[Unit, _Reduction]] = WeakKeyDictionary()
 # Units that were annotated with reshard_after_forward=None. Those inside another one reshard; the
 # outermost keeps its parameters until backward.
 AUTOMATIC: Final[WeakSet[Unit]] = WeakSet()
+
+
+# Units that the end of the next backward, or of `reduce_gradients`, frees.
+_ends_keeping: Final[WeakKeyDictionary[Unit, None]] = WeakKeyDictionary()
+
+
+def _end_keeping() -> None:
+    for unit in [*_ends_keeping]:
+        unit.release(_KEEP)
+    _ends_keeping.clear()
+
+
+WHEN_LANDED.append(_end_keeping)
 
 
 def _set_reduction(unit: Unit, **changes: bool) -> None:
@@ -239,7 +253,8 @@ class FSDPModule(metaclass=_AsksRegistry):
 
         Parameters that are kept after backward are kept after forward, too: FSDP2 frees them there.
         They are gathered again when an optimizer has changed them: FSDP2 computes with the old
-        ones.
+        ones. True frees them at the end of the next backward or reduction: the last micro-batch of
+        an accumulation still uses them.
 
         Args:
             reshard_after_backward: whether to free them.
@@ -247,8 +262,11 @@ class FSDPModule(metaclass=_AsksRegistry):
         """
         for unit in _sharded("set_reshard_after_backward", self, recurse):
             if reshard_after_backward:
-                unit.release(_KEEP)
-            elif unit.root is not None and unit.root.in_step:
+                if _KEEP in unit.kept_by:
+                    _ends_keeping[unit] = None
+                continue
+            _ends_keeping.pop(unit, None)
+            if unit.root is not None and unit.root.in_step:
                 unit.kept_by[_KEEP] = None  # what this step's forward has gathered
             elif _KEEP not in unit.kept_by:
                 unit.keep(_KEEP)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from composable.api import fully_shard as composables
 from composable.api.arguments import Placement
 from composable.api.mesh import Mesh, Spread
+from composable.api.replicate import replicate
 from composable.api.scopes import register_forward_method
 from composable.contract.contract import registry
 from composable.contract.naming import modules_of
@@ -58,7 +59,8 @@ def fully_shard(
         offload_policy: torch's policy of offload.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: which dimensions of `mesh` are data parallel, as for
-            `composable.fully_shard`. Parameters may also be plain tensors.
+            `composable.fully_shard`; with none to shard over, `composable.replicate` does the rest.
+            Parameters may also be plain tensors.
 
     Returns:
         `module`.
@@ -75,6 +77,21 @@ def fully_shard(
     After `torch.distributed.fsdp.fully_shard`.
     """
     over: Mesh = _default_mesh() if mesh is None else mesh
+    shards = getattr(dp_mesh_dims, "shard", None)
+    if getattr(dp_mesh_dims, "replicate", None) and not shards:
+        replicate(
+            module,
+            mesh=over,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            dp_mesh_dims=dp_mesh_dims,
+            sync_module_states="off",
+            broadcast_buffers=False,
+        )
+        for each in modules_of("fully_shard", module):
+            give_methods(each)
+        return module
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and dp_mesh_dims is None:
         over = Spread(mesh, shard_dim=1)  # whatever the names of its dimensions say
     composables.fully_shard(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -98,3 +98,18 @@ def kind_of(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"a {type(value).__name__}"
+
+
+def by_all_names(
+    module: nn.Module, prefix: str = "", around: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the module and those below it, a shared one by each of its names.
+
+    A child that is also around ends there: heads may know the agent that they belong to. torch's
+    `named_modules(remove_duplicate=False)` does not end then.
+    """
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None and child is not module and child not in around:
+            below = f"{prefix}.{name}" if prefix else name
+            yield from by_all_names(child, below, (*around, module))

@@ -16,6 +16,7 @@ from composable.policies.base import (
     Policy,
     Selection,
     as_classes,
+    by_all_names,
     is_container,
     kind_of,
     not_empty,
@@ -249,7 +250,7 @@ class NamePolicy(Policy):
 
     @override
     def select(self, root: nn.Module) -> Selection:
-        named = list(root.named_modules(remove_duplicate=False))
+        named = list(by_all_names(root))
         matches: dict[str, set[int]] = {}
         for pattern in self.patterns:
             parts = _parts(pattern)

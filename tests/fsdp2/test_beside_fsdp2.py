@@ -16,7 +16,7 @@ from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
 from composable import fsdp2
 from tests.helpers.compare import full_gradients, full_parameters
@@ -371,6 +371,42 @@ def _mixed_precision(api: Any) -> Run:
     return run
 
 
+def _one_set_of_ignored_parameters(api: Any) -> Run:
+    """As accelerate does: every call gets all of them, also those that lie in no module of it."""
+    model = Net()
+    ignored = {*model.norm.parameters(), model.blocks[1].bias}
+    for block in model.blocks:
+        api.fully_shard(block, ignored_params=ignored)
+    run = Run(api.fully_shard(model, ignored_params=ignored))
+    run.note("sharded", [isinstance(parameter, DTensor) for parameter in model.parameters()])
+    for number in range(2):
+        run.backward(number)
+        run.step()
+    return run
+
+
+def _replicas_by_name(api: Any) -> Run:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ddp",))
+    model = Net()
+    distribute_module(model, mesh)
+    model.register_forward_pre_hook(
+        lambda _, args: (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False),)
+    )
+    model.register_forward_hook(lambda _, args, output: output.to_local().clone())
+    dims = api.DataParallelMeshDims(replicate="ddp")
+    for block in model.blocks:
+        api.fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
+    run = Run(api.fully_shard(model, mesh=mesh, dp_mesh_dims=dims))
+    run.note("are modules", [isinstance(module, api.FSDPModule) for module in model.modules()])
+    run.note("placements", [str(p.placements) for p in model.parameters()])  # type: ignore[attr-defined]
+    for number in range(4):
+        model.set_requires_gradient_sync(number % 2 == 1)
+        run.backward(number)
+        if number % 2 == 1:
+            run.step()
+    return run
+
+
 class _OwnComm:
     """What both protocols of FSDP2 need: memory of its own, and a look at what is sent."""
 
@@ -446,8 +482,8 @@ _PROGRAMS: Final[dict[str, Callable[[Any], Run]]] = {
         _accumulation, _read_in_backward, _accumulation_module_by_module,
         _accumulation_of_one_block, _accumulation_on_a_list_member, _not_recursive_at_the_root,
         _divisors, _reshard_after_forward, _reshard_after_backward, _chunked_loss, _unsharded,
-        _forward_method, _prefetch, _after_an_error, _hooks, _state_dicts, _mixed_precision,
-        _custom_communication,
+        _forward_method, _one_set_of_ignored_parameters, _replicas_by_name, _prefetch,
+        _after_an_error, _hooks, _state_dicts, _mixed_precision, _custom_communication,
     )
 }  # fmt: skip
 _OVER_REPLICAS: Final[dict[str, Callable[[Any], Run]]] = {

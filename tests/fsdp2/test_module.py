@@ -469,6 +469,33 @@ def test_memory_and_gathers_follow_reshard_after_forward_between_steps() -> None
             assert not any(buffer.held for group in groups for buffer in group.gather.buffers)
 
 
+@pytest.mark.parametrize("after", [False, True])
+@spmd(ranks=2)
+def test_parameters_that_are_kept_after_backward_are_gathered_once_per_accumulation(
+    after: bool,
+) -> None:
+    log = Log()
+    with comms_wrapped_by(lambda comm: Recording(comm, log)):
+        model = _sharded(reshard_after_forward=after)
+    groups = [group for handle in composable.traversal.get_handles(model) for group in handle]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        gathers = []
+        for number in range(3):
+            last = number == 2
+            model.set_is_last_backward(last)
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+            log.events.clear()
+            model(_batch(number)).sum().backward()
+            labels = log.labels()
+            gathers.append(sum(label.startswith("all-gather of unit") for label in labels))
+            assert any(group.gather.buffers[0].held for group in groups) is not last
+        assert gathers == [len(groups), 0, 0]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @spmd(ranks=2)
 def test_methods_refuse_a_module_that_is_not_annotated() -> None:
     model = _sharded()

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, remove, replicate
-from tests.helpers.compare import anatomy, averaged_gradients, full_parameters
+from tests.helpers.compare import anatomy, averaged_gradients, full_gradients, full_parameters
 from tests.helpers.launched import environment
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device, spmd
@@ -187,6 +187,40 @@ def test_what_verbs_of_torch_manage_is_refused(pool: Pool, verb: str) -> None:
             " one of the two out"
         )
         assert said == [f"ClashError: {verb}: {what} {tail}" for what in ("the module", "'0'")]
+
+
+@pytest.mark.parametrize("verb", list(_VERBS))
+@spmd(ranks=2)
+def test_a_verb_of_torch_on_an_annotated_module_is_refused(verb: str) -> None:
+    model = _layers()
+    _VERBS[verb](model)
+    before = full_parameters(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        for kind in ("replicate", "newer replicate", "fully_shard"):
+            with pytest.raises(AssertionError, match="has already been applied"):
+                _torchs(kind)(model)
+    assert type(model) is nn.Sequential
+    after = full_parameters(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("verb", list(_VERBS))
+@pytest.mark.parametrize("kind", ["replicate", "newer replicate", "fully_shard"])
+@spmd(ranks=2)
+def test_verbs_of_torch_leave_annotated_parts_to_their_verb(kind: str, verb: str) -> None:
+    plain, model = Regression(), Regression()
+    _VERBS[verb](model.body)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        _torchs(kind)(model)
+        rank = dist.get_rank()
+        batch = torch.utils.data.default_collate(_data()[4 * rank : 4 * rank + 4])
+        for each in (plain, model):
+            each(**batch)["loss"].backward()
+    expected = averaged_gradients(plain)
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name])
 
 
 # --- trained ------------------------------------------------------------------------------------

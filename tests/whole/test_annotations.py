@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
+    MixedPrecisionPolicy,
     describe,
     fully_shard,
     keep_unsharded,
@@ -29,7 +30,12 @@ from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
 from tests.helpers.communicators import Log, Recording
-from tests.helpers.compare import assert_same_training, full_parameters
+from tests.helpers.compare import (
+    assert_same_training,
+    averaged_gradients,
+    full_gradients,
+    full_parameters,
+)
 from tests.helpers.logged import logged
 from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import current_device, spmd
@@ -261,3 +267,49 @@ def test_rnns_leave_their_weights_where_they_are_gathered() -> None:
     before = model[0].weight_ih_l0.data_ptr()  # type: ignore[union-attr, operator]
     model[0].flatten_parameters()  # type: ignore[operator]
     assert model[0].weight_ih_l0.data_ptr() != before  # type: ignore[union-attr, operator]
+
+
+class Head(nn.Module):
+    """It knows the agent that it is a part of, as a child."""
+
+    def __init__(self, agent: nn.Module) -> None:
+        super().__init__()
+        self.last, self.agent = nn.Linear(5, 3), agent
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x) * self.agent.scale + self.shift  # type: ignore[no-any-return]
+
+
+class Agent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.scale = nn.Linear(4, 5), nn.Parameter(torch.ones(3))
+        self.head = Head(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("policy", [None, {nn.Linear}, {Head}, {"head.last": {}}], ids=str)
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_a_module_that_has_its_parent_as_a_child_trains(verb: Any, policy: Any) -> None:
+    plain, ours = Agent(), Agent()
+    for model in (plain, ours):
+        for module in model.modules():
+            module._apply(lambda tensor: tensor.to(current_device()), recurse=False)
+    casts = MixedPrecisionPolicy(buffer_dtype={"head.shift": torch.float64})
+    verb(ours, policy=policy, ignored_params=["body.bias"], mp_policy=casts)
+    for step in range(2):
+        for model in (plain, ours):
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+            model(torch.randn(3, 4, generator=generator).to(current_device())).sum().backward()
+        expected = averaged_gradients(plain)
+        for name, gradient in full_gradients(ours).items():
+            if name != "body.bias":
+                torch.testing.assert_close(gradient, expected[name])
+    remove(ours, verb)
+    assert [type(p) for p in ours.parameters()] == [nn.Parameter] * 5

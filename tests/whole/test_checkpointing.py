@@ -250,3 +250,52 @@ def test_hooks_before_forward_run_twice_and_those_after_it_where_it_is_run_to_it
     fully_shard(model)
     model(torch.ones(2, 4, device=current_device(), requires_grad=True)).sum().backward()
     assert calls == {"before": 2, "after": 1 if early else 2, "backward": 1}
+
+
+class _Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.linear(x).tanh())  # type: ignore[no-any-return]
+
+
+class _Branching(nn.Module):
+    """Behind the inner part there is a branch that not every call takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.branch = _Inner(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, takes: bool) -> Tensor:
+        x = self.inner(x)
+        return x + self.branch(x).tanh() if takes else x
+
+
+class _Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.outer, self.last = nn.Linear(6, 6), _Branching(), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, takes: bool) -> Tensor:
+        return self.last(self.outer(self.first(x), takes))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_unit", [True, False])
+@spmd(ranks=2)
+def test_ranks_may_skip_a_branch_at_the_end_of_a_checkpointed_module(is_unit: bool) -> None:
+    plain, model = _Around().to(current_device()), _Around().to(current_device())
+    checkpoint(model.outer)
+    for module in [model.outer.inner.linear, model.outer.inner, *[model.outer] * is_unit, model]:
+        fully_shard(module)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        x = torch.randn(3, 6, generator=generator).to(current_device())
+        for each in (plain, model):
+            each.zero_grad()
+            each(x, (step + dist.get_rank()) % 2 == 0).square().mean().backward()
+        expected = averaged_gradients(plain)
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, expected[name])

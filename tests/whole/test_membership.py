@@ -9,10 +9,14 @@ from typing import Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+import composable
 from composable import fully_shard, remove, replicate
 from composable.errors import AnnotationError, ForeignParameterError
+from tests.helpers.compare import assert_mean_gradients, averaged_gradients, full_gradients
 from tests.helpers.world import current_device, spmd
 
 
@@ -93,18 +97,6 @@ def _came(names: str) -> str:
 
 
 CHANGES: Final[dict[str, tuple[Callable[[Model], None], str]]] = {
-    "weights of two units tied": (
-        _tie_units,
-        _tied("parameter 'weight' of unit 'head'", "weight", "emb"),
-    ),
-    "weights of one unit tied": (
-        _tie_in_a_unit,
-        _tied("parameter 'scale' of unit '(root)'", "block.0.bias", "(root)"),
-    ),
-    "a new layer tied": (
-        _tie_what_is_new,
-        _tied("'head.weight' below unit '(root)'", "weight", "emb"),
-    ),
     "a layer exchanged": (_exchange_a_layer, _came("'block.0.weight', 'block.0.bias'")),
     "a layer adapted": (_adapt_a_layer, _came("'block.0.down.weight', 'block.0.up.weight'")),
     "a parameter more": (_register_one_more, _came("'block.1.slope'")),
@@ -167,6 +159,95 @@ def test_what_does_no_harm_may_come_into_replicas() -> None:
         model(x)
     remove(model, replicate)
     replicate(model, ignored_params=())(x).sum().backward()
+
+
+# --- weights that are tied later ----------------------------------------------------------------
+
+_TIES: Final = {
+    "of two units": _tie_units,
+    "of one unit": _tie_in_a_unit,
+    "of a new layer": _tie_what_is_new,
+}
+
+
+def _train(model: nn.Module, step: int, optimizer: torch.optim.Optimizer) -> None:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    x = torch.randn(3, 4, generator=generator).to(current_device())
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("ties", _TIES)
+@spmd(ranks=2)
+def test_a_parameter_that_is_tied_between_two_steps_trains_as_a_tied_one(
+    ties: str, steps: int
+) -> None:
+    (plain, _), (model, _) = _model(), _model()
+    _in_units(model)
+    sgd = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(steps):
+        for each, optimizer in zip((plain, model), sgd, strict=True):
+            _train(each, step, optimizer)
+        assert_mean_gradients(plain, model)
+    for each in (plain, model):
+        _TIES[ties](each)
+    sgd = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    assert len(list(plain.parameters())) == len(list(model.parameters()))
+    for step in range(2, 5):
+        for each, optimizer in zip((plain, model), sgd, strict=True):
+            _train(each, step, optimizer)
+        expected = averaged_gradients(plain)
+        for name, gradient in full_gradients(model).items():
+            torch.testing.assert_close(gradient, expected[name])
+        for parameter, name in zip(plain.parameters(), expected, strict=True):
+            parameter.grad = expected[name]
+        for optimizer in sgd:
+            optimizer.step()
+    state = model.state_dict()
+    model.load_state_dict(state)
+    _train(model, 5, sgd[1])
+    remove(model.emb, fully_shard)
+    remove(model, fully_shard)
+    assert len(list(plain.parameters())) == len([*model.parameters()])
+
+
+@spmd(ranks=2)
+def test_a_model_whose_weights_are_tied_and_loaded_on_the_meta_device_trains() -> None:
+    """As `from_pretrained` of transformers does with a model that it has sharded."""
+    plain, _ = _model()
+    values = {name: value.clone() for name, value in plain.state_dict().items()}
+    _tie_units(plain)
+    with torch.device("meta"):
+        model = Model()
+    _in_units(model)
+    for name, value in values.items():
+        place, _, last = name.rpartition(".")
+        at_rest = model.get_parameter(name)
+        assert isinstance(at_rest, DTensor)
+        shard = distribute_tensor(value, at_rest.device_mesh, at_rest.placements)
+        setattr(model.get_submodule(place), last, nn.Parameter(shard))
+    _tie_units(model)
+    for each in (plain, model):
+        _train(each, 0, torch.optim.SGD(each.parameters(), lr=0.1))
+    expected = averaged_gradients(plain)
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+@spmd(ranks=2)
+def test_a_tie_in_the_middle_of_a_step_is_refused_and_taken_after_it() -> None:
+    model, x = _model()
+    _in_units(model)
+    loss = model(x).sum()
+    _tie_units(model)
+    with pytest.raises(ForeignParameterError) as caught:
+        model(x)
+    assert str(caught.value) == _tied("parameter 'weight' of unit 'head'", "weight", "emb")
+    del loss
+    composable.reset(model)
+    model(x).sum().backward()
+    assert model.head.weight.grad is not None
 
 
 @spmd(ranks=2)

@@ -4,6 +4,9 @@ that can, work.
 
 from __future__ import annotations
 
+import copy
+from functools import partialmethod
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +41,16 @@ class Model(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         return self.head.weight.sum() * x
+
+    @staticmethod
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @classmethod
+    def named(cls, x: Tensor, *, name: str) -> tuple[Tensor, str]:
+        return x, f"{name} of {cls.__name__}"
+
+    scored = partialmethod(generate, steps=1)
 
 
 def _model() -> Model:
@@ -138,6 +151,20 @@ def test_registered_methods_compute_and_train_as_forward_does(verb: str) -> None
         each.generate(x).square().mean().backward()
     assert_mean_gradients(plain, model)
     _good_step(model)
+
+
+@spmd(ranks=2)
+def test_a_registered_method_is_bound_as_the_attribute_is() -> None:
+    plain, model = _model(), fully_shard(_model())
+    for name in ("doubled", "named", "scored"):
+        register_forward_method(model, name)
+    x = _batch()
+    assert torch.equal(model.doubled(x), plain.doubled(x))
+    assert model.named(x, name="it") == plain.named(x, name="it")
+    assert torch.equal(model.scored(x), plain.scored(x))
+    copied = copy.deepcopy(model)
+    assert copied.named(x, name="it") == plain.named(x, name="it")
+    assert torch.equal(copied.scored(x), plain.scored(x))
 
 
 @spmd(ranks=2)
