@@ -882,7 +882,7 @@ class Root:
             bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1
         ):
             call = calls[index]
-            if call.watched and (not inside or call.unit in inside[-1].unit.relations.ran_inside):
+            if call.watched and (not inside or inside[-1].unit in call.unit.relations.ran_around):
                 inside.append(call)
             if call.unit is again.unit:
                 with torch.no_grad():  # of the backward; recomputations have gradients
