@@ -231,7 +231,7 @@ class GroupComm(ABC):
 
     def _launch(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call what launches a collective. All collectives go through here."""
-        self._ledger.note(label)
+        self._ledger.note(label, args)
         try:
             if not profiled():  # a context that does nothing would be called, too
                 return call(*args, **kwargs)
