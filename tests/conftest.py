@@ -106,9 +106,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Ranks launch the same collectives in the same order, but for tests that say why they do
-    not.
+    not. The summary counts these.
     """
     Pool.compares = item.get_closest_marker("ranks_disagree") is None
+    if not Pool.compares:
+        item.user_properties.append(("tests whose launches were not compared", 1))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -99,7 +99,7 @@ class Ledger:
         if _compared:
             self.digest = next_digest(self.digest, label)
             kind = next((each for each in arguments if isinstance(each, str)), "")
-            size = f"{bytes_in(arguments)} bytes"
+            size = f"{max(map(bytes_in, arguments), default=0)} bytes"
             self.compare_on_host(f"{label} ({f'{kind}, {size}' if kind else size})")
 
     # --- comparison ------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ def _failures() -> dict[str, str]:
     return told
 
 
+@pytest.mark.ranks_disagree("one rank does not join")
 def test_a_collective_that_another_rank_does_not_join_ends_with_its_name_and_the_ranks(
     pool: Pool,
 ) -> None:
@@ -199,6 +200,7 @@ def _reports(differs: bool) -> str:
     return first
 
 
+@pytest.mark.ranks_disagree("reports of different launches")
 def test_reports_say_what_others_launched_and_where_the_ranks_differ(pool: Pool) -> None:
     assert pool.run(3, _reports, True)[0].splitlines() == [
         "Last launches of rank 0 (2 in all): all-gather of unit 'a', all-gather of unit 'b'",
@@ -279,6 +281,7 @@ def _compared(labels_of_ranks: list[list[str]], _: object = None) -> str:
     return ""
 
 
+@pytest.mark.ranks_disagree("as ranks of several hosts, that learn of it at the end of a backward")
 @pytest.mark.parametrize(
     ("labels", "said"),
     [

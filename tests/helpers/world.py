@@ -125,9 +125,11 @@ class Pool:
             rank.mark_log()
             rank.connection.send_bytes(sent)
         outcomes, notes = self._collect(world, timeout)
-        if spoils or len(outcomes) < ranks or any(o.kind == "raised" for o in outcomes.values()):
+        apart = _launched_apart(outcomes)
+        raised = any(outcome.kind == "raised" for outcome in outcomes.values())
+        if spoils or apart or raised or len(outcomes) < ranks:
             self.stop()
-        return _verdict(ranks, outcomes, notes)
+        return _verdict(ranks, outcomes, notes, apart)
 
     def _start(self, ranks: int) -> None:
         if any(rank.has_ended() for rank in self._ranks):
@@ -219,13 +221,15 @@ class Pool:
             self._folder = None
 
 
-def _verdict(ranks: int, outcomes: dict[int, Outcome], notes: dict[int, str]) -> list[Any]:
+def _verdict(
+    ranks: int, outcomes: dict[int, Outcome], notes: dict[int, str], apart: str
+) -> list[Any]:
     bad = {
         index: outcome.text for index, outcome in outcomes.items() if outcome.kind == "raised"
     } | notes
     if bad:
         raise RanksFailed(_report(ranks, bad))
-    if apart := _launched_apart(outcomes):
+    if apart:
         raise RanksFailed(apart)
     skipped = [outcome.text for outcome in outcomes.values() if outcome.kind == "skipped"]
     if skipped:
