@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.comm.ledger import ledger_of
-from composable.errors import CommunicationError, first_line
+from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import range_label
 from composable.memory.torch_private import Launcher, as_real, launchers, profiled
 
@@ -237,7 +237,7 @@ class GroupComm(ABC):
                 return call(*args, **kwargs)
             with range_label(label):
                 return call(*args, **kwargs)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RanksDisagreeError):
             raise  # of this rank alone
         except (RuntimeError, OSError) as error:
             raise self.failure(label, error) from error

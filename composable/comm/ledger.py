@@ -71,6 +71,8 @@ class Ledger:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        if debug_enabled():  # it may have been set after the import
+            compare_launches()
         self.count = 0
         self.digest = 0
         self.labels: deque[str] = deque(maxlen=KEPT_IN_DEBUG if debug_enabled() else KEPT)
@@ -88,7 +90,8 @@ class Ledger:
         """Called before each launch.
 
         Args:
-            arguments: of the call that launches: its tensors, and the kind of collective.
+            arguments: of the call that launches: the kind of collective, if it is told, and the
+                tensors.
 
         Raises:
             RanksDisagreeError: launches are compared, and a rank of this host launched another
@@ -98,9 +101,9 @@ class Ledger:
         self.labels.append(label)
         if _compared:
             self.digest = next_digest(self.digest, label)
-            kind = next((each for each in arguments if isinstance(each, str)), "")
-            size = f"{max(map(bytes_in, arguments), default=0)} bytes"
-            self.compare_on_host(f"{label} ({f'{kind}, {size}' if kind else size})")
+            said = [each for each in arguments if isinstance(each, str)][:1]
+            said += [f"{max(map(bytes_in, arguments))} bytes"] if arguments else []
+            self.compare_on_host(f"{label} ({', '.join(said)})" if said else label)
 
     # --- comparison ------------------------------------------------------------------------------
 
@@ -317,5 +320,5 @@ def _note_of_torch(group: dist.ProcessGroup, kind: str, size: int | None) -> Non
         ledger_of(group).compare_on_host(f"torch's {kind}{amount}")
 
 
-if debug_enabled():
+if os.environ.get(DEBUG_VARIABLE) == "1":  # from the first launch, also of torch's own
     compare_launches()

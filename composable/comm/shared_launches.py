@@ -32,8 +32,8 @@ from composable.memory.torch_private import store_of
 
 ENTRIES: Final = 1024  # of a ring: more than the launches of most steps
 _NUMBER: Final = struct.Struct("=q")
-_ENTRY: Final = struct.Struct("=qQH174s")  # number, digest, length of the text, text
 _TEXT: Final = 174
+_ENTRY: Final = struct.Struct(f"=qQH{_TEXT}s")  # number, digest, length of the text, text
 _HEADER: Final = 64
 _KEY_BYTES: Final = 16
 _DIGEST_BITS: Final = (1 << 62) - 1

@@ -392,8 +392,9 @@ def _noted(operator: Any, counted: int | None, note: Callable[..., None]) -> Any
     group_at = arguments.index("process_group")
 
     def noted(keyset: Any, *args: Any) -> Any:
-        size = None if counted is None else bytes_in(args[counted])
-        note(dist.ProcessGroup.unbox(args[group_at]), kind, size)
+        if not keyset.has(torch._C.DispatchKey.Meta):  # of a graph that is traced
+            size = None if counted is None else bytes_in(args[counted])
+            note(dist.ProcessGroup.unbox(args[group_at]), kind, size)
         # without the interpreter lock, which threads of the backend may need
         return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args)
 
