@@ -108,7 +108,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Ranks launch the same collectives in the same order, but for tests that say why they do
     not. The summary counts these.
     """
-    Pool.compares = item.get_closest_marker("ranks_disagree") is None
+    Pool.compares = item.get_closest_marker("launches_not_compared") is None
     if not Pool.compares:
         item.user_properties.append(("tests whose launches were not compared", 1))
 

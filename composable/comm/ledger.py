@@ -111,8 +111,6 @@ class Ledger:
         """Note a launch for the other ranks of this host, and compare it with what they launched.
         It may be one of torch's own.
         """
-        if _paused:
-            return
         if not self._has_looked and (group := self._group()) is not None:
             self._has_looked, self.shared = True, shared_launches(group)
         if self.shared is None:
@@ -279,8 +277,7 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger:
 
 # --- of all groups -------------------------------------------------------------------------------
 
-_compared = False
-_paused = False
+_compared = False  # whether launches are compared now
 
 
 def compare_launches() -> None:
@@ -288,9 +285,13 @@ def compare_launches() -> None:
     ranks call it before their first launch.
     """
     global _compared
-    if not _compared:
-        _compared = True
-        on_collectives(_note_of_torch)
+    _compared = True
+    _follow_torch()
+
+
+@cache
+def _follow_torch() -> None:
+    on_collectives(_note_of_torch)
 
 
 @contextmanager
@@ -298,12 +299,12 @@ def launches_not_compared() -> Iterator[None]:
     """For programs whose ranks disagree on purpose. All ranks enter it and leave it at one place of
     the program.
     """
-    global _paused
-    before, _paused = _paused, True
+    global _compared
+    before, _compared = _compared, False
     try:
         yield
     finally:
-        _paused = before
+        _compared = before
 
 
 def compared_launches() -> dict[str, tuple[int, int]]:
@@ -315,7 +316,9 @@ def compared_launches() -> dict[str, tuple[int, int]]:
 
 
 def _note_of_torch(group: dist.ProcessGroup, kind: str, size: int | None) -> None:
-    if store_of(group) is not None:  # None while torch makes it, and after it was destroyed
+    if (
+        _compared and store_of(group) is not None
+    ):  # None while torch makes it, and after it was destroyed
         amount = "" if size is None else f", {size} bytes"
         ledger_of(group).compare_on_host(f"torch's {kind}{amount}")
 

@@ -66,7 +66,7 @@ def test_launches_of_different_kinds_in_another_order_are_refused_with_both_sequ
     assert "Rank 1 launched from 1 on: sum of unit 'b' (all_reduce, 16 bytes)" in text
 
 
-@pytest.mark.ranks_disagree("shows that messages of two kinds pass each other on a host")
+@pytest.mark.launches_not_compared("shows that messages of two kinds pass each other on a host")
 def test_the_same_program_ends_unseen_where_launches_are_not_compared(pool: Pool) -> None:
     pool.run(2, _swapped, device="cpu", spoils=True)
 
