@@ -41,6 +41,8 @@ from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composable.compilation import untraced
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -391,6 +393,7 @@ def _noted(operator: Any, counted: int | None, note: Callable[..., None]) -> Any
     arguments = [argument.name for argument in operator._schema.arguments]
     group_at = arguments.index("process_group")
 
+    @untraced  # a graph must not take it in, where a compiled function runs a part as it is
     def noted(keyset: Any, *args: Any) -> Any:
         if not keyset.has(torch._C.DispatchKey.Meta):  # of a graph that is traced
             size = None if counted is None else bytes_in(args[counted])
