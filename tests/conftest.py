@@ -103,6 +103,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", [metafunc.config.getoption("--device")])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ranks launch the same collectives in the same order, but for tests that say why they do
+    not. The summary counts these.
+    """
+    Pool.compares = item.get_closest_marker("launches_not_compared") is None
+    if not Pool.compares:
+        item.user_properties.append(("tests whose launches were not compared", 1))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say what tests that passed have counted, by `record_property`, in sum."""
     counted: Counter[str] = Counter()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.comm.ledger import ledger_of
-from composable.errors import CommunicationError, first_line
+from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import range_label
 from composable.memory.torch_private import Launcher, as_real, launchers, profiled
 
@@ -231,13 +231,13 @@ class GroupComm(ABC):
 
     def _launch(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call what launches a collective. All collectives go through here."""
-        self._ledger.note(label)
+        self._ledger.note(label, args)
         try:
             if not profiled():  # a context that does nothing would be called, too
                 return call(*args, **kwargs)
             with range_label(label):
                 return call(*args, **kwargs)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, RanksDisagreeError):
             raise  # of this rank alone
         except (RuntimeError, OSError) as error:
             raise self.failure(label, error) from error

@@ -18,7 +18,7 @@ from composable.comm.base import Comm, backend_of
 from composable.comm.host import GenericComm, PointToPointComm
 from composable.comm.local import LocalComm
 from composable.comm.supplied import with_own_memory, with_symmetric_memory
-from composable.errors import CommunicationError, first_line
+from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import has_streams, streams_of
 from composable.memory.torch_private import timeout_of
 
@@ -127,6 +127,8 @@ def notification_sum(mine: float, group: dist.ProcessGroup, device: torch.device
     number = torch.full((1,), mine, device=device)  # of this shape and dtype
     try:
         dist.all_reduce(number, group=group)
+    except RanksDisagreeError:
+        raise
     except RuntimeError as error:
         raise CommunicationError(
             f"rank {dist.get_rank()}: the exchange of which ranks have data failed:"

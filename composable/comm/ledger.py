@@ -1,15 +1,17 @@
 """What each rank launched last, by name: for the texts of errors, and for the comparison of ranks
-under COMPOSABLE_DEBUG=1.
+under COMPOSABLE_DEBUG=1: at each launch among the ranks of one host, and at the end of each
+backward among all.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final
@@ -18,8 +20,14 @@ from zlib import crc32
 
 import torch.distributed as dist
 
+from composable.comm.shared_launches import (
+    ENTRIES,
+    SharedLaunches,
+    next_digest,
+    shared_launches,
+)
 from composable.errors import RanksDisagreeError, few
-from composable.memory.torch_private import store_of
+from composable.memory.torch_private import bytes_in, on_collectives, store_of
 
 if TYPE_CHECKING:
     from composable.comm.base import Comm
@@ -30,7 +38,11 @@ KEPT: Final = 32
 # a backward of a large model, so that the first difference is among them
 KEPT_IN_DEBUG: Final = 4096
 _SHOWN: Final = 8
-_DIGEST_BITS: Final = (1 << 62) - 1  # a digest travels as an int64
+_AROUND: Final = 4  # launches before and after the first difference that an error shows
+_RULE: Final = "All ranks must run the same modules in the same order, forward and backward."
+_FURTHER_BACK: Final = "The difference lies further back than they remember."
+
+logger = logging.getLogger("composable")
 
 # Of one rank: how many collectives it launched, and the labels of the last ones.
 Launches = tuple[int, Sequence[str]]
@@ -38,9 +50,7 @@ Launches = tuple[int, Sequence[str]]
 
 @cache
 def debug_enabled() -> bool:
-    """Whether ranks compare their launches at the end of each backward. The environment is read
-    once.
-    """
+    """Whether ranks compare their launches. The environment is read once."""
     return os.environ.get(DEBUG_VARIABLE) == "1"
 
 
@@ -55,11 +65,14 @@ class Ledger:
     Attributes:
         count: how many there were.
         labels: of the last ones.
-        digest: of the labels of all of them, in order, in debug mode. It is equal on two ranks that
-            launched the same.
+        digest: of the labels of all of them, in order, where launches are compared. It is equal on
+            two ranks that launched the same.
+        shared: what the ranks of this host launched in the group, where that is compared.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        if debug_enabled():  # it may have been set after the import
+            compare_launches()
         self.count = 0
         self.digest = 0
         self.labels: deque[str] = deque(maxlen=KEPT_IN_DEBUG if debug_enabled() else KEPT)
@@ -69,14 +82,51 @@ class Ledger:
         # reports of earlier errors, which say nothing about the next one
         self._read: dict[int, bytes] = {}
         self._reported: tuple[int, str] | None = None  # the count at the last report, and its text
+        self.shared: SharedLaunches | None = None
+        self._has_looked = False  # for memory to share, at the first launch that is compared
+        self._has_warned = False
 
-    def note(self, label: str) -> None:
+    def note(self, label: str, arguments: Sequence[object] = ()) -> None:
+        """Called before each launch.
+
+        Args:
+            arguments: of the call that launches: the kind of collective, if it is told, and the
+                tensors.
+
+        Raises:
+            RanksDisagreeError: launches are compared, and a rank of this host launched another
+                collective.
+        """
         self.count += 1
         self.labels.append(label)
-        if debug_enabled():
-            self.digest = (self.digest * 1_000_003 ^ checksum(label)) & _DIGEST_BITS
+        if _compared:
+            self.digest = next_digest(self.digest, label)
+            said = [each for each in arguments if isinstance(each, str)][:1]
+            said += [f"{max(map(bytes_in, arguments))} bytes"] if arguments else []
+            self.compare_on_host(f"{label} ({', '.join(said)})" if said else label)
 
     # --- comparison ------------------------------------------------------------------------------
+
+    def compare_on_host(self, text: str) -> None:
+        """Note a launch for the other ranks of this host, and compare it with what they launched.
+        It may be one of torch's own.
+        """
+        if not self._has_looked and (group := self._group()) is not None:
+            self._has_looked, self.shared = True, shared_launches(group)
+        if self.shared is None:
+            return
+        if found := self.shared.write(text):
+            raise RanksDisagreeError(_launched_apart(self._names, found))
+        if self.shared.ahead and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "rank %d and rank %s are more than %d launches apart in the group of ranks %s; they"
+                " are compared again when they are nearer",
+                self._names[self._rank],
+                few([str(self._names[rank]) for rank in self.shared.ahead]),
+                ENTRIES,
+                few([str(name) for name in self._names]),
+            )
 
     def compare(self, comm: Comm) -> None:
         """Check that all ranks of `comm` launched the same collectives. All of them call it at the
@@ -98,9 +148,7 @@ class Ledger:
             dict(zip(names, found, strict=True)), until=max(count for count, _ in found)
         )
         raise RanksDisagreeError(
-            "the ranks launched different collectives."
-            f" {difference or 'The difference lies further back than they remember.'} All ranks"
-            " must run the same modules in the same order, forward and backward."
+            f"the ranks launched different collectives. {difference or _FURTHER_BACK} {_RULE}"
         )
 
     # --- reports of failures ---------------------------------------------------------------------
@@ -169,16 +217,43 @@ def _first_difference(by_rank: Mapping[int, Launches], until: int) -> str | None
     """A sentence on the first launch below `until` that is not the same on all ranks; None if all
     remember the same.
     """
+    number = _where_they_part(by_rank, until)
+    if number is None:
+        return None
+    found = {rank: f": {_launch(each, number) or 'nothing'}" for rank, each in by_rank.items()}
+    return f"The first difference is in launch {number + 1}: {'; '.join(_by_text(found))}."
+
+
+def _where_they_part(by_rank: Mapping[int, Launches], until: int) -> int | None:
+    """The first launch, counted from 0, that is not the same on all ranks."""
     start = max(count - len(labels) for count, labels in by_rank.values())
     for number in range(start, until):
-        found = {}
-        for rank, (count, labels) in by_rank.items():
-            found[rank] = ": " + (
-                labels[number - count + len(labels)] if number < count else "nothing"
-            )
-        if any(text != next(iter(found.values())) for text in found.values()):
-            return f"The first difference is in launch {number + 1}: {'; '.join(_by_text(found))}."
+        if len({_launch(launches, number) for launches in by_rank.values()}) > 1:
+            return number
     return None
+
+
+def _launch(launches: Launches, number: int) -> str | None:
+    count, labels = launches
+    return labels[number - count + len(labels)] if number < count else None
+
+
+def _launched_apart(names: Sequence[int], found: Mapping[int, Launches]) -> str:
+    """The error of ranks of one host, of a group with these global `names`."""
+    by_name = {names[rank]: launches for rank, launches in found.items()}
+    until = min(count for count, _ in by_name.values())
+    number = _where_they_part(by_name, until)
+    group = few([str(name) for name in names])
+    lines = [
+        f"the ranks launched different collectives in the group of ranks {group}."
+        f" {_first_difference(by_name, until) or _FURTHER_BACK} {_RULE}"
+    ]
+    for name, (count, labels) in by_name.items():
+        first = count - len(labels)
+        start = max(first, (count if number is None else number) - _AROUND)
+        shown = [labels[each - first] for each in range(start, min(count, start + 2 * _AROUND))]
+        lines.append(f"Rank {name} launched from {start + 1} on: {', then '.join(shown)}")
+    return "\n".join(lines)
 
 
 def _by_text(texts: Mapping[int, str]) -> list[str]:
@@ -198,3 +273,55 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger:
     if ledger is None:
         ledger = _LEDGERS[group] = Ledger(group)
     return ledger
+
+
+# --- of all groups -------------------------------------------------------------------------------
+
+_compared = False  # whether launches are compared now
+
+
+def compare_launches() -> None:
+    """Compare the launches of ranks of one host from here on, in all groups of this process. All
+    ranks call it before their first launch.
+    """
+    global _compared
+    _compared = True
+    _follow_torch()
+
+
+@cache
+def _follow_torch() -> None:
+    on_collectives(_note_of_torch)
+
+
+@contextmanager
+def launches_not_compared() -> Iterator[None]:
+    """For programs whose ranks disagree on purpose. All ranks enter it and leave it at one place of
+    the program.
+    """
+    global _compared
+    before, _compared = _compared, False
+    try:
+        yield
+    finally:
+        _compared = before
+
+
+def compared_launches() -> dict[str, tuple[int, int]]:
+    """By group, as a key that its ranks of this host share: how many launches of this rank were
+    compared, and their digest.
+    """
+    every = [ledger.shared for ledger in _LEDGERS.values()]
+    return {each.key: (each.count, each.digest) for each in every if each is not None}
+
+
+def _note_of_torch(group: dist.ProcessGroup, kind: str, size: int | None) -> None:
+    if (
+        _compared and store_of(group) is not None
+    ):  # None while torch makes it, and after it was destroyed
+        amount = "" if size is None else f", {size} bytes"
+        ledger_of(group).compare_on_host(f"torch's {kind}{amount}")
+
+
+if os.environ.get(DEBUG_VARIABLE) == "1":  # from the first launch, also of torch's own
+    compare_launches()

@@ -42,6 +42,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from composable.compilation import untraced
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -374,6 +376,64 @@ def store_of(group: dist.ProcessGroup) -> Any:
     collective failed; None if the group was destroyed.
     """
     return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
+
+
+# By operator, which of its arguments is of as many bytes on all ranks; None where ranks differ.
+_COLLECTIVES: Final[dict[str, int | None]] = {
+    "allreduce_": 0,
+    "allreduce_coalesced_": 0,
+    "broadcast_": 0,
+    "reduce_": 0,
+    "allgather_": 0,
+    "_allgather_base_": 0,
+    "allgather_coalesced_": 0,
+    "allgather_into_tensor_coalesced_": 0,
+    "reduce_scatter_": 1,
+    "_reduce_scatter_base_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "alltoall_": None,
+    "alltoall_base_": None,
+    "gather_": None,
+    "scatter_": None,
+    "barrier": None,
+}
+_collectives: Final = torch.library.Library("c10d", "IMPL")
+
+
+def on_collectives(note: Callable[[dist.ProcessGroup, str, int | None], None]) -> None:
+    """Call `note(group, kind, bytes)` before every collective of this process, whoever launches it,
+    from here on. Messages between two ranks are none.
+
+    Nothing public is called for all of them: the functional collectives, which DTensor uses, do not
+    pass the methods of process groups. All are operators, though. `BackendSelect` comes right
+    before their kernels, also in inference mode and below autograd, and nothing else is there.
+    """
+    for name, counted in _COLLECTIVES.items():
+        operator = getattr(torch.ops.c10d, name).default
+        _collectives.impl(name, _noted(operator, counted, note), "BackendSelect", with_keyset=True)
+
+
+def _noted(operator: Any, counted: int | None, note: Callable[..., None]) -> Any:
+    kind = operator._schema.name.removeprefix("c10d::").strip("_")
+    arguments = [argument.name for argument in operator._schema.arguments]
+    group_at = arguments.index("process_group")
+
+    @untraced  # a graph must not take it in, where a compiled function runs a part as it is
+    def noted(keyset: Any, *args: Any) -> Any:
+        if not keyset.has(torch._C.DispatchKey.Meta):  # of a graph that is traced
+            size = None if counted is None else bytes_in(args[counted])
+            note(dist.ProcessGroup.unbox(args[group_at]), kind, size)
+        # without the interpreter lock, which threads of the backend may need
+        return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args)
+
+    return noted
+
+
+def bytes_in(values: Any) -> int:
+    """Of the tensors in lists and tuples, at any depth."""
+    if isinstance(values, Tensor):
+        return values.nbytes
+    return sum(map(bytes_in, values)) if isinstance(values, (list, tuple)) else 0
 
 
 def choose_symmetric_memory() -> None:

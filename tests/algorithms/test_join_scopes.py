@@ -610,6 +610,7 @@ def _one_rank_raises() -> str:
     return ""
 
 
+@pytest.mark.launches_not_compared("one rank raises, and launches less")
 def test_33_a_rank_that_raises_inside_ends_the_others(pool: Pool, device: str) -> None:
     one, other = pool.run(2, _one_rank_raises, device=device, group_timeout=2.0, spoils=True)
     assert other == "a bad batch"

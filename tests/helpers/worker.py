@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -33,6 +33,11 @@ from torch.distributed.tensor import debug
 from torch.utils._pytree import tree_map_only
 
 from composable.comm import comms_wrapped_by
+from composable.comm.ledger import (
+    compare_launches,
+    compared_launches,
+    launches_not_compared,
+)
 from tests.accelerator import sim, watch
 from tests.helpers.communicators import all_accelerators
 from tests.helpers.processes import Settings
@@ -45,6 +50,7 @@ class Task:
 
     Attributes:
         everywhere: what says nothing of devices runs on `device`, too.
+        compared: the ranks are to launch the same collectives in the same order.
     """
 
     module: str
@@ -56,17 +62,22 @@ class Task:
     generation: int
     group_timeout: float
     everywhere: bool = False
+    compared: bool = True
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a task on one rank: "returned" with a value, or "raised" or "skipped" with a
     text.
+
+    Attributes:
+        launches: what the rank has launched up to now, as `compared_launches()` says it.
     """
 
     kind: str
     value: Any = None
     text: str = ""
+    launches: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def backend_of(device: str) -> str:
@@ -156,8 +167,9 @@ class Worker:
 
     def attempt(self, task: Task) -> Outcome:
         try:
-            self.join_group(task)
-            outcome = self.perform(task)
+            with nullcontext() if task.compared else launches_not_compared():
+                self.join_group(task)
+                outcome = self.perform(task)
             pickle.dumps(outcome)
         except pytest.skip.Exception as skip:
             return Outcome("skipped", text=str(skip))
@@ -165,7 +177,7 @@ class Worker:
             raise
         except BaseException as error:
             return Outcome("raised", text="".join(_relevant(error)))
-        return outcome
+        return replace(outcome, launches=compared_launches())
 
 
 def _relevant(error: BaseException) -> list[str]:
@@ -197,6 +209,7 @@ def serve(connection: Connection, settings: Settings) -> None:
     prepare()
     # what is here now stays; to look through it takes each collection a quarter of a second
     gc.freeze()
+    compare_launches()
     worker = Worker(settings)
     connection.send_bytes(pickle.dumps("ready"))
     while True:

@@ -51,6 +51,9 @@ class Pool:
         extension: the simulated accelerator, where it is there.
     """
 
+    # whether ranks are to launch the same collectives; conftest.py sets it for each test
+    compares = True
+
     def __init__(
         self,
         warning_filters: Sequence[str] = ("error",),
@@ -114,6 +117,7 @@ class Pool:
             self._generation,
             group_timeout,
             everywhere,
+            self.compares,
         )
         world = self._ranks[:ranks]
         sent = pickle.dumps(task)
@@ -121,9 +125,11 @@ class Pool:
             rank.mark_log()
             rank.connection.send_bytes(sent)
         outcomes, notes = self._collect(world, timeout)
-        if spoils or len(outcomes) < ranks or any(o.kind == "raised" for o in outcomes.values()):
+        apart = _launched_apart(outcomes)
+        raised = any(outcome.kind == "raised" for outcome in outcomes.values())
+        if spoils or apart or raised or len(outcomes) < ranks:
             self.stop()
-        return _verdict(ranks, outcomes, notes)
+        return _verdict(ranks, outcomes, notes, apart)
 
     def _start(self, ranks: int) -> None:
         if any(rank.has_ended() for rank in self._ranks):
@@ -215,16 +221,35 @@ class Pool:
             self._folder = None
 
 
-def _verdict(ranks: int, outcomes: dict[int, Outcome], notes: dict[int, str]) -> list[Any]:
+def _verdict(
+    ranks: int, outcomes: dict[int, Outcome], notes: dict[int, str], apart: str
+) -> list[Any]:
     bad = {
         index: outcome.text for index, outcome in outcomes.items() if outcome.kind == "raised"
     } | notes
     if bad:
         raise RanksFailed(_report(ranks, bad))
+    if apart:
+        raise RanksFailed(apart)
     skipped = [outcome.text for outcome in outcomes.values() if outcome.kind == "skipped"]
     if skipped:
         pytest.skip(skipped[0])
     return [outcomes[index].value for index in range(ranks)]
+
+
+def _launched_apart(outcomes: dict[int, Outcome]) -> str:
+    """Where ranks that share a group have launched different collectives up to the end. Until then
+    each launch is compared with those of ranks that have come as far.
+    """
+    by_group: dict[str, dict[int, tuple[int, int]]] = {}
+    for rank, outcome in outcomes.items():
+        for key, launches in outcome.launches.items():
+            by_group.setdefault(key, {})[rank] = launches
+    for launches_of in by_group.values():
+        if len(set(launches_of.values())) > 1:
+            counts = ", ".join(f"rank {rank} {n}" for rank, (n, _) in sorted(launches_of.items()))
+            return f"all ranks have ended, and launched different collectives in a group: {counts}"
+    return ""
 
 
 def _report(ranks: int, bad: dict[int, str]) -> str:
