@@ -22,6 +22,7 @@ from composable.api.scopes import keep_unsharded, register_forward_method, reset
 from composable.api.tensor_parallel import declare_part
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove
+from composable.fsdp2 import pipelines as _pipelines  # noqa: F401  (takes its place in the engine)
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
 from composable.optim.shard_steps import ShardStepping, step_on_shards

@@ -8,7 +8,7 @@ difference is looked into.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, call, is_, is_not
@@ -68,6 +68,10 @@ _dtype_of: Final = attrgetter("dtype")
 _grad_dtype_of: Final = attrgetter("grad_dtype")
 
 
+# Called in forwards of a pipeline schedule that splits backwards, where nothing reduces what these
+# bring: `composable.fsdp2.pipelines` lets the stages see annotated modules.
+BEFORE_SPLIT_BACKWARDS: Final[list[Callable[[], None]]] = []
+
 _TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `_warn_of_unmanaged_around` has told
 
 
@@ -119,6 +123,8 @@ class Preparation:
         if torch.is_grad_enabled():
             schedule = split_backward_schedule()
             root.split_by = schedule if schedule and _needs_hooks(root.units) else ""
+            for callback in BEFORE_SPLIT_BACKWARDS if root.split_by else ():
+                callback()
         if not self._looked_around and torch.is_grad_enabled():
             self._looked_around = True
             if ddp is None and not _is_alone(root):

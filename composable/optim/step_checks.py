@@ -104,9 +104,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             raise OptimizerError(
                 f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes"
                 " gradients of weights by torch.autograd.grad and assigns .grad itself: nothing"
-                " reduces them over the ranks. Annotate the module of the stage itself, and call"
-                " composable.fsdp2.install() before the schedule runs; or use a schedule that calls"
-                " backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
+                " reduces them over the ranks. Annotate the module of the stage itself, or use a"
+                " schedule that calls backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
             )
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:

@@ -286,12 +286,7 @@ def _refuse(name: str, way: str, dp: int, *, install: bool) -> None:
 
 @pytest.mark.parametrize(
     ("way", "dp", "install"),
-    [
-        ("fully_shard", 2, False),
-        ("replicate", 2, False),
-        ("fully_shard", 1, False),
-        ("blocks", 2, True),
-    ],
+    [("blocks", 2, False), ("blocks", 2, True)],
 )
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_split_backwards_that_nothing_reduces_are_refused_by_the_optimizers_step(
@@ -300,22 +295,27 @@ def test_split_backwards_that_nothing_reduces_are_refused_by_the_optimizers_step
     pool.run(4, _refuse, schedule, way, dp, install=install)
 
 
+@pytest.mark.parametrize("way", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_schedules_that_split_backwards_need_no_installation(
+    pool: Pool, schedule: str, way: str
+) -> None:
+    pool.run(4, _train_alone, schedule, way, 2, by_scope=False)
+
+
 def test_split_backwards_of_stages_of_one_rank_need_no_installation(pool: Pool) -> None:
     pool.run(2, _train_alone, "InterleavedZeroBubble", "replicate", 1, by_scope=False)
 
 
-def _refuse_what_is_not_known(schedule: str) -> None:
+def _train_what_is_not_known(schedule: str) -> None:
     for install in (False, True):
         with installed() if install else nullcontext():
             pipeline = Pipeline(schedule, 2, "fully_shard")
             vars(pipeline.schedule).pop("pipeline_order")  # in another version of torch
             pipeline.run(0)
-            if install:
-                pipeline.check()
-            step = pipeline.optimizers()[0].step
-            with nullcontext() if install else pytest.raises(OptimizerError, match="was called by"):
-                step()
+            pipeline.check()
+            pipeline.optimizers()[0].step()
 
 
 def test_a_schedule_of_which_torch_does_not_tell_counts_as_one_that_splits(pool: Pool) -> None:
-    pool.run(4, _refuse_what_is_not_known, "ZBVZeroBubble")
+    pool.run(4, _train_what_is_not_known, "ZBVZeroBubble")

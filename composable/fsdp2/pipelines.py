@@ -1,0 +1,42 @@
+"""torch's pipeline schedules that split backwards see annotated modules, also without `install`.
+
+Their stages ask whether a module is an instance of FSDP2's class. If it is, they say when
+gradients are accumulated, and when they are to be reduced; `FSDPModule` does it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+from torch import nn
+from torch.distributed import fsdp
+
+from composable.engine.prepare import BEFORE_SPLIT_BACKWARDS
+from composable.fsdp2.module import TORCHS, FSDPModule
+from composable.fsdp2.verb import state
+
+_MODULES: Final = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
+_VERB: Final[Any] = fsdp.fully_shard  # whatever torch.distributed.fsdp holds later on
+
+
+class _OfBoth:
+    """In place of torch's `fully_shard`, of which a stage reads `state` alone."""
+
+    @staticmethod
+    def state(module: nn.Module) -> Any:
+        return state(module) or _VERB.state(module)
+
+
+def _serve() -> None:
+    for name in _MODULES:
+        names = vars(sys.modules.get(name, object))
+        for key, torchs, ours in (
+            ("FSDPModule", TORCHS, FSDPModule),
+            ("fully_shard", _VERB, _OfBoth),
+        ):
+            if names.get(key) is torchs:
+                setattr(sys.modules[name], key, ours)
+
+
+BEFORE_SPLIT_BACKWARDS.append(_serve)
