@@ -66,7 +66,8 @@ class Counts(NamedTuple):
     Attributes:
         label: a checksum of the message's.
         held: backwards whose gradients were accumulated before this one.
-        forwards: that were run since the last backward.
+        forwards: that were trained on since the last backward, lost ones among them; 0 from a rank
+            that trains in evaluation mode, which does not count them.
         incomplete: 1 if backward left some of them out. Forwards are compared only if some rank
             says so.
     """
@@ -88,6 +89,8 @@ def _numbers_of(counts: Counts) -> list[float]:
         for bit in range(bits)
         for value in (0, 1)
     ]
+    if not counts.forwards:  # agrees with every number
+        pairs[-2 * _BITS[-1] :] = [0.0] * (2 * _BITS[-1])
     return [*pairs, counts.incomplete]
 
 
@@ -97,7 +100,7 @@ def _agree(sums: Sequence[float]) -> bool:
     first = 2 * (label + held)
     if sums[:first].count(0.0) != label + held:
         return False
-    return not sums[-1] or sums[first:-1].count(0.0) == forwards
+    return not sums[-1] or sums[first:-1].count(0.0) >= forwards
 
 
 def division_factors(dtype: torch.dtype, divisor: float) -> tuple[float, float]:

@@ -301,6 +301,9 @@ class Root:
         self.step = Step()
         self._trained: tuple[int, ...] | None = None  # indices of units, in the last forward
         self._given: dict[int, int] = {}  # what is agreed while these train
+        # Forwards in training mode that were lost since the last backward has landed. Where a step
+        # is lost, it may be in its forward on some ranks, and after it on others.
+        self._lost = 0
         self._gone = False  # a unit came or went
         self.eager_because = self.agreed.untraced or NOT_ON
         self.split_by = ""
@@ -539,6 +542,7 @@ class Root:
         saved = iteration is not None
         if iteration is None:
             iteration = self.step.iteration = Iteration(None)
+            iteration.due.forwards = iteration.due.forwards_left = self._lost
         for unit in explicit if not grad else ():
             unit.show()
         iteration.stream = self._streams.here()
@@ -970,7 +974,7 @@ class Root:
                 ledger_of(comm.group).compare(comm)  # did all ranks launch the same?
 
     def _conclude(self, iteration: Iteration) -> None:
-        following, self.agreed.last_backward = None, next(CLOCK)
+        following, self.agreed.last_backward, self._lost = None, next(CLOCK), 0
         if iteration.order:
             self._follow(iteration.order)
         if self.step.running or iteration.due.builds_graph:
@@ -1024,7 +1028,7 @@ class Root:
         """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop
         unreduced gradients.
         """
-        iteration, self.step = self.step.iteration, Step()
+        iteration, forward, self.step = self.step.iteration, self.step.forward, Step()
         if self in UNLANDED:
             UNLANDED.remove(self)
         if why:
@@ -1032,6 +1036,8 @@ class Root:
                 "unit '%s': %s; the step is lost, and its state was reset", self.name, why
             )
         due = Due() if iteration is None else iteration.due
+        raised = forward is not None and forward.with_gradients and forward.module.training
+        self._lost = max(self._lost, due.forwards + raised)
         held = [unit.name for unit in self.units if unit.has_unreduced]
         if held:
             logger.warning(
