@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.covering.table import Line, failure, lines
+from tests.covering.table import Line, cases, failure
 from tests.helpers.world import Pool
 
 
-@pytest.mark.parametrize("line", lines("offloaded"), ids=str)
+@pytest.mark.parametrize("line", cases("offloaded"))
 def test_it_trains_as_in_one_process(pool: Pool, line: Line) -> None:
     assert failure(pool, line) == ""

@@ -820,10 +820,61 @@ REFUSED: Final[tuple[Refused, ...]] = (
         )
         for modules in ("a list", "several roots")
     ),
+    *(
+        Refused(
+            {"modules": "several roots", "ties": ties, "precision": precision},
+            "cast in the forward of that unit only",
+            "a tied parameter that is cast has one unit",
+            arrays=("replicate",),
+        )
+        for precision in ("bfloat16", "bfloat16, reduced in float32")
+        for ties in ("in a unit", "between units")
+    ),
     Refused(
         {"modules": "several roots", "ties": "in a unit"},
         "is tied to",
         "a tied parameter has one unit",
         arrays=_SHARDED,
+    ),
+)
+
+
+class Fault(NamedTuple):
+    """Values with which a program is not as in one process yet.
+
+    Attributes:
+        values: some of each option.
+        seen: what happens.
+        arrays: in which.
+    """
+
+    values: Mapping[str, Sequence[str]]
+    seen: str
+    arrays: tuple[str, ...] = ("fully_shard", "replicate", "offloaded")
+
+
+FAULTS: Final[tuple[Fault, ...]] = (
+    Fault(
+        {"mesh": ("sequence parallel, dp 1",)},
+        "gradients of replicated parameters count as accumulated under no_sync",
+        ("replicate",),
+    ),
+    Fault(
+        {"mesh": ("sequence parallel, dp 1",), "modules": ("beside the other verb",)},
+        "gradients of replicated parameters count as accumulated under no_sync",
+    ),
+    Fault(
+        {"mesh": _SPREAD, "precision": _TWO_DTYPES},
+        "torch's RuntimeError: the local_tensor argument only accepts torch.Tensor",
+        ("replicate",),
+    ),
+    Fault(
+        {
+            "modules": ("several roots",),
+            "activations": ("torch's reentrant checkpoint",),
+            "join": ("yes",),
+        },
+        "ranks reduce in different orders",
+        ("replicate",),
     ),
 )

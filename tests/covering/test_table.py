@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.covering.cover import covering, is_excluded, products
-from tests.covering.options import ARRAYS, IMPOSSIBLE, REFUSED
+from tests.covering.options import ARRAYS, FAULTS, IMPOSSIBLE, REFUSED
 from tests.covering.run import Run
 from tests.covering.table import Line, defaults, exclusions, lines, refusal, refusals, run_row
 from tests.helpers.world import Pool, spmd
@@ -35,7 +35,7 @@ def test_values_that_no_row_can_have_are_named() -> None:
 
 def test_what_is_excluded_names_options_and_values_that_there_are() -> None:
     known = [(n, v) for array in ARRAYS.values() for n, vs in array.options.items() for v in vs]
-    named = [(n, v) for each in IMPOSSIBLE for n, vs in each.values.items() for v in vs]
+    named = [(n, v) for each in (*IMPOSSIBLE, *FAULTS) for n, vs in each.values.items() for v in vs]
     named += [pair for each in REFUSED for pair in each.values.items()]
     assert [pair for pair in named if pair not in known] == []
 
