@@ -33,4 +33,4 @@ def multiplied() -> str:
     for array in ARRAYS.values():
         for option, values in array.options.items():
             options.setdefault(option, {}).update(dict.fromkeys(values))
-    return head + "".join(f"| {name} | {', '.join(values)} |\n" for name, values in options.items())
+    return head + "".join(f"| {name} | {'; '.join(values)} |\n" for name, values in options.items())

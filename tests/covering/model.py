@@ -101,6 +101,9 @@ class Net(nn.Module):
         self.moe = Routed(EXPERTS) if experts else None
         self.extra, self.head = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
         self.recompute: bool | None = None
+        with torch.no_grad():  # as small as a linear's
+            for parameter in [] if self.moe is None else self.moe.experts.parameters():
+                parameter.mul_(0.3)
 
     def forward(self, x: Tensor, *, extra: bool = True, turned: bool = False) -> Tensor:
         """`turned`: from the last block to the first."""

@@ -168,11 +168,10 @@ def _list(run: Run) -> None:
 
 
 def _roots(run: Run) -> None:
-    """All parts are roots, in a model that nobody annotates. Some ranks leave out `extra`."""
-    model = run.model
-    for part in (model.first, *model.blocks, model.moe, [model.extra, model.head]):
-        if part is not None:
-            run.annotate(part)
+    """All parts are roots, in a model that nobody annotates."""
+    for part in run.model.children():
+        for module in part if isinstance(part, nn.ModuleList) else [part]:
+            run.annotate(module)
 
 
 def _beside(run: Run) -> None:
@@ -254,7 +253,7 @@ ACCUMULATIONS: Final[Values] = {
     "set_to_none=False": Choice(is_=Accumulation(zeros=True)),
 }
 
-_SGD: Final = {"lr": 0.02, "momentum": 0.9}
+_SGD: Final = {"lr": 0.005, "momentum": 0.9}
 # an update that is smooth where gradients are small, also in float16
 _ADAM: Final = {"lr": 0.02, "betas": (0.9, 0.9), "eps": 0.1, "weight_decay": 0.1}
 
@@ -389,8 +388,7 @@ def _hooked(hook: Any, stage: str, state: Any = nothing) -> Callable[[Run], None
     def register(run: Run) -> None:
         options = {"stage": stage} if run.is_hybrid else {}
         for root in [run.model] if run.model in run.roots else run.roots:
-            module = root[0] if isinstance(root, list) else root
-            register_comm_hook(module, hook, state(run), **options)
+            register_comm_hook(root, hook, state(run), **options)
 
     return register
 
@@ -682,6 +680,18 @@ _SPREAD: Final = (
 )
 IMPOSSIBLE: Final = (
     Impossible(
+        {
+            "accumulation": ("set_to_none=False",),
+            "mesh": _SPREAD,
+            "optimizer": ("AdamW, foreach", "AdamW, fused"),
+        },
+        "torch's zero_grad takes DTensors of one mesh",
+    ),
+    Impossible(
+        {"modules": ("several roots",), "parts": ("used by some ranks",)},
+        "all ranks call each root",
+    ),
+    Impossible(
         {"copies": ("AveragedModel",), "mesh": _SPREAD},
         "torch's average takes DTensors of one mesh",
     ),
@@ -822,13 +832,15 @@ REFUSED: Final[tuple[Refused, ...]] = (
     ),
     *(
         Refused(
-            {"modules": "several roots", "ties": ties, "precision": precision},
+            {"modules": modules, "ties": ties, "precision": precision},
             "cast in the forward of that unit only",
             "a tied parameter that is cast has one unit",
             arrays=("replicate",),
         )
+        for modules in ("several roots", "a list")
         for precision in ("bfloat16", "bfloat16, reduced in float32")
         for ties in ("in a unit", "between units")
+        if (modules, ties) != ("a list", "in a unit")
     ),
     Refused(
         {"modules": "several roots", "ties": "in a unit"},
@@ -866,6 +878,25 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         {"mesh": _SPREAD, "precision": _TWO_DTYPES},
         "torch's RuntimeError: the local_tensor argument only accepts torch.Tensor",
+        ("replicate",),
+    ),
+    Fault(
+        {
+            "mesh": ("DTensors over all",),
+            "accumulation": ("several backwards", "set_to_none=False"),
+        },
+        "gradients that were reduced before are summed over ranks once more",
+        ("replicate",),
+    ),
+    Fault(
+        {"mesh": ("experts",), "clipping": ("composable.clip_grad_norm_",)},
+        "the norm counts DTensors that several ranks have once per copy",
+        ("replicate",),
+    ),
+    Fault(
+        {"ties": ("between units",), "activations": ("torch's reentrant checkpoint",)},
+        "a second gradient of one backward is refused on the rank where it comes late, while the"
+        " others wait",
         ("replicate",),
     ),
     Fault(

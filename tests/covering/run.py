@@ -149,7 +149,7 @@ class Run:
             for choice in self.choices.values() if model is self.model else ():
                 scopes.enter_context(choice.forward(self))
             out = model(batch, extra=extra)
-        return 8 * out.double().square().mean()
+        return 4 * out.double().square().mean()
 
     def has_data(self, step: int, index: int) -> bool:
         """The last rank has fewer batches where ranks join."""
