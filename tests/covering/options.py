@@ -792,7 +792,7 @@ REFUSED: Final[tuple[Refused, ...]] = (
     ),
     Refused(
         {"optimizer": "in backward", "scaling": "GradScaler"},
-        "in backward",
+        "a GradScaler came to step this optimizer, but backward has stepped",
         "a step that is taken cannot be skipped",
         late="nothing tells a backward that its loss is scaled",
     ),
@@ -818,7 +818,7 @@ REFUSED: Final[tuple[Refused, ...]] = (
     ),
     Refused(
         {"optimizer": "in backward", "clipping": "composable.clip_grad_norm_"},
-        "in backward",
+        "is stepped in backward (apply_optimizer_in_backward)",
         "there never are all gradients",
     ),
     *(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -105,11 +106,12 @@ def run_row(name: str, row: Mapping[str, str]) -> list[str]:
 
 
 class _Refused(Run):
-    """Knows what the model was before the verb that is refused."""
+    """Knows what the model was before the call that is refused."""
 
     def annotate(self, module: Any, **options: Any) -> None:
         self.before = self.now()
         super().annotate(module, **options)
+        self.before = self.now()
 
     def now(self) -> Any:
         return anatomy(self.model), list(map(id, self.model.parameters()))
@@ -146,4 +148,5 @@ def failure(pool: Pool, line: Line) -> str:
 def refusal(pool: Pool, line: Line, *, late: bool) -> str:
     """What all ranks say."""
     by_rank = pool.run(line.ranks, run_refused, line.array, line.row, late, timeout=PATIENCE)
-    return same_on_all(by_rank)
+    # a mesh beside others has other ranks elsewhere
+    return same_on_all([re.sub(r"ranks \[[\d, ]+\]", "ranks [...]", text) for text in by_rank])
