@@ -134,6 +134,8 @@ def with_rows(model: Net) -> None:
             linear.weight = made[id(weight)]
         elif not isinstance(weight, DTensor):
             rows = nn.Parameter(Rows(weight.detach()), requires_grad=weight.requires_grad)
+            if weight.grad_dtype != weight.dtype:
+                rows.grad_dtype = weight.grad_dtype
             linear.weight = made[id(weight)] = made[id(rows)] = rows
 
 
