@@ -6,7 +6,8 @@
 
 Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the
 top of `root.py`, `param_group.py` and `reduction.py`; between the same marks with `reference`, what
-`docs.reference` makes of the docstrings. A code block that opens with "```python run" is a program:
+`docs.reference` makes of the docstrings; with `options` and `refused`, what `docs.refused` makes of
+the options that the tests multiply. A code block that opens with "```python run" is a program:
 the programs of a page run one after the other and share their variables, and a block
 "```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two
 ranks, each with variables of its own; `raises` says that it ends with an error, whose name and
@@ -34,12 +35,15 @@ import torch.multiprocessing as multiprocessing
 
 from composable.engine import param_group, reduction, root
 from docs.reference import reference
+from docs.refused import multiplied, refused
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 _PROGRAM: Final = re.compile(
     r"^```python (run|measure)([^\n]*)\n(.*?)^```\n(?:\n```text output\n(.*?)^```\n)?", re.M | re.S
 )
-_MADE: Final = re.compile(r"(<!-- (states|reference):begin -->\n).*?(<!-- \2:end -->)", re.S)
+_MADE: Final = re.compile(
+    r"(<!-- (states|reference|options|refused):begin -->\n).*?(<!-- \2:end -->)", re.S
+)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,12 @@ def regenerated(text: str, on_ranks: OnRanks, kind: str = "run") -> str:
         if program.output is not None:
             start, end = program.output
             text = text[:start] + printed + text[end:]
-    makers = {"states": diagrams, "reference": reference}
+    makers = {
+        "states": diagrams,
+        "reference": reference,
+        "options": multiplied,
+        "refused": refused,
+    }
     return _MADE.sub(lambda match: f"{match[1]}{makers[match[2]]()}{match[3]}", text)
 
 

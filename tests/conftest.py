@@ -64,7 +64,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def sample(items: list[pytest.Item]) -> set[pytest.Item]:
     """What `--sample` leaves out. Most tests with many cases multiply numbers of ranks, verbs and
     options; any sixth of a large table meets each value of each of them. Of tests marked
-    `in_full_only` all is left out.
+    `in_full_only` all is left out, of those marked `sampled(n)` all but one in `n`.
     """
     cases = defaultdict(list)
     left_out: set[pytest.Item] = set()
@@ -77,7 +77,8 @@ def sample(items: list[pytest.Item]) -> set[pytest.Item]:
         if len(each) > FEW:
             # by a number that does not depend on the process, and mixes the table's rows
             each.sort(key=lambda item: crc32(item.nodeid.encode()))
-            left_out.update(each[max(FEW, len(each) // 6) :])
+            marked = each[0].get_closest_marker("sampled")
+            left_out.update(each[max(FEW, len(each) // (marked.args[0] if marked else 6)) :])
     return left_out
 
 

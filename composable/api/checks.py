@@ -114,6 +114,8 @@ def tied_to_replicated(
             why = _REPLICATED_APART
         elif verb == REPLICATE and unit.spec.mesh_info.mesh != mesh:
             why = _ON_ANOTHER_MESH
+        elif unit.spec.mp_policy.param_dtype not in (None, managed.tensor.dtype):
+            why = _CAST_APART
         else:
             tied.append((unit, managed))
             continue
@@ -132,6 +134,11 @@ _REPLICATED_APART: Final = (
     "is replicated; it cannot be sharded, too. Annotate a module around both, which leaves the"
     " parameter replicated, or both modules alike, as one unit: replicate([a, b]) or"
     " fully_shard([a, b])"
+)
+# The cast is there while the unit is entered; another one would compute with the user's parameter.
+_CAST_APART: Final = (
+    "is replicated, and cast in the forward of that unit only. Annotate both modules as one unit:"
+    " replicate([a, b]); or name the units in policy=, which keeps tied parameters together"
 )
 _ON_ANOTHER_MESH: Final = (
     "is replicated over another mesh. Pass the same mesh to both, or annotate both modules as one"

@@ -20,8 +20,9 @@ _KEPT = {
 
 def quantised(values: Tensor) -> tuple[Tensor, Tensor]:
     """Bytes, and a scale per row."""
+    values = values.float()  # lower precisions may round 127 up
     scales = values.abs().amax(1).clamp(min=1e-12) / 127 if values.numel() else values[:, :0].sum(1)
-    return (values / scales[:, None]).round().to(torch.int8), scales.float()
+    return (values / scales[:, None]).round().to(torch.int8), scales
 
 
 def dequantised(octets: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import describe, fully_shard, remove, replicate
-from composable.errors import AnnotationError, ForeignParameterError
+from composable.errors import AnnotationError, ForeignParameterError, TiedParametersError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.transformers import Transformer
 from tests.helpers.compare import assert_mean_gradients, assert_same_training
@@ -206,3 +206,25 @@ def test_the_cure_for_ties_between_verbs_trains() -> None:
         fully_shard(model)
 
     assert_same_training(BATTERY["transformer with tied embedding"], annotate)
+
+
+@spmd(ranks=2)
+def test_a_tied_weight_that_one_unit_casts_is_refused_and_trains_in_one_unit() -> None:
+    model = Two()
+    replicate(model.a, mp_policy="bf16")
+    before = model.b.weight
+    with pytest.raises(TiedParametersError, match="cast in the forward of that unit only"):
+        replicate(model.b, mp_policy="bf16")
+    assert model.b.weight is before
+    for annotate in (
+        lambda each: replicate([each.a, each.b], mp_policy="bf16"),
+        lambda each: replicate(each, policy={nn.Linear}, mp_policy="bf16"),
+    ):
+        model = Two()
+        annotate(model)
+        model(torch.ones(2, 3), "ab").sum().backward()
+        assert model.a.weight.grad is not None
+    ours = Two()
+    replicate(ours.a)  # which casts nothing
+    replicate(ours.b)
+    ours(torch.ones(2, 3), "ab").sum().backward()

@@ -1,0 +1,15 @@
+"""Programs that multiply the options of `fully_shard` with parameters that rest on the host train
+as in one process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.covering.table import Line, cases, failure
+from tests.helpers.world import Pool
+
+
+@pytest.mark.parametrize("line", cases("offloaded"))
+def test_it_trains_as_in_one_process(pool: Pool, line: Line) -> None:
+    assert failure(pool, line) == ""
