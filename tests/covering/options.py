@@ -867,33 +867,6 @@ class Fault(NamedTuple):
 
 FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
-        {"mesh": ("sequence parallel, dp 1",)},
-        "gradients of replicated parameters count as accumulated under no_sync",
-        ("replicate",),
-    ),
-    Fault(
-        {"mesh": ("sequence parallel, dp 1",), "modules": ("beside the other verb",)},
-        "gradients of replicated parameters count as accumulated under no_sync",
-    ),
-    Fault(
-        {"mesh": _SPREAD, "precision": _TWO_DTYPES},
-        "torch's RuntimeError: the local_tensor argument only accepts torch.Tensor",
-        ("replicate",),
-    ),
-    Fault(
-        {
-            "mesh": ("DTensors over all",),
-            "accumulation": ("several backwards", "set_to_none=False"),
-        },
-        "gradients that were reduced before are summed over ranks once more",
-        ("replicate",),
-    ),
-    Fault(
-        {"mesh": ("experts",), "clipping": ("composable.clip_grad_norm_",)},
-        "the norm counts DTensors that several ranks have once per copy",
-        ("replicate",),
-    ),
-    Fault(
         {
             "ties": ("in a unit", "between units"),
             "modules": ("several roots", "a list"),

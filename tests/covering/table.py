@@ -18,7 +18,7 @@ from tests.helpers.compare import anatomy
 from tests.helpers.refusals import same_on_all
 from tests.helpers.world import Pool
 
-PATIENCE: Final = 20.0  # seconds until a row counts as hung
+PATIENCE: Final = 60.0  # seconds until a row counts as hung
 
 
 @dataclass(frozen=True)
