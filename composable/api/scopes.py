@@ -98,6 +98,9 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
         >>> pending.wait()
     """
     units = units_in("unshard", module, sharded=True, recurse=recurse)
+    if recurse:
+        # replicated parameters next to shards are no plain ones either
+        units = units_below([unwrapped(module)])
     for unit in units:
         if (
             not unit.step.depth

@@ -272,6 +272,12 @@ class ManagedParam:
             (p.module._parameters, p.name) for p in info.places if p not in self.by_setattr
         )
 
+    def drop_original(self) -> None:
+        """It is the user's own, which torch cannot move (`Module.to` swaps `DTensor`s) while there
+        are weak references to it.
+        """
+        self.original = _no_parameter
+
     def agree_anew(self) -> None:
         self.sends = None
 

@@ -262,6 +262,7 @@ class ParamGroup:
             model = param.info.model
             if model is not None:  # it rests as the user made it, next to shards, too
                 own = registered
+                param.drop_original()
             elif param.own is not None and registered is param.at_rest:
                 own, known = param.own, True
                 local = local_of(registered) if isinstance(registered, DTensor) else own
