@@ -109,7 +109,7 @@ _RUN_ELSEWHERE = {
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
     "docs/guides/pipelines.md": (1, "tests/whole/test_pipelines.py"),
     "docs/guides/trainers.md": (
-        9,
+        10,
         "tests/trainers/test_beside_fsdp2.py",
     ),
 }
@@ -120,7 +120,7 @@ def test_every_program_of_a_guide_is_run() -> None:
     for page in PAGES:
         if page.parent.name == "guides":
             text = page.read_text()
-            assert programs_in(text), f"{_name(page)} has no program"
+            assert programs_in(text) or page.name == "together.md", f"{page.name} has no program"
             if shown := len(re.findall(r"^```python *$", text, re.M)):
                 left_out[_name(page)] = shown
     assert left_out == {name: number for name, (number, *_) in _RUN_ELSEWHERE.items()}

@@ -354,6 +354,7 @@ class ParamGroup:
         self._counted = (*[param.at_rest for param in self.params], *self._memory) if apart else ()
         self._seen = self._versions_now()
         self._regather = False  # writes were noted, and the gather is to be repeated
+        self._loads = False  # writes to local tensors count, too
         locals_ = locals_of([param.at_rest for param in self.params])
         self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
@@ -420,9 +421,9 @@ class ParamGroup:
         changed = list(map(ne, before, now))
         at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
         if self.gather is not None:
-            # Operators on `DTensor`s and steps of optimizers are common to all ranks. What writes
-            # to a local tensor may be this rank alone.
-            self._regather = self._regather or any(at_rest)
+            # Operators on `DTensor`s, steps of optimizers and loads are common to all ranks. What
+            # else writes to a local tensor may be this rank alone.
+            self._regather = self._regather or self._loads or any(at_rest)
             kept = self.state is not ShardedState.SHARDED and all(self._comes)
             if kept and not self._regather:
                 self._warn_of_local_writes(list(compress(self.params, memory)))
@@ -457,6 +458,20 @@ class ParamGroup:
                 self.unit,
                 few([f"'{param.fqn}'" for param in params]),
             )
+
+    def expect_load(self) -> None:
+        """A state dict is made: writes to local tensors from now on may be a checkpoint's, which
+        all ranks load.
+        """
+        self._loads = self.state is not ShardedState.SHARDED
+
+    def follow_writes(self) -> None:
+        """A step begins with parameters of an earlier one, which must stay: let the next `unshard`
+        gather again if they were written to in any way.
+        """
+        if self._counted and (now := self._versions_now()) != self._seen:
+            self._loads = True
+            self._note_writes(now)
 
     def unshard(self) -> bool:
         """Launch the all-gather, unless the parameters are there or on their way, and were not
@@ -521,6 +536,7 @@ class ParamGroup:
 
     def _free(self) -> None:
         assert self.gather is not None
+        self._loads = False
         set_versions(self._counters, self._absent)
         self.gather.free()
         if self._post_forward_shard is not None:

@@ -352,7 +352,11 @@ class Root:
             # annotated in a list, and called through a member that does not hold the others
             units = [unit]
         known = _related_to(unit)
-        shared = [each for each in units if not known.issuperset(each.relations.around)]
+        shared = [
+            each
+            for each in units
+            if not known.issuperset(each.relations.around.keys() - {each.relations.number})
+        ]
         # Replicated units that own a parameter which modules here read as well.
         owners = [unit_of(parameter) for top in tops for parameter in top.parameters()]
         units += [owner for owner in owners if owner is not None and owner.kind is Kind.BESIDE]
@@ -535,10 +539,10 @@ class Root:
                 del unit.kept_by[EXPLICIT]
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
         for unit in self.units:
-            if unit not in explicit:
-                # What a forward left for its backward. Shards may have been written to unseen; and
-                # if that step was lost, some ranks have lost it in the forward, and left nothing.
-                unit.free()
+            if not unit.kept_by and unit not in explicit:
+                # What a forward left for its backward. If that step was lost, some ranks have lost
+                # it in the forward, and left nothing.
+                unit.free_before_step()
         saved = iteration is not None
         if iteration is None:
             iteration = self.step.iteration = Iteration(None)

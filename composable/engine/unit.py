@@ -493,6 +493,8 @@ class Unit:
         """
         if not self.step.depth and not in_backward():
             self.swap_out()
+        for group in self.groups:
+            group.expect_load()
 
     @untraced
     def after_state_dict(self, module: nn.Module, _: object, prefix: str, *__: object) -> None:
@@ -783,9 +785,21 @@ class Unit:
                     return
                 group.reshard()
 
+    def free_before_step(self) -> None:
+        """Reshard what was gathered for earlier steps: shards may have been written to in a way
+        that no version counter shows.
+        """
+        for group in self.groups:
+            if group.state is not ShardedState.SHARDED and group.gathers:
+                if self.must_stay:
+                    group.follow_writes()
+                else:
+                    group.reshard()
+
     def keep(self, reason: object) -> None:
         """Stay unsharded once unsharded, while there is a reason."""
-        self.free()  # the shards may have been written to in a way that no version counter shows
+        if not self.kept_by:
+            self.free_before_step()
         self.kept_by[reason] = None
 
     def release(self, reason: object) -> None:

@@ -432,7 +432,8 @@ def _noted(operator: Any, counted: int | None, note: Callable[..., None]) -> Any
 def bytes_in(values: Any) -> int:
     """Of the tensors in lists and tuples, at any depth."""
     if isinstance(values, Tensor):
-        return values.nbytes
+        # of sparse tensors ranks may have other numbers of rows
+        return values.nbytes if values.layout is torch.strided else 0
     return sum(map(bytes_in, values)) if isinstance(values, (list, tuple)) else 0
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, keep_unsharded, reshard, unshard
 from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
+from tests.helpers.logged import logged
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 Parameters = Sequence[nn.Parameter]  # those at rest
@@ -115,13 +117,37 @@ def _change_after_unsharding(change: Change) -> None:
     torch.testing.assert_close(model(x).detach(), _expected(model, x))
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [name for name in CHANGES if name != "in_their_local_part"])
 @pytest.mark.parametrize("test", [_change_in_a_scope, _change_after_unsharding])
 def test_parameters_changed_while_they_are_unsharded_are_gathered_again(
     pool: Pool, test: Callable[[Change], None], change: str, device: str
 ) -> None:
     need_devices(device, 2)
     pool.run(2, test, CHANGES[change], device=device)
+
+
+@spmd(ranks=2, everywhere=True)
+def test_writes_to_local_tensors_in_a_scope_are_told_and_followed_after_reshard() -> None:
+    """They may be those of one rank, which must not gather alone."""
+    model, x = _model()
+    weight: Any = model.get_parameter("0.weight")
+    with logged() as lines, keep_unsharded(model), torch.no_grad():
+        before = model(x)
+        if dist.get_rank() == 0:
+            weight.to_local().mul_(2.0)
+        torch.testing.assert_close(model(x), before)
+        assert [line.split(" Forwards")[0] for line in lines] == (
+            [
+                "WARNING: unit '0': the shard of 'weight', 'bias' was written to through its local"
+                " tensor while the unit is unsharded."
+            ]
+            if dist.get_rank() == 0
+            else []
+        )
+        reshard(model)
+        after = model(x)
+    torch.testing.assert_close(after, _expected(model, x))
+    assert not torch.allclose(before, after)
 
 
 class Aliasing(nn.Module):

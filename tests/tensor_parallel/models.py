@@ -215,9 +215,9 @@ def assert_trains_as_one_process(
     return model
 
 
-def assert_same_parameters(model: nn.Module, alone: nn.Module) -> None:
+def assert_same_parameters(model: nn.Module, alone: nn.Module, **tolerance: Any) -> None:
     expected = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
-            full(parameter).detach(), expected[name].detach(), msg=f"{name} differs"
+            full(parameter).detach(), expected[name].detach(), msg=f"{name} differs", **tolerance
         )

@@ -251,4 +251,7 @@ def test_it_trains_as_fsdp2_does_in_bf16_too() -> None:
         plain = {name: p.full_tensor() for name, p in other.named_parameters()}
         alone = made(GPT).float()
         alone.load_state_dict(plain)
-        assert_same_parameters(model, alone)
+        # FSDP2 rounds sums over tp to the compute dtype, also where more are asked for
+        assert_same_parameters(
+            model, alone, **({} if policy is None else {"atol": 1e-3, "rtol": 0})
+        )

@@ -262,6 +262,7 @@ def test_ranks_that_run_different_units_are_told_so_by_name(
     )
 
 
+@pytest.mark.launches_not_compared("the ranks disagree, and say so without the comparison")
 @spmd(ranks=2)
 def test_a_step_is_lost_on_the_rank_whose_first_forward_ends_before_that_of_others() -> None:
     model = _model()
