@@ -15,7 +15,7 @@ from torch import nn
 from composable.compilation import untraced, untraced_alone, unwrapped
 from composable.contract.hooks import dispatcher_of
 from composable.contract.naming import module_name
-from composable.contract.tree import annotation_of, get_states
+from composable.contract.tree import SHARD, annotation_of
 from composable.engine import root
 from composable.engine.param_group import ShardedState
 from composable.engine.unit import EXPLICIT, Unit, units_below
@@ -27,8 +27,8 @@ def units_in(
 ) -> list[Unit]:
     """Find the units of both verbs in `module`.
 
-    If `sharded`, find those of `fully_shard`, as a traversal finds them. If not `recurse`, find the
-    unit that `module` belongs to, and none below it.
+    If `sharded`, find those of `fully_shard`, also below replicated modules. If not `recurse`, find
+    the unit that `module` belongs to, and none below it.
     """
     module = unwrapped(module)
     if not recurse:
@@ -39,7 +39,7 @@ def units_in(
                 " or replicate(module) first"
             )
         return [annotation.state]
-    units = get_states(module) if sharded else units_below([module])
+    units = [u for u in units_below([module]) if not sharded or u.spec.verb == SHARD]
     if not units:
         kind, calls = "fully sharded", "fully_shard(module)"
         if not sharded:
