@@ -979,7 +979,7 @@ class Root:
 
     def _conclude(self, iteration: Iteration) -> None:
         following, self.agreed.last_backward, self._lost = None, next(CLOCK), 0
-        if iteration.order:
+        if iteration.order and iteration.order != self.order:
             self._follow(iteration.order)
         if self.step.running or iteration.due.builds_graph:
             following = Iteration(iteration.stream)
