@@ -253,7 +253,7 @@ ACCUMULATIONS: Final[Values] = {
     "set_to_none=False": Choice(is_=Accumulation(zeros=True)),
 }
 
-_SGD: Final = {"lr": 0.005, "momentum": 0.9}
+_SGD: Final = {"lr": 0.001, "momentum": 0.9}
 # an update that is smooth where gradients are small, also in float16
 _ADAM: Final = {"lr": 0.02, "betas": (0.9, 0.9), "eps": 0.1, "weight_decay": 0.1}
 
