@@ -868,16 +868,6 @@ class Fault(NamedTuple):
 FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         {
-            "ties": ("in a unit", "between units"),
-            "modules": ("several roots", "a list"),
-            "optimizer": ("in backward",),
-            "precision": _TWO_DTYPES,
-        },
-        "a weight of two roots is stepped by something else than the sum of both gradients",
-        ("replicate",),
-    ),
-    Fault(
-        {
             "precision": ("keep_grads_in_reduce_dtype",),
             "extended parameters": ("bytes",),
             "copies": ("copied with its optimizer",),
