@@ -180,7 +180,7 @@ def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
         assert owner is not None
         alone = label.mesh_info is None and prefix.count(".") <= label.fqn.count(".")
         ranks, number = label.joint or unit_mesh_of(parameter)[0], dist.get_world_size(group)
-        outermost: Any = next(reversed(owner.relations.around), owner)
+        outermost: Any = next(reversed(owner.relations.units_around()), owner)
         silent = _SILENT.get() or alone or outermost.modules[0] in _TOLD
         if silent or ranks is None or ranks.size() >= number:
             continue
