@@ -877,12 +877,6 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("replicate",),
     ),
     Fault(
-        {"ties": ("between units",), "activations": ("torch's reentrant checkpoint",)},
-        "a second gradient of one backward is refused on the rank where it comes late, while the"
-        " others wait",
-        ("replicate",),
-    ),
-    Fault(
         {
             "modules": ("several roots",),
             "activations": ("torch's reentrant checkpoint",),
