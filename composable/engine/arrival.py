@@ -355,7 +355,7 @@ class Buckets:
 def _refuse_second_gradient(unit: Unit, param: ManagedParam) -> NoReturn:
     raise PhaseError(
         f"parameter '{param.fqn}' of unit '{unit.name}' got a second gradient in one backward,"
-        " after the first was sent (reentrant checkpointing of modules that share it does this, if no"
-        " rank did so in the first backward). Use checkpoint(module) of this library, or"
+        " after the first was sent (reentrant checkpointing of modules that share it does this, if"
+        " no rank did so in the first backward). Use checkpoint(module) of this library, or"
         " use_reentrant=False"
     )
