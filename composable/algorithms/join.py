@@ -58,7 +58,7 @@ from composable.engine.root import BEFORE_CALLS, Root, use_roots_of
 from composable.engine.unit import Unit, unit_of
 from composable.engine.unreduced import SyncMode
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
-from composable.memory.torch_private import join_hooks, locals_of
+from composable.memory.torch_private import in_backward, join_hooks, locals_of
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.scaler import unscale_gradients
@@ -272,6 +272,10 @@ class _Scope(JoinHook):
         self._used = True
         if not self._listens:
             return
+        if in_backward():  # reentrant checkpoints run it again: a part of the backward
+            if self.narrates and self._phase != "backward":
+                self._call_backward()
+            return
         if self._first._join_config.throw_on_early_termination:
             work = Join.notify_join_context(self._first)
             if work is not None:
@@ -353,10 +357,13 @@ class _Scope(JoinHook):
             if missing is not None:
                 self._call("raise", missing)
                 raise missing
-            modes = [_MODES.index(unit.accumulation.now) for unit in self._units]
-            self._call("backward", self._trains(), modes, *self._cleared())
-            self._phase = "backward"
+            self._call_backward()
         self.tell(Event.OPEN, root.units[0])
+
+    def _call_backward(self) -> None:
+        modes = [_MODES.index(unit.accumulation.now) for unit in self._units]
+        self._call("backward", self._trains(), modes, *self._cleared())
+        self._phase = "backward"
 
     def _never_stepped(self, root: Root) -> Exception | None:
         """Every rank steps its own shards: a rank without data needs to know the optimizer."""
@@ -394,7 +401,8 @@ class _Scope(JoinHook):
         # that.
         if self._listens and self.narrates and (self._phase or event is Event.COUNT):
             self._tell(event, self._indices.get(unit, 0), detail, now=now)
-            if event is Event.END or (event is Event.LEAVE and now and self._phase == "forward"):
+            ends = event is Event.END and not detail
+            if ends or (event is Event.LEAVE and now and self._phase == "forward"):
                 self._phase = ""
 
     def _tell(self, event: Event, unit: int, detail: int, *, now: bool) -> None:
@@ -514,7 +522,7 @@ class _Scope(JoinHook):
             for event, unit, detail in self._receive():
                 if event is Event.LOST:
                     raise _LostStepError
-                if event is Event.END:
+                if event is Event.END and not detail:
                     return
                 shadow(self._units[unit], event, detail)
                 self._depth += (event is Event.ENTER) - (event is Event.LEAVE)

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from composable.engine.param import ManagedParam
 from composable.engine.param_group import Kind
-from composable.engine.root import UNLANDED, Iteration, Phase, Root, land_held, root_of
+from composable.engine.root import ROOTS, UNLANDED, Iteration, Phase, Root, land_held, root_of
 from composable.engine.unit import Unit, UnitCall
 
 
@@ -35,8 +35,11 @@ class Event(enum.IntEnum):
     COUNT = 4
     BACK = 5  # it enters the unit
     GRADIENT = 6  # a parameter has a gradient, and its unit was not entered
-    END = 7  # it ends
-    LOST = 8  # the step failed
+    # It ends, as far as this root is concerned: it launches the rest; 1: a backward around it goes
+    # on, of other roots.
+    END = 7
+    LANDED = 8  # behind that 1: the root waits for what it launched
+    LOST = 9  # the step failed
 
 
 # The scope that is open; weak, since one that raised is dropped without a word.
@@ -112,8 +115,22 @@ class NarratedRoot(Root):
 
     @override
     def launch_rest(self) -> None:
-        open_scope().tell(Event.END, self.units[0], now=True)  # the first root's is heard
+        # Of those that end together with the backward around all, the first root's is heard.
+        open_scope().tell(Event.END, self.units[0], self._ends_inside(), now=True)
         super().launch_rest()
+
+    @override
+    def finish_backward(self) -> None:
+        open_scope().tell(Event.LANDED, self.units[0], now=True)  # heard before the last END only
+        super().finish_backward()
+
+    def _ends_inside(self) -> bool:
+        """Whether the backward that ends runs inside of another one (reentrant checkpointing)."""
+        mine = self._in_backward()
+        return mine is not None and any(
+            theirs is not None and theirs.end != mine.end
+            for theirs in (root._in_backward() for root in ROOTS)
+        )
 
 
 def shadow(unit: Unit, event: Event, detail: int) -> None:
@@ -137,5 +154,9 @@ def shadow(unit: Unit, event: Event, detail: int) -> None:
                 trained.due.forwards_left += more
         elif event is Event.OPEN:
             root.open_backward()
+        elif event is Event.END:
+            root.launch_rest()
+        elif event is Event.LANDED:
+            root.finish_backward()
         elif event is Event.GRADIENT:
             root.on_gradient(unit, unit.params[0])

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from torch import nn
 
-from composable.compilation import untraced, unwrapped
+from composable.compilation import untraced
 from composable.contract.contract import registry
-from composable.contract.naming import find_fqn
+from composable.contract.naming import find_fqn, modules_of
 from composable.contract.tree import (
     REPLICATE,
     SHARD,
@@ -81,7 +81,11 @@ class CommHookHandle:
 
 @untraced
 def register_comm_hook(
-    module: nn.Module, hook: Hook, state: Any = None, *, stage: str | None = None
+    module: nn.Module | Sequence[nn.Module],
+    hook: Hook,
+    state: Any = None,
+    *,
+    stage: str | None = None,
 ) -> CommHookHandle:
     """Let `hook` reduce gradients in place of the library.
 
@@ -115,8 +119,8 @@ def register_comm_hook(
     All ranks register the same hook together, between steps.
 
     Args:
-        module: a replicated or a fully sharded module. The hook is for its unit, and for those of
-            the same verb inside.
+        module: a replicated or a fully sharded module, or a list that was annotated as one. The
+            hook is for its unit, and for those of the same verb inside.
         hook: what reduces. The same on all ranks.
         state: its first argument. One state is for one registration, if it remembers something by
             `bucket.index()`.
@@ -128,7 +132,8 @@ def register_comm_hook(
         A handle whose `remove()` removes the hook.
 
     Raises:
-        NotAnnotatedError: `module` is neither replicated nor fully sharded.
+        NotAnnotatedError: `module` is neither replicated nor fully sharded; modules of a list were
+            not annotated together.
         AlreadyAnnotatedError: a unit has a hook for this stage.
         AnnotationError: the hook cannot be called with two arguments; there is no such stage, or
             there are two and none is named; a parameter has sparse gradients; the hook is one of
@@ -144,19 +149,25 @@ def register_comm_hook(
 
     After `DistributedDataParallel.register_comm_hook`, which takes `state` first.
     """
-    module = unwrapped(module)
-    annotations = registry(module)
+    modules = modules_of(_VERB, module)
+    annotations = registry(modules[0])
     verb = next((verb for verb in (REPLICATE, SHARD) if verb in annotations), None)
     if verb is None:
         raise NotAnnotatedError(
-            f"{_VERB}: {describe_module(module, find_fqn(module))} is not annotated; call"
+            f"{_VERB}: {describe_module(modules[0], find_fqn(modules[0]))} is not annotated; call"
             " replicate(module) or fully_shard(module) first. Of units without a module around"
             " them, each takes a hook of its own"
         )
     unit: Unit = annotations[verb].state
-    inside: list[Unit] = (get_replicated_states if verb == REPLICATE else get_all_sharded_states)(
-        module
-    )
+    for other in modules[1:]:
+        if verb not in registry(other) or registry(other)[verb].state is not unit:
+            raise NotAnnotatedError(
+                f"{_VERB} takes one module, or a list that was annotated as one, and"
+                f" {describe_module(other, find_fqn(other))} was not annotated together with the"
+                " first one. Register a hook for each, with a state of its own"
+            )
+    states_in = get_replicated_states if verb == REPLICATE else get_all_sharded_states
+    inside: list[Unit] = [each for below in modules for each in states_in(below)]
     units = list(dict.fromkeys([unit, *inside]))
     stages: tuple[str, ...] = (ALL_REDUCE,)
     if verb == SHARD:
@@ -213,10 +224,17 @@ def register_comm_hook(
                 " hook. All ranks register the same hooks, in the same order"
             )
     assert chosen is not None
-    names = names_below(module)
-    prefixes = {
-        each: f"{fqn}." if (fqn := names.get(id(each.modules[0]), "")) else "" for each in units
-    }
+    prefixes = dict.fromkeys(units, "")
+    for index, top in enumerate(modules):
+        names = {
+            below: f"{index}.{fqn}" if len(modules) > 1 else fqn
+            for below, fqn in names_below(top).items()
+        }
+        prefixes |= {
+            each: f"{name}."
+            for each in units
+            if each is not unit and (name := names.get(id(each.modules[0])))
+        }
     shared = CommHook(hook, state, chosen, prefixes)
     for each in units:
         each.set_comm_hook(chosen, shared)

@@ -5,6 +5,7 @@
 | `Unit.compared` | whether ranks compare where they are as they enter a unit | its first use |
 | `order` | which units forwards gather ahead | see below |
 | `buckets` | the order of parameters in buckets | the first backward |
+| `repeat` | which parameters are in buckets that wait for the end | the first backward |
 | `in_one_order`, `before` | which replicated units precede which with shards | the first backward |
 | `given` | whether backward enters a frozen unit that this rank skips | forwards |
 | `untraced` | whether the compiler may reduce gradients | a backward that it did not run |
@@ -39,6 +40,7 @@ class Agreed:
     Attributes:
         members: in the order in which they were first planned.
         buckets: parameters; None before the first backward that reduces.
+        repeat: those on which autograd accumulates several times in a backward.
         in_one_order: None before the first backward that reduces.
         given: `Unit.given`, by the units that train.
         untraced: why the compiler reduces no gradients any more; empty if it may.
@@ -48,6 +50,7 @@ class Agreed:
     members: tuple[ref[Any], ...]
     order: tuple[int, ...] = ()
     buckets: tuple[ref[Any], ...] | None = None
+    repeat: tuple[ref[Any], ...] = ()
     in_one_order: bool | None = None
     before: dict[int, tuple[int, ...]] = field(default_factory=dict)
     given: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)

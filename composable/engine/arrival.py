@@ -3,17 +3,21 @@
 Buckets are launched strictly in one order, and all of them in every backward: a rank without a
 gradient sends zeros. The order is the reverse of the parameters' in the first backward, which
 launches them all at its end; from then on it is the order in which rank 0's gradients were ready,
-which is broadcast once. A backward in which other roots may take part launches all at its end, too.
+on which the ranks agree once. A backward in which other roots may take part launches all at its
+end, too.
+
+Where backwards run inside of a backward (reentrant checkpointing), autograd may accumulate several
+times on a parameter of modules in several of them. Parameters of which any rank saw that in the
+first backward are in buckets of their own, which are launched at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import compress
+from operator import itemgetter
 from typing import Final, NoReturn, Protocol
 from weakref import ref
-
-import torch
 
 from composable.engine.agreed import Agreed
 from composable.engine.grad_bucket import GradBucket
@@ -52,13 +56,15 @@ class _Pending:
     Attributes:
         missing: what autograd has not told of; None where it tells of the last one only.
         silent: by what it would tell of the others.
+        repeats: autograd may accumulate several times on its parameters.
     """
 
-    __slots__ = ("bucket", "launched", "missing", "silent", "unit")
+    __slots__ = ("bucket", "launched", "missing", "repeats", "silent", "unit")
 
-    def __init__(self, unit: Unit, bucket: GradBucket) -> None:
+    def __init__(self, unit: Unit, bucket: GradBucket, *, repeats: bool) -> None:
         self.unit = unit
         self.bucket = bucket
+        self.repeats = repeats
         self.missing: dict[ManagedParam, None] | None = {}
         self.silent: list[Arrival] = []
         self.launched = False
@@ -80,7 +86,11 @@ class _Pending:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this backward has brought all gradients."""
+        """Whether this backward has brought all gradients, as far as that is known before its
+        end.
+        """
+        if self.repeats:
+            return False
         return not self.bucket.lacks_gradients if self.missing is None else not self.missing
 
     @property
@@ -126,6 +136,7 @@ class Buckets:
         self._next = 0  # in `_buckets`
         # in the order of arrival, until the order is agreed
         self._ready: list[ManagedParam] | None = [] if agreed.buckets is None else None
+        self._again: set[ManagedParam] = set()  # of these, that arrived again in one backward
         self._members: dict[ManagedParam, tuple[Unit, ParamGroup, Slot]] = {
             param: (unit, group, slot)
             for unit in units
@@ -133,34 +144,35 @@ class Buckets:
             for param, slot in zip(group.params, group.slots, strict=True)
             if not only_looked_up(param.info)
         }
-        agreed_order = [each() for each in agreed.buckets or ()]
         last_first = [param for unit in reversed(units) for param in reversed(unit.params)]
-        order = dict.fromkeys([*agreed_order, *last_first])
-        self._fill([param for param in order if param in self._members])
+        self._fill(last_first)
 
-    def _fill(self, order: Sequence[ManagedParam]) -> None:
-        """Fill buckets with parameters in `order`.
+    def _fill(self, rest: Sequence[ManagedParam]) -> None:
+        """Fill buckets with parameters, in the agreed order, and in the order of `rest`.
 
         Those of one unit, precision and device share some.
         """
-        open_buckets: dict[ParamGroup, list[ManagedParam]] = {}
-        sizes: dict[ParamGroup, int] = {}
-        filled: list[tuple[ParamGroup, list[ManagedParam]]] = []
-        for param in order:
+        Key = tuple[ParamGroup, bool]
+        open_buckets: dict[Key, list[ManagedParam]] = {}
+        sizes: dict[Key, int] = {}
+        filled: list[tuple[Key, list[ManagedParam]]] = []
+        repeat = {each() for each in self._agreed.repeat}
+        order = dict.fromkeys([*(each() for each in self._agreed.buckets or ()), *rest])
+        for param in (each for each in order if each in self._members):
             unit, group, _ = self._members[param]
-            members = open_buckets.setdefault(group, [])
+            key = group, param in repeat
+            members = open_buckets.setdefault(key, [])
             members.append(param)
-            sizes[group] = (
-                sizes.get(group, 0) + param.at_rest.numel() * group.precision.reduce.itemsize
-            )
+            sizes[key] = sizes.get(key, 0) + param.at_rest.numel() * group.precision.reduce.itemsize
             cap = unit.spec.bucket_bytes if filled else min(FIRST_BYTES, unit.spec.bucket_bytes)
-            if sizes[group] >= cap:
-                filled.append((group, open_buckets.pop(group)))
-                sizes[group] = 0
+            if sizes[key] >= cap:
+                filled.append((key, open_buckets.pop(key)))
+                sizes[key] = 0
         filled += list(open_buckets.items())
+        filled.sort(key=lambda each: each[0][1])  # the others do not wait for those
         self._buckets: list[_Pending] = []
         self._bucket_of: dict[ManagedParam, _Pending] = {}
-        for group, members in filled:
+        for (group, repeats), members in filled:
             unit = self._members[members[0]][0]
             slots = [(param, self._members[param][2]) for param in members]
             bucket = GradBucket(
@@ -171,7 +183,7 @@ class Buckets:
                 f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to"
                 f" '{members[-1].fqn}')"
             )
-            pending = _Pending(unit, bucket)
+            pending = _Pending(unit, bucket, repeats=repeats)
             self._buckets.append(pending)
             self._bucket_of.update(dict.fromkeys(members, pending))
         self.follow_comm_hooks()
@@ -195,7 +207,8 @@ class Buckets:
                 arrive, and all are launched at the end.
         """
         if not self.is_open:
-            self.is_open, self._next, self._by_arrival = True, 0, by_arrival
+            self.is_open, self._next = True, 0
+            self._by_arrival = by_arrival and self._ready is None
             for each in self._buckets:
                 each.open(agreed=self._ready is None)
 
@@ -210,6 +223,8 @@ class Buckets:
             del each.missing[param]
             if self._ready is not None:
                 self._ready.append(param)
+        elif self._ready is not None:
+            self._again.add(param)
         iteration = self._iteration()
         while (
             self._by_arrival
@@ -274,17 +289,25 @@ class Buckets:
             self._agree_on_order()
 
     def _agree_on_order(self) -> None:
-        """Rank 0's order of arrival, once. Parameters that it has not seen come last."""
+        """Rank 0's order of arrival, once, and what has arrived again on any rank. Parameters that
+        rank 0 has not seen come last.
+        """
         ready, self._ready = self._ready, None
         assert ready is not None
         known = list(self._members)
-        numbers = {param: index for index, param in enumerate(known)}
         comm = self._units[0].mesh_info.all
-        seen = dict.fromkeys([*(numbers[param] for param in ready), *range(len(known))])
-        message = torch.tensor(list(seen), dtype=torch.int64, device=comm.device)
-        comm.broadcast([message], "broadcast of the order of buckets")
-        order = [known[number] for number in message.tolist()]
+        seen = {param: place for place, param in enumerate(dict.fromkeys([*ready, *known]))}
+        _, told = comm.min_max(
+            [
+                *(seen[param] if comm.rank == 0 else -1 for param in known),
+                *(param in self._again for param in known),
+            ],
+            "exchange of the order of buckets",
+        )
+        places, again = told[: len(known)], told[len(known) :]
+        order = [param for _, param in sorted(zip(places, known, strict=True), key=itemgetter(0))]
         self._agreed.buckets = tuple(map(ref, order))
+        self._agreed.repeat = tuple(map(ref, compress(known, again)))
         self._fill(order)
 
     def hold(self) -> None:
@@ -332,6 +355,7 @@ class Buckets:
 def _refuse_second_gradient(unit: Unit, param: ManagedParam) -> NoReturn:
     raise PhaseError(
         f"parameter '{param.fqn}' of unit '{unit.name}' got a second gradient in one backward,"
-        " after the first was sent (reentrant checkpointing of modules that share it does this)."
-        " Use checkpoint(module) of this library, or use_reentrant=False"
+        " after the first was sent (reentrant checkpointing of modules that share it does this, if"
+        " no rank did so in the first backward). Use checkpoint(module) of this library, or"
+        " use_reentrant=False"
     )

@@ -88,6 +88,13 @@ class _Copies:
                 if isinstance(at_rest, DTensor) and id(at_rest) not in memo:
                     memo[id(at_rest.device_mesh)] = at_rest.device_mesh  # of optimizer state, too
                     memo[id(at_rest)] = _copy_of(at_rest)
+                elif at_rest.grad is not None and id(at_rest) not in memo:
+                    # torch copies gradients of subclasses, and fails if these have another dtype
+                    gradient, at_rest.grad = at_rest.grad, None
+                    try:
+                        copy.deepcopy(at_rest, memo)
+                    finally:
+                        at_rest.grad = gradient
                 if param.registered is param.compute and param.compute is not at_rest:
                     memo[id(param.compute)] = (
                         at_rest if self.plain else copy.deepcopy(at_rest, memo)

@@ -125,6 +125,8 @@ class ParamGroup:
         params: as they are registered now: plain parameters, or `DTensor`s of an earlier group of
             the same unit.
         rest_mesh: on which parameters of the kind BESIDE rest as `DTensor(Replicate)`, if any.
+        read_apart: modules of other units compute with some of them, in calls that this unit does
+            not hear of.
 
     Attributes:
         unit: its name, for messages.
@@ -147,9 +149,11 @@ class ParamGroup:
         *,
         kind: Kind,
         rest_mesh: DeviceMesh | None = None,
+        read_apart: bool = False,
         offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.params = tuple(params)
+        self._read_apart = read_apart
         self.precision = precision
         self.device = device
         self.mesh_info = mesh_info
@@ -377,9 +381,11 @@ class ParamGroup:
     def _plain_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         if not self.is_sharded and not self.precision.casts:
             assert param.own is not None
-            if self.precision.changes and param.at_rest is param.own:
+            summed_apart = self.precision.changes and param.at_rest is param.own
+            if summed_apart and not self._read_apart:
                 # Gradients are summed in another dtype. Autograd must not add to the user's
-                # gradient, which would be rounded again.
+                # gradient, which would be rounded again. Of what is read apart it must: no unit
+                # would show another form in all calls that read it.
                 (own,) = locals_of([param.own])
                 return nn.Parameter(own.detach(), requires_grad=self._differentiable)
             return param.own

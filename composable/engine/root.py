@@ -244,7 +244,7 @@ def announce(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
         callback(what, parameters, *args)
 
 
-_ROOTS: Final[WeakSet[Root]] = WeakSet()
+ROOTS: Final[WeakSet[Root]] = WeakSet()
 # Of which reductions were launched outside of backward, and have not landed.
 UNLANDED: Final[list[Root]] = []
 # by the number of autograd's pass
@@ -310,7 +310,7 @@ class Root:
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
         self.post_backward = PostBackward(self.units, self._due, self.agreed)
         self._watch_tree(shared)
-        _ROOTS.add(self)
+        ROOTS.add(self)
 
     def _watch_tree(self, shared: Sequence[Unit]) -> None:
         self.shared = list(shared)
@@ -753,7 +753,7 @@ class Root:
 
     def _is_called_by_another(self, unit: Unit) -> bool:
         return unit.relations.is_shared and any(
-            root.step.running and unit in root.shared for root in _ROOTS
+            root.step.running and unit in root.shared for root in ROOTS
         )
 
     # --- backward --------------------------------------------------------------------------------
@@ -817,7 +817,7 @@ class Root:
             and last is not None
             and not any(
                 root.step.iteration is not None and root.step.iteration.began > last
-                for root in _ROOTS
+                for root in ROOTS
                 if root is not self and not root._gone
             )
         )
@@ -1135,7 +1135,7 @@ def use_roots_of(kind: type[Root]) -> None:
     again.
     """
     Root.in_use = kind
-    for root in _ROOTS:
+    for root in ROOTS:
         root.__class__ = kind
 
 

@@ -542,6 +542,8 @@ class Unit:
                         plain, precision, device, mesh_info,
                         kind=self.kind,
                         rest_mesh=None if sparse or spread else self.rest_mesh,
+                        # the root shows those next to shards as long as it computes
+                        read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
                         offload=spec.offload,
                     )
                 )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import (
     EMA,
@@ -477,6 +478,41 @@ def test_33_an_optimizer_in_backward_steps_on_all_ranks(annotate: Annotate) -> N
         for step in range(_batches()):
             model(_batch(dist.get_rank(), step)).square().mean().backward()
     _assert_same(model, _alone())
+
+
+class _Recomputed(nn.Module):
+    """Its layers, in order; those of groups with a "c" are recomputed together."""
+
+    def __init__(self, groups: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [(3, 4), (4, 4), (4, 5), (5, 1)]
+        self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
+        self.groups = groups.split()
+        self.double().to(current_device())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.requires_grad_(True)
+        for group in self.groups:
+            part = nn.Sequential(*(self.layers[int(index)] for index in group.strip("c")))
+            again = group.startswith("c")
+            x = torch_checkpoint(part, x, use_reentrant=True) if again else part(x)
+            x = x.tanh()
+        return x
+
+
+@pytest.mark.parametrize("groups", ["0 c1 c2 3", "0 c12 3", "c0 1 c2 c3", "0 c1 c1 c23"])
+@pytest.mark.parametrize("verb", [replicate, fully_shard])
+@spmd(ranks=2)
+def test_33_roots_that_run_again_in_a_backward_inside_of_it(verb: Any, groups: str) -> None:
+    model = _Recomputed(groups)
+    for layer in model.layers:
+        verb(layer)
+    optimizer = _sgd(model)
+    with join(model.layers, optimizer):
+        for step in range(_batches()):
+            _step(model, optimizer, step)
+    _assert_same(model, _alone(lambda: _Recomputed(groups)))
 
 
 @spmd(ranks=2)

@@ -865,40 +865,4 @@ class Fault(NamedTuple):
     arrays: tuple[str, ...] = ("fully_shard", "replicate", "offloaded")
 
 
-FAULTS: Final[tuple[Fault, ...]] = (
-    Fault(
-        {
-            "ties": ("in a unit", "between units"),
-            "modules": ("several roots", "a list"),
-            "optimizer": ("in backward",),
-            "precision": _TWO_DTYPES,
-        },
-        "a weight of two roots is stepped by something else than the sum of both gradients",
-        ("replicate",),
-    ),
-    Fault(
-        {
-            "precision": ("keep_grads_in_reduce_dtype",),
-            "extended parameters": ("bytes",),
-            "copies": ("copied with its optimizer",),
-            "accumulation": ("set_to_none=False",),
-        },
-        "torch's RuntimeError: attempting to assign a gradient with dtype 'float'",
-        ("replicate",),
-    ),
-    Fault(
-        {"ties": ("between units",), "activations": ("torch's reentrant checkpoint",)},
-        "a second gradient of one backward is refused on the rank where it comes late, while the"
-        " others wait",
-        ("replicate",),
-    ),
-    Fault(
-        {
-            "modules": ("several roots",),
-            "activations": ("torch's reentrant checkpoint",),
-            "join": ("yes",),
-        },
-        "ranks reduce in different orders",
-        ("replicate",),
-    ),
-)
+FAULTS: Final[tuple[Fault, ...]] = ()

@@ -374,6 +374,25 @@ def test_a_hook_may_return_a_tensor_and_describe_names_it_until_it_is_removed() 
     assert describe(models[1]).rows[0].comm_hook == ""
 
 
+@pytest.mark.parametrize("verb", [replicate, fully_shard])
+@spmd(ranks=2)
+def test_modules_that_are_one_unit_have_one_hook(verb: Any) -> None:
+    parts = [model_of(), model_of()]
+    verb(parts[1].head)
+    verb(parts)
+    calls = Calls(None, [0, 1])
+    handle = register_comm_hook(parts, calls)
+    for step in range(2):  # the first one finds the order of buckets
+        for part in parts:
+            part.zero_grad()
+        torch.stack([loss_of(part, step, spare=True) for part in parts]).sum().backward()
+    seen = {name for _, fqns in calls.backwards[-2] for name in fqns}
+    assert seen == {
+        f"{n}.{name}" for n, part in enumerate(parts) for name, _ in part.named_parameters()
+    }
+    handle.remove()
+
+
 @spmd(ranks=2)
 def test_a_stage_of_one_rank_calls_no_hook() -> None:
     for replicas in (1, 2):

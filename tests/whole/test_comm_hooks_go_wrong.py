@@ -75,6 +75,7 @@ def _refusals(which: str) -> str:
     acts: dict[str, Callable[[], Any]] = {
         "not annotated": lambda: register_comm_hook(nn.Sequential(), noop_hook),
         "between annotated ones": lambda: register_comm_hook(nn.Sequential(model), noop_hook),
+        "annotated apart": lambda: register_comm_hook([model, replicate(model_of())], noop_hook),
         "state first": lambda: register_comm_hook(model, {}, noop_hook),  # type: ignore[arg-type]
         "one argument": lambda: register_comm_hook(model, lambda bucket: bucket),  # type: ignore[arg-type,misc]
         "of FSDP1": lambda: register_comm_hook(model, hooks_of_fsdp1.bf16_compress_hook),
@@ -112,6 +113,11 @@ _TEXTS: Final = {
         "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module)"
         " or fully_shard(module) first. Of units without a module around them, each takes a hook of"
         " its own"
+    ),
+    "annotated apart": (
+        "NotAnnotatedError: register_comm_hook takes one module, or a list that was annotated as"
+        " one, and Model was not annotated together with the first one. Register a hook for"
+        " each, with a state of its own"
     ),
     "state first": (
         "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and dict"

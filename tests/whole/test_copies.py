@@ -36,6 +36,7 @@ from composable import (
 )
 from composable.comm import ledger_of
 from composable.errors import AnnotationError, CommHookError, PhaseError
+from tests.extensions.rows import Rows
 from tests.helpers.battery import BATTERY
 from tests.helpers.compare import (
     all_full,
@@ -273,6 +274,21 @@ def test_an_optimizer_is_copied_with_its_model(plan: str) -> None:
         _train(each, optimizer, (1, 2))
         _assert_same(each, theirs)
     _assert_same(model, expected)
+
+
+def test_a_parameter_of_a_class_of_its_own_is_copied_without_a_gradient_in_another_dtype() -> None:
+    """torch copies such gradients, and does not copy `grad_dtype`."""
+    model = nn.Linear(3, 2, bias=False).bfloat16()
+    model.weight = nn.Parameter(Rows(model.weight.detach()))
+    kept = MixedPrecisionPolicy(reduce_dtype=torch.float32, keep_grads_in_reduce_dtype=True)
+    replicate(model, mp_policy=kept)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.weight.grad = gradient = torch.ones(2, 3)
+    made, its_optimizer = copy.deepcopy((model, optimizer))
+    assert model.weight.grad is gradient
+    assert made.weight.grad is None
+    assert its_optimizer.param_groups[0]["params"][0] is made.weight
+    made.weight.grad = torch.ones(2, 3)  # as the original's
 
 
 @_ALL_PLANS

@@ -7,7 +7,6 @@ from typing import Final
 
 import pytest
 import torch.distributed as dist
-from torch import Tensor
 
 from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
@@ -19,10 +18,10 @@ from tests.helpers.world import Pool, need_devices
 class _Counting(Recording):
     """Also notes when ranks agree on an order."""
 
-    def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
-        if label == "broadcast of the order of buckets":
+    def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
+        if label == "exchange of the order of buckets":
             self._log.add("agreement", label)
-        self._inner.broadcast(tensors, label, src)
+        return self._inner.min_max(values, label)
 
 
 _CAP: Final = 160 / (1 << 20)  # bytes: one layer of the model in a bucket

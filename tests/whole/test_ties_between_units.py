@@ -16,7 +16,14 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
-from composable import describe, fully_shard, remove, replicate
+from composable import (
+    MixedPrecisionPolicy,
+    apply_optimizer_in_backward,
+    describe,
+    fully_shard,
+    remove,
+    replicate,
+)
 from composable.errors import AnnotationError, ForeignParameterError, TiedParametersError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.transformers import Transformer
@@ -102,6 +109,46 @@ def test_ranks_that_use_a_tied_weight_in_different_units_get_its_mean() -> None:
     _assert_means(
         plain, ours, ["ab", "b", "b", "aab"] if dist.get_rank() else ["b", "ab", "b", "abb"]
     )
+
+
+F64: Final = torch.float64
+_SUMS: Final[dict[str, MixedPrecisionPolicy | None]] = {
+    "reduce_dtype": MixedPrecisionPolicy(reduce_dtype=F64),
+    "keep_grads_in_reduce_dtype": MixedPrecisionPolicy(
+        reduce_dtype=F64, keep_grads_in_reduce_dtype=True
+    ),
+    "grad_dtype": None,
+}
+
+
+@pytest.mark.parametrize("name", _SUMS)
+@spmd(ranks=2)
+def test_a_weight_of_several_roots_is_averaged_in_another_dtype_too(name: str) -> None:
+    """The root that does not own it reads it outside of the calls of the one that does."""
+    for in_backward in (False, True):
+        plain, ours = (model.float() for model in _twins())
+        for parameter in ours.parameters() if name == "grad_dtype" else ():
+            parameter.grad_dtype = F64
+        for part in (ours.a, ours.b):
+            replicate(part, mp_policy=_SUMS[name])
+        optimizers = [torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)]
+        if in_backward:
+            options = {"lr": 0.1, "momentum": 0.9}
+            apply_optimizer_in_backward(torch.optim.SGD, ours.parameters(), options)
+        else:
+            optimizers.append(torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9))
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=False)
+            for turn in range(1 if in_backward else 2):  # the second one adds to what is there
+                for model, ranks in ((plain, (0, 1)), (ours, (dist.get_rank(),))):
+                    inputs = [torch.full((2, 3), 1.0 + step + turn - rank) for rank in ranks]
+                    x = torch.cat(inputs).to(current_device())
+                    model(x, "ab").square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for expected, found in zip(plain.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @spmd(ranks=2)
