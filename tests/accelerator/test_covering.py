@@ -12,6 +12,7 @@ from tests.covering.table import Line, cases, failure, refusal, refusals
 from tests.helpers.world import Pool
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("line", cases("offloaded"))
 def test_it_trains_as_in_one_process(pool: Pool, line: Line) -> None:
     assert failure(pool, line) == ""
