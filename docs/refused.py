@@ -7,7 +7,11 @@ from typing import Final
 
 from tests.covering.options import ARRAYS, REFUSED, Refused
 
-_VERBS: Final = {"fully_shard": "`fully_shard`", "replicate": "`replicate`"}
+_VERBS: Final = {
+    "fully_shard": "`fully_shard`",
+    "replicate": "`replicate`",
+    "offloaded": "`fully_shard` with `offload_policy`",
+}
 
 
 def _named(values: Mapping[str, str]) -> str:
@@ -15,7 +19,8 @@ def _named(values: Mapping[str, str]) -> str:
 
 
 def _row(each: Refused) -> str:
-    verbs = " and ".join(_VERBS[name] for name in each.arrays if name in _VERBS)
+    under = [n for n in each.arrays if n != "offloaded" or "fully_shard" not in each.arrays]
+    verbs = " and ".join(_VERBS[name] for name in under)
     why = each.why + (f"; found after a backward, since {each.late}" if each.late else "")
     return f"| {_named(each.values)} | {verbs} | `… {each.words} …` | {why} |\n"
 

@@ -638,7 +638,12 @@ REPLICATE: Final[dict[str, Values]] = {
     "event": _without(EVENTS, "another order in a scope"),
 }
 # on an accelerator, of which there is a simulated one
-OFFLOADED: Final[dict[str, Values]] = {**FULLY_SHARD, "offload_policy": OFFLOAD}
+OFFLOADED: Final[dict[str, Values]] = {
+    **FULLY_SHARD,
+    "offload_policy": OFFLOAD,
+    # nothing orders the streams on which torch's hook keeps what it remembers
+    "comm hook": _without(HOOKS, "PowerSGD"),
+}
 
 
 class Array(NamedTuple):
@@ -783,12 +788,29 @@ class Refused(NamedTuple):
     arrays: tuple[str, ...] = ("fully_shard", "replicate", "offloaded")
 
 
+_ON_DEVICE: Final = ("fully_shard", "replicate")
 _SHARDED: Final = ("fully_shard", "offloaded")
 REFUSED: Final[tuple[Refused, ...]] = (
+    *(
+        Refused(
+            {"mesh": mesh},
+            "is tensor parallel, and offload_policy was passed",
+            "parts over other dimensions stay on the device",
+            arrays=("offloaded",),
+        )
+        for mesh in _SPREAD
+    ),
+    Refused(
+        {"extended parameters": "bytes"},
+        "is gathered in a form of its own, and cannot be offloaded",
+        "its methods make what is sent where the parameter rests",
+        arrays=("offloaded",),
+    ),
     Refused(
         {"mesh": "experts", "join": "yes"},
         "A rank without data can stand in for units on the same ranks and device only",
         "a rank without data follows one source",
+        arrays=_ON_DEVICE,
     ),
     Refused(
         {"optimizer": "in backward", "scaling": "GradScaler"},
@@ -800,19 +822,20 @@ REFUSED: Final[tuple[Refused, ...]] = (
         {"mesh": "experts", "comm hook": "own"},
         "is on another mesh than the module that the hook is for",
         "a hook reduces over one group: register one for each part that is on one mesh",
+        arrays=_ON_DEVICE,
     ),
     Refused(
         {"extended parameters": "bytes", "shard_placement_fn": "the last"},
         "is gathered in a form of its own, and cannot be cut along dimension 1",
         "its methods cut rows",
-        arrays=_SHARDED,
+        arrays=("fully_shard",),
     ),
     *(
         Refused(
             {"extended parameters": "bytes", "reshard_after_forward": f"over {ranks}"},
             "is gathered in a form of its own, and cannot be kept over",
             "a part over some ranks is a message of its own",
-            arrays=_SHARDED,
+            arrays=("fully_shard",),
         )
         for ranks in ("one rank", "two ranks")
     ),

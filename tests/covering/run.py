@@ -246,7 +246,8 @@ class Run:
                     there = "None" if one is None else f"of norm {one.detach().norm():.3g}"
                     self.found.append(f"{what} '{name}': must be {there}, is {got}")
                 continue
-            one, other = one.detach().double(), other.detach().double()
+            # what is offloaded is on the host
+            one, other = one.detach().double().cpu(), other.detach().double().cpu()
             if one.shape != other.shape:
                 self.found.append(f"{what} '{name}': has the shape {tuple(other.shape)}")
                 continue

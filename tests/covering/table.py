@@ -16,9 +16,9 @@ from tests.covering.options import ARRAYS, FAULTS, IMPOSSIBLE, REFUSED, Array, R
 from tests.covering.run import Run
 from tests.helpers.compare import anatomy
 from tests.helpers.refusals import same_on_all
-from tests.helpers.world import Pool
+from tests.helpers.world import TIMEOUT, Pool
 
-PATIENCE: Final = 60.0  # seconds until a row counts as hung
+PATIENCE: Final = TIMEOUT / 2  # seconds until a row counts as hung
 
 
 @dataclass(frozen=True)

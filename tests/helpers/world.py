@@ -35,7 +35,7 @@ from tests.helpers.worker import Outcome, Task
 # Seconds until a call counts as hung; a safety net, never an assertion.
 TIMEOUT = float(os.environ.get("COMPOSABLE_TEST_TIMEOUT", "120"))
 GRACE = 3.0  # seconds the other ranks get to end by themselves once one has failed
-START = 120.0  # seconds for workers to start
+START = TIMEOUT  # seconds for workers to start
 
 
 class RanksFailed(AssertionError):
