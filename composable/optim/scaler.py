@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable.engine.param import label_of, model_group_of
 from composable.engine.root import announce
@@ -134,6 +135,27 @@ def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:
 
     return unscaled
 
+
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """Bring what a scaler has noted on an optimizer to the host, where it steps offloaded
+    parameters there: torch's own copy does not wait, and fused kernels would read it before it is
+    there.
+    """
+    for name in ("found_inf", "grad_scale"):
+        number = getattr(optimizer, name, None)
+        if isinstance(number, Tensor) and number.device.type != "cpu" and _is_offloaded(optimizer):
+            setattr(optimizer, name, number.cpu())
+
+
+def _is_offloaded(optimizer: Optimizer) -> bool:
+    return any(
+        parameter.device.type == "cpu" and label_of(parameter) is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
+
+
+register_optimizer_step_pre_hook(_before_step)
 
 # The scaler's only method that knows the optimizer, and so all parameters. An operation that torch
 # lets DTensors handle knows the gradients of one device and dtype only, of which ranks may have

@@ -245,18 +245,21 @@ def test_steps_on_shards_are_steps(fused: bool) -> None:
         assert_equal(*models)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @spmd(ranks=2)
-def test_an_infinity_on_one_rank_leaves_a_step_out_on_all() -> None:
+def test_an_infinity_on_one_rank_leaves_a_step_out_on_all(fused: bool) -> None:
     model = fully_shard(
         model_of(), policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy()
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    # what the scaler copies to the host comes late, and what a fused step copies
+    optimizer.register_step_pre_hook(lambda *_: sim.native.sleep(20_000))
     scaler = torch.amp.GradScaler("sim", init_scale=8.0)
     for step in range(3):
         assert scaler.get_scale() == (4.0 if step > 1 else 8.0)
         before = [local_of(parameter).clone() for parameter in model.parameters()]
         scaler.scale(model(x_of(step)).square().mean()).backward()
-        sim.native.sleep(20_000)  # what the scaler copies to the host comes late
+        sim.native.sleep(20_000)
         if step == 1 and dist.get_rank() == 1:
             local_of(model.get_parameter("0.up.weight").grad)[0, 0] = torch.inf
         scaler.step(optimizer)
@@ -267,6 +270,7 @@ def test_an_infinity_on_one_rank_leaves_a_step_out_on_all() -> None:
             for p, old in zip(model.parameters(), before, strict=True)
         ]
         assert any(changed) == (step != 1), step
+    assert all(local_of(parameter).isfinite().all() for parameter in model.parameters())
 
 
 @spmd(ranks=2)
