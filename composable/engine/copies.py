@@ -51,6 +51,8 @@ class Copied(Protocol):
 
     def fill(self, unit: Any, memo: dict[Any, Any], *, plain: bool) -> None: ...
 
+    def follow_places(self, unit: Any, memo: dict[Any, Any]) -> None: ...
+
     def choose_rest(self) -> None: ...
 
 
@@ -114,6 +116,7 @@ class _Copies:
             if not twin.modules:
                 twin.fill(unit, memo, plain=self.plain)
             elif not self.plain:
+                twin.follow_places(unit, memo)
                 twin.choose_rest()  # what is around it may have been copied later
 
 
