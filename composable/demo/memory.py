@@ -125,7 +125,10 @@ class _Meter(TorchDispatchMode):
         unseen = {
             s._cdata: s.nbytes()
             for s in storages
-            if s._cdata not in self._live and s._cdata not in self._ignored
+            # of the compiler's fake tensors, which have no memory, sizes may be symbols
+            if s._cdata not in self._live
+            and s._cdata not in self._ignored
+            and s.device.type != "meta"
         }
         for block in idle_blocks():  # counted by the samples
             unseen.pop(block._cdata, None)
