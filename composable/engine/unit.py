@@ -1331,11 +1331,14 @@ class Unit:
 
     def follow_places(self, unit: Unit, memo: dict[Any, Any]) -> None:
         """Places of tied parameters of `unit`, of which this is the copy, were copied later."""
-        params = [param for param in unit.params if param.registered is not None]
+        params, grew = [param for param in unit.params if param.registered is not None], False
         for param, twin in zip(params, self.params, strict=False):
             places = tuple(place for place in param.info.places if id(place.module) in memo)
             if len(places) > len(twin.info.places):
                 twin.set_info(replace(twin.info, places=copy.deepcopy(places, memo)))
+                grew = True
+        if grew:
+            self.build()  # others read it now
 
     def buffers_shown(self) -> list[tuple[Tensor, Tensor]]:
         """Casts of buffers that modules hold now, each with the buffer itself."""
