@@ -7,6 +7,7 @@ replicated one.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Final
 
@@ -125,12 +126,14 @@ _SUMS: Final[dict[str, MixedPrecisionPolicy | None]] = {
 @spmd(ranks=2)
 def test_a_weight_of_several_roots_is_averaged_in_another_dtype_too(name: str) -> None:
     """The root that does not own it reads it outside of the calls of the one that does."""
-    for in_backward in (False, True):
+    for in_backward, copied in ((False, False), (True, False), (False, True)):
         plain, ours = (model.float() for model in _twins())
         for parameter in ours.parameters() if name == "grad_dtype" else ():
             parameter.grad_dtype = F64
         for part in (ours.a, ours.b):
             replicate(part, mp_policy=_SUMS[name])
+        if copied:
+            ours = copy.deepcopy(ours)
         optimizers = [torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)]
         if in_backward:
             options = {"lr": 0.1, "momentum": 0.9}
