@@ -888,4 +888,8 @@ class Fault(NamedTuple):
     arrays: tuple[str, ...] = ("fully_shard", "replicate", "offloaded")
 
 
-FAULTS: Final[tuple[Fault, ...]] = ()
+FAULTS: Final[tuple[Fault, ...]] = (
+    Fault(
+        {"precision": ("autocast",)}, "the simulated accelerator has no autocast", ("offloaded",)
+    ),
+)
