@@ -469,7 +469,10 @@ class ParamGroup:
         """A state dict is made: writes to local tensors from now on may be a checkpoint's, which
         all ranks load.
         """
-        self._loads = self.state is not ShardedState.SHARDED
+        if self.state is not ShardedState.SHARDED:
+            if (now := self._versions_now()) != self._seen:
+                self._note_writes(now)  # those of before, which may be this rank's alone
+            self._loads = True
 
     def follow_writes(self) -> None:
         """A step begins with parameters of an earlier one, which must stay: let the next `unshard`
