@@ -165,7 +165,7 @@ def shared_launches(group: dist.ProcessGroup) -> SharedLaunches | None:
 
 
 def _opened(store: object, key: str, rank: int, size: int) -> SharedLaunches | None:
-    """Whoever comes first makes the memory. It has no name that would have to be removed: it ends
+    """The first rank makes the memory. It has no name that would have to be removed: it ends
     with the last process that holds it.
     """
     length = _HEADER + size * (_NUMBER.size + ENTRIES * _ENTRY.size)

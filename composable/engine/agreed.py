@@ -18,8 +18,8 @@ unsharded, evaluations and lost steps do not.
 All of it changes only in calls that all ranks make, and hangs on the units, which annotations and
 copies make. What one rank does by itself between two steps may make a new `Root` there (a module is
 exchanged), or new groups and buckets (a parameter's memory is moved), and touches no agreement:
-whoever plans the same units again finds it. A rank cannot know whether what is new to it is new to
-all, so nothing new starts a message.
+a root of the same units finds it. A rank cannot know whether what is new to it is new to all, so
+nothing new starts a message.
 
 An `Agreed` knows its units by weak references only: a part that several models share must not keep
 those that were dropped.

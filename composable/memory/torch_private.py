@@ -401,7 +401,7 @@ _collectives: Final = torch.library.Library("c10d", "IMPL")
 
 
 def on_collectives(note: Callable[[dist.ProcessGroup, str, int | None], None]) -> None:
-    """Call `note(group, kind, bytes)` before every collective of this process, whoever launches it,
+    """Call `note(group, kind, bytes)` before every collective of this process, also of torch's own,
     from here on. Messages between two ranks are none.
 
     Nothing public is called for all of them: the functional collectives, which DTensor uses, do not
