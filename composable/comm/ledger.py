@@ -307,12 +307,16 @@ def launches_not_compared() -> Iterator[None]:
         _compared = before
 
 
-def compared_launches() -> dict[str, tuple[int, int]]:
+def compared_launches() -> dict[str, tuple[int, int, list[str]]]:
     """By group, as a key that its ranks of this host share: how many launches of this rank were
-    compared, and their digest.
+    compared, their digest, and the texts of the last ones.
     """
     every = [ledger.shared for ledger in _LEDGERS.values()]
-    return {each.key: (each.count, each.digest) for each in every if each is not None}
+    return {
+        each.key: (each.count, each.digest, each.last(2 * _AROUND))
+        for each in every
+        if each is not None
+    }
 
 
 def _note_of_torch(group: dist.ProcessGroup, kind: str, size: int | None) -> None:

@@ -115,14 +115,21 @@ class SharedLaunches:
         for rank in sorted([self._rank, *self._agreed]):
             count: int = _NUMBER.unpack_from(self._memory, self._row(rank))[0]
             if count >= until:
-                texts = []
-                for number in range(count, max(0, count - ENTRIES), -1):
-                    entry = self._read(rank, number)
-                    if entry is None:  # it has been written over since
-                        break
-                    texts.append(entry[1])
-                found[rank] = (count, texts[::-1])
+                found[rank] = (count, self._texts(rank, count, ENTRIES))
         return found
+
+    def last(self, number: int) -> list[str]:
+        """What this rank launched last."""
+        return self._texts(self._rank, self.count, number)
+
+    def _texts(self, rank: int, count: int, number: int) -> list[str]:
+        texts: list[str] = []
+        for each in range(count, max(0, count - number), -1):
+            entry = self._read(rank, each)
+            if entry is None:  # it has been written over since
+                break
+            texts.append(entry[1])
+        return texts[::-1]
 
     def _row(self, rank: int) -> int:
         return _HEADER + rank * (_NUMBER.size + ENTRIES * _ENTRY.size)

@@ -42,7 +42,7 @@ from composable.engine.param import (
 from composable.engine.param_group import ParamGroup
 from composable.engine.post_backward import PostBackward
 from composable.engine.ties import follow_ties
-from composable.engine.unit import BY_HAND, Unit, unit_of
+from composable.engine.unit import BY_HAND, Unit, unit_of, units_below
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -256,6 +256,10 @@ class Preparation:
             for place in param.info.places
         }
         known |= _left_alone(units)
+        # `model.to()` exchanges the attributes of DTensors, with the label of those below that are
+        # prepared by another root, too
+        below = units_below(self._root.modules)
+        elsewhere = {id(param.at_rest) for unit in below for param in unit.params}
         for unit in units:
             found = []
             for place, parameter in (
@@ -267,7 +271,7 @@ class Preparation:
                     owner, param = self._owners[id(parameter)]
                     _refuse_late_tie(f"'{place.fqn}' below unit '{unit.name}'", owner, param)
                     param.set_info(replace(param.info, places=(*param.info.places, place)))
-                elif _is_managed(parameter):
+                elif id(parameter) in elsewhere or _is_managed(parameter):
                     continue  # of a unit elsewhere, which reduces its gradient
                 elif parameter.requires_grad:
                     found.append(f"'{place.fqn}'")

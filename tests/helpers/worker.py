@@ -77,7 +77,7 @@ class Outcome:
     kind: str
     value: Any = None
     text: str = ""
-    launches: dict[str, tuple[int, int]] = field(default_factory=dict)
+    launches: dict[str, tuple[int, int, list[str]]] = field(default_factory=dict)
 
 
 def backend_of(device: str) -> str:

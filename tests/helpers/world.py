@@ -42,6 +42,18 @@ class RanksFailed(AssertionError):
     """At least one rank raised, died or hung; the message says which, where and why."""
 
 
+class RanksLaunchedApart(RanksFailed):
+    """All ranks returned, and have launched different collectives.
+
+    Attributes:
+        returned: what each of them returned, which may say why.
+    """
+
+    def __init__(self, text: str, returned: list[Any]) -> None:
+        super().__init__(text)
+        self.returned = returned
+
+
 class Pool:
     """Worker processes and the process groups formed from them. A world of n ranks is the first n
     workers.
@@ -230,7 +242,7 @@ def _verdict(
     if bad:
         raise RanksFailed(_report(ranks, bad))
     if apart:
-        raise RanksFailed(apart)
+        raise RanksLaunchedApart(apart, [outcomes[index].value for index in range(ranks)])
     skipped = [outcome.text for outcome in outcomes.values() if outcome.kind == "skipped"]
     if skipped:
         pytest.skip(skipped[0])
@@ -241,14 +253,17 @@ def _launched_apart(outcomes: dict[int, Outcome]) -> str:
     """Where ranks that share a group have launched different collectives up to the end. Until then
     each launch is compared with those of ranks that have come as far.
     """
-    by_group: dict[str, dict[int, tuple[int, int]]] = {}
+    by_group: dict[str, dict[int, tuple[int, int, list[str]]]] = {}
     for rank, outcome in outcomes.items():
         for key, launches in outcome.launches.items():
             by_group.setdefault(key, {})[rank] = launches
     for launches_of in by_group.values():
-        if len(set(launches_of.values())) > 1:
-            counts = ", ".join(f"rank {rank} {n}" for rank, (n, _) in sorted(launches_of.items()))
-            return f"all ranks have ended, and launched different collectives in a group: {counts}"
+        if len({(count, digest) for count, digest, _ in launches_of.values()}) > 1:
+            counts = "\n".join(
+                f"rank {rank} {n}, the last ones {', '.join(texts)}"
+                for rank, (n, _, texts) in sorted(launches_of.items())
+            )
+            return f"all ranks have ended, and launched different collectives in a group:\n{counts}"
     return ""
 
 

@@ -19,7 +19,7 @@ from typing import Final
 from tests.helpers.branches import FEATURES, Plan, plan_of
 from tests.helpers.branches_run import PATIENCE, run_plans
 from tests.helpers.smaller import smallest
-from tests.helpers.world import Pool, RanksFailed
+from tests.helpers.world import Pool, RanksFailed, RanksLaunchedApart
 
 BATCH: Final = 10
 
@@ -37,10 +37,20 @@ def failure(pool: Pool, plans: Sequence[Plan], *, annotated: bool = True) -> tup
             timeout=20 * PATIENCE,
             group_timeout=PATIENCE,
         )
+    except RanksLaunchedApart as error:
+        pool.stop()
+        # a plan that failed on one rank alone says more
+        return _first_failure(pool, error.returned) or (0, str(error))
     except RanksFailed as error:
         pool.stop()
         text = str(error)
         return next((index for index, plan in enumerate(plans) if str(plan) in text), 0), text
+    return _first_failure(pool, by_rank)
+
+
+def _first_failure(
+    pool: Pool, by_rank: Sequence[Sequence[tuple[list[str], list[str]]]]
+) -> tuple[int, str] | None:
     for index in range(max(map(len, by_rank))):
         results = [
             results[index] if index < len(results) else ([], ["nothing"]) for results in by_rank

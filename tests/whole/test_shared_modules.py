@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, no_sync, reduce_gradients, replicate, reset
-from tests.helpers.compare import all_full
+from tests.helpers.compare import all_full, full_gradients
 from tests.helpers.world import Pool
 
 
@@ -308,3 +308,38 @@ def test_models_around_one_encoder_that_are_dropped_one_after_another_are_freed(
     pool: Pool, verb: Callable[..., object], collected: str
 ) -> None:
     pool.run(2, _drop_one_after_another, verb, collected)
+
+
+def _annotate_each(
+    encoder: Callable[..., object], critic: Callable[..., object], m: Models
+) -> None:
+    encoder(m.encoder)
+    replicate(m.actor)
+    critic(m.critic)
+
+
+def _move_on_one_rank(encoder: Callable[..., object], critic: Callable[..., object]) -> None:
+    ours, plain = Models(None), Models(None)
+    _annotate_each(encoder, critic, ours)
+    if dist.get_rank() == 1:
+        ours.critic._apply(lambda tensor: tensor.clone())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # the actor's forward comes before any of the encoder's own root
+    (ours.loss(ours.actor, 0, rank) + ours.loss(ours.critic, 1, rank)).backward()
+    for each in range(ranks):
+        ((plain.loss(plain.actor, 0, each) + plain.loss(plain.critic, 1, each)) / ranks).backward()
+    for mine, theirs in ((ours.actor, plain.actor), (ours.critic, plain.critic)):
+        for name, gradient in full_gradients(mine).items():
+            expected = theirs.get_parameter(name).grad
+            if expected is None:  # of `unused`
+                assert gradient is None or not gradient.any()
+            else:
+                torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("critic", [fully_shard, replicate])
+@pytest.mark.parametrize("encoder", [fully_shard, replicate])
+def test_memory_that_one_rank_moves_before_the_encoders_first_forward_is_followed(
+    pool: Pool, encoder: Callable[..., object], critic: Callable[..., object]
+) -> None:
+    pool.run(2, _move_on_one_rank, encoder, critic)
