@@ -34,9 +34,9 @@ class Constant(NamedTuple):
 
 
 CONSTANTS: Final = {
-    "IN_FLIGHT": Constant("composable.engine.post_backward", "composable", (1, 0, 3)),
+    "IN_FLIGHT": Constant("composable.engine.gradients.post_backward", "composable", (1, 0, 3)),
     "FIRST_BYTES": Constant(
-        "composable.engine.arrival", "composable-replicate", (1 << 20, 1 << 16, 25 << 20)
+        "composable.engine.gradients.arrival", "composable-replicate", (1 << 20, 1 << 16, 25 << 20)
     ),
 }
 

@@ -33,7 +33,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from composable.engine import param_group, reduction, root
+from composable.engine.gradients import reduction
+from composable.engine.params import param_group
+from composable.engine.step import root
 from docs.reference import reference
 from docs.refused import multiplied, refused
 

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from composable.engine import param_group, reduction, root
-from composable.engine.param_group import ShardedState
-from composable.engine.reduction import ReductionState
-from composable.engine.root import Phase
+from composable.engine.gradients import reduction
+from composable.engine.gradients.reduction import ReductionState
+from composable.engine.params import param_group
+from composable.engine.params.param_group import ShardedState
+from composable.engine.step import root
+from composable.engine.step.root import Phase
 from docs.generate import (
     ROOT,
     Outputs,

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.compilation import untraced, unwrapped
-from composable.engine.hook_stages import cut_flat
-from composable.engine.param import describe_mesh
-from composable.engine.unit import Unit
+from composable.engine.gradients.hook_stages import cut_flat
+from composable.engine.params.param import describe_mesh
+from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, MeshError, closest, few
 from composable.memory.torch_private import locals_of
 from composable.state.whole import require_at_rest

@@ -50,13 +50,13 @@ from composable.algorithms.narration import (
 )
 from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
-from composable.engine import root as roots
-from composable.engine.param import is_unreduced
-from composable.engine.param_hooks import hook_gradients
-from composable.engine.prepare import broadcast_buffers
-from composable.engine.root import BEFORE_CALLS, Root, use_roots_of
-from composable.engine.unit import Unit, unit_of
-from composable.engine.unreduced import SyncMode
+from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.params.param import is_unreduced
+from composable.engine.params.param_hooks import hook_gradients
+from composable.engine.step import root as roots
+from composable.engine.step.prepare import broadcast_buffers
+from composable.engine.step.root import BEFORE_CALLS, Root, use_roots_of
+from composable.engine.step.unit import Unit, unit_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.memory.torch_private import in_backward, join_hooks, locals_of
 from composable.optim.clip import clip_grad_norm_

@@ -15,10 +15,10 @@ from weakref import ref
 
 from typing_extensions import override
 
-from composable.engine.param import ManagedParam
-from composable.engine.param_group import Kind
-from composable.engine.root import ROOTS, UNLANDED, Iteration, Phase, Root, land_held, root_of
-from composable.engine.unit import Unit, UnitCall
+from composable.engine.params.param import ManagedParam
+from composable.engine.params.param_group import Kind
+from composable.engine.step.root import ROOTS, UNLANDED, Iteration, Phase, Root, land_held, root_of
+from composable.engine.step.unit import Unit, UnitCall
 
 
 class Event(enum.IntEnum):

@@ -42,10 +42,10 @@ from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo
 from composable.comm.base import DONE, Work
 from composable.compilation import untraced, unwrapped
-from composable.engine.hook_stages import ALL_REDUCE, cut_flat
-from composable.engine.loading import shard_like
-from composable.engine.param import dtensor_parameter, gradient_like, label_of
-from composable.engine.unit import Unit
+from composable.engine.edits.loading import shard_like
+from composable.engine.gradients.hook_stages import ALL_REDUCE, cut_flat
+from composable.engine.params.param import dtensor_parameter, gradient_like, label_of
+from composable.engine.step.unit import Unit
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,

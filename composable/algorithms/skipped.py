@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from composable.compilation import untraced, unwrapped
 from composable.contract.values import map_tensors
-from composable.engine.unit import Unit, units_below
+from composable.engine.step.unit import Unit, units_below
 from composable.errors import PhaseError
 
 T = TypeVar("T")

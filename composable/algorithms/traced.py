@@ -22,11 +22,11 @@ from torch.distributed._functional_collectives import all_reduce
 
 from composable.algorithms.narration import open_scope
 from composable.compilation import backward_is_compiled, traceable
-from composable.engine.param_group import Kind
-from composable.engine.param_hooks import DeferredHooks
-from composable.engine.reduction import division_factors
-from composable.engine.root import Root, root_of
-from composable.engine.unreduced import SyncMode
+from composable.engine.gradients.reduction import division_factors
+from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.params.param_group import Kind
+from composable.engine.params.param_hooks import DeferredHooks
+from composable.engine.step.root import Root, root_of
 from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
 from composable.optim.in_backward import counted_in_backward
@@ -34,8 +34,8 @@ from composable.optim.in_backward import counted_in_backward
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from composable.engine.param_group import ParamGroup
-    from composable.engine.unit import Unit
+    from composable.engine.params.param_group import ParamGroup
+    from composable.engine.step.unit import Unit
 
 logger = logging.getLogger("composable")
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from composable.api.scopes import units_in
 from composable.compilation import untraced
-from composable.engine.root import reduce_held
-from composable.engine.unreduced import SyncMode
+from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.step.root import reduce_held
 from composable.errors import AnnotationError, PhaseError, closest
 from composable.memory.torch_private import in_backward
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from composable.api.mesh import Spread
 from composable.config import DTYPES_BY_NAME, GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
-from composable.engine.precision import BufferHolder
+from composable.engine.params.precision import BufferHolder
 from composable.errors import AnnotationError, closest, few
 from composable.memory.streams import has_streams
 from composable.policies.base import by_all_names, kind_of

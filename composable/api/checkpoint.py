@@ -9,7 +9,7 @@ from torch import nn
 
 from composable.api.brackets import annotate_each
 from composable.contract.contract import contract
-from composable.engine.recompute import Contexts, RecomputeBracket, RecomputeOptions
+from composable.engine.step.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.errors import AnnotationError
 from composable.policies import PolicyLike
 

@@ -25,11 +25,11 @@ from composable.comm import is_distributed
 from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.naming import find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
-from composable.engine.extension import has_protocol, pieces_of
-from composable.engine.param import ParamInfo, describe_mesh, label_of
-from composable.engine.sparse import is_sparse_lookup
-from composable.engine.tensor_parallel import spread_of
-from composable.engine.unit import Unit
+from composable.engine.gradients.sparse import is_sparse_lookup
+from composable.engine.params.extension import has_protocol, pieces_of
+from composable.engine.params.param import ParamInfo, describe_mesh, label_of
+from composable.engine.params.tensor_parallel import spread_of
+from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
 from composable.memory.torch_private import hooks_after_accumulation, local_of
 

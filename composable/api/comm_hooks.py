@@ -19,9 +19,9 @@ from composable.contract.tree import (
     get_replicated_states,
     names_below,
 )
-from composable.engine.hook_stages import ALL_REDUCE, REDUCE_SCATTER, CommHook
-from composable.engine.unit import Unit
-from composable.engine.unreduced import SyncMode
+from composable.engine.gradients.hook_stages import ALL_REDUCE, REDUCE_SCATTER, CommHook
+from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.step.unit import Unit
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,

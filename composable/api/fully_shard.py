@@ -12,7 +12,7 @@ from composable.api.mesh import Mesh, spread_of_dims
 from composable.api.units import annotate
 from composable.config import GradReduce
 from composable.contract.contract import contract
-from composable.engine.unit import Unit
+from composable.engine.step.unit import Unit
 from composable.policies import PolicyLike
 
 _EQUIVALENTS: Final = {

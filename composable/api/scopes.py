@@ -16,9 +16,9 @@ from composable.compilation import untraced, untraced_alone, unwrapped
 from composable.contract.hooks import dispatcher_of
 from composable.contract.naming import module_name
 from composable.contract.tree import SHARD, annotation_of
-from composable.engine import root
-from composable.engine.param_group import ShardedState
-from composable.engine.unit import EXPLICIT, Unit, units_below
+from composable.engine.params.param_group import ShardedState
+from composable.engine.step import root
+from composable.engine.step.unit import EXPLICIT, Unit, units_below
 from composable.errors import NotAnnotatedError, PhaseError, closest
 
 

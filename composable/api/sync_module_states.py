@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from composable.comm import Comm
 from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
-from composable.engine.param import copy_attributes
-from composable.engine.tensor_parallel import spread_of
+from composable.engine.params.param import copy_attributes
+from composable.engine.params.tensor_parallel import spread_of
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.memory.torch_private import local_of
 

@@ -17,8 +17,8 @@ from composable.api.mesh import Spread, joint_mesh, part_of
 from composable.api.selection import ids_of_ignored
 from composable.comm import Comm, comm_of
 from composable.contract.tree import Managed, managed_parameters
-from composable.engine.param import ParamInfo, describe_mesh
-from composable.engine.tensor_parallel import PART, ModelSpec, model_like, spread_of
+from composable.engine.params.param import ParamInfo, describe_mesh
+from composable.engine.params.tensor_parallel import PART, ModelSpec, model_like, spread_of
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 

@@ -76,10 +76,10 @@ from composable.contract.tree import (
     registered_parameters,
     walk,
 )
-from composable.engine.param import ParamInfo
-from composable.engine.param_group import Kind
-from composable.engine.root import Root
-from composable.engine.unit import Unit, UnitSpec, settle
+from composable.engine.params.param import ParamInfo
+from composable.engine.params.param_group import Kind
+from composable.engine.step.root import Root
+from composable.engine.step.unit import Unit, UnitSpec, settle
 from composable.errors import AnnotationError, unit_name
 from composable.policies import PolicyLike
 

@@ -29,17 +29,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import composable.api.tensor_parallel as tensor_parallel
-import composable.engine.param_group as param_group
-import composable.engine.root as engine_root
+import composable.engine.params.param_group as param_group
+import composable.engine.step.root as engine_root
 import composable.memory.activations as activations
 import composable.memory.elastic as elastic
 import composable.optim.clip as clip
 from composable.api.mesh import Spread
 from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
-from composable.engine.grad_bucket import GradBucket
-from composable.engine.reduction import Reduction, ReductionState
-from composable.engine.unit import units_below
+from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.reduction import Reduction, ReductionState
+from composable.engine.step.unit import units_below
 from composable.errors import ForecastError
 from composable.forecast.devices import Device, device_of
 from composable.forecast.machine import (

@@ -23,10 +23,10 @@ from composable.compilation import unwrapped
 from composable.config import MixedPrecisionPolicy
 from composable.contract.methods import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
-from composable.engine.param_group import ParamGroup
-from composable.engine.root import WHEN_LANDED
-from composable.engine.unit import BY_HAND, Unit, units_below
-from composable.engine.unreduced import SyncMode
+from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.params.param_group import ParamGroup
+from composable.engine.step.root import WHEN_LANDED
+from composable.engine.step.unit import BY_HAND, Unit, units_below
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
 
 _KEEP: Final = "set_reshard_after_backward(False)"

@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch import nn
 from torch.distributed import fsdp
 
-from composable.engine.prepare import BEFORE_SPLIT_BACKWARDS
+from composable.engine.step.prepare import BEFORE_SPLIT_BACKWARDS
 from composable.fsdp2.module import TORCHS, FSDPModule
 from composable.fsdp2.verb import state
 

@@ -22,7 +22,7 @@ from composable.api.scopes import register_forward_method
 from composable.contract.contract import registry
 from composable.contract.naming import modules_of
 from composable.contract.tree import SHARD, annotation_of
-from composable.engine.unit import Unit
+from composable.engine.step.unit import Unit
 from composable.errors import NotAnnotatedError
 from composable.fsdp2.module import AUTOMATIC, FSDPModule, State, give_methods
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from composable.compilation import untraced
-from composable.engine.param import label_of
-from composable.engine.root import WHEN_LANDED
+from composable.engine.params.param import label_of
+from composable.engine.step.root import WHEN_LANDED
 from composable.errors import OptimizerError, PhaseError
 from composable.memory.torch_private import in_backward
 

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composable.engine.param import label_of, model_group_of
-from composable.engine.root import announce
+from composable.engine.params.param import label_of, model_group_of
+from composable.engine.step.root import announce
 from composable.errors import OptimizerError
 from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import OptimizerInBackward

@@ -28,7 +28,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable.engine.param import gradient_like, gradient_of
+from composable.engine.params.param import gradient_like, gradient_of
 from composable.errors import OptimizerError
 from composable.memory.torch_private import (
     as_tensors,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import backend_of, reduce_numbers
-from composable.engine.param import ParamLabel, holds_unreduced, labels_of
+from composable.engine.params.param import ParamLabel, holds_unreduced, labels_of
 from composable.errors import ComposableError
 
 Groups = tuple[dist.ProcessGroup, ...]

@@ -31,9 +31,9 @@ from torch.optim.optimizer import (
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
-from composable.engine.param import labels_of
-from composable.engine.root import UNLANDED, land_held
-from composable.engine.unit import Unit
+from composable.engine.params.param import labels_of
+from composable.engine.step.root import UNLANDED, land_held
+from composable.engine.step.unit import Unit
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward

@@ -16,8 +16,8 @@ from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
 from composable.contract.contract import Annotation, registry
 from composable.contract.tree import REPLICATE, SHARD, managed_parameters
-from composable.engine.hook_stages import names_of_hooks
-from composable.engine.unit import Unit, unit_of
+from composable.engine.gradients.hook_stages import names_of_hooks
+from composable.engine.step.unit import Unit, unit_of
 from composable.errors import few, unit_name
 from composable.memory.streams import any_has_streams, has_streams
 from composable.memory.torch_private import locals_of

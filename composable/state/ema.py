@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
-from composable.engine.loading import warn_of_other_groups
-from composable.engine.param import cloned, describe_mesh, whole_of, wrap
-from composable.engine.unit import units_below
+from composable.engine.edits.loading import warn_of_other_groups
+from composable.engine.params.param import cloned, describe_mesh, whole_of, wrap
+from composable.engine.step.unit import units_below
 from composable.errors import ForeignParameterError, few
 from composable.memory.torch_private import local_of
 from composable.state.whole import write_whole

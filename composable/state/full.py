@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
-from composable.engine.loading import says_nothing_of_groups
-from composable.engine.param import plain_parts, whole_of
+from composable.engine.edits.loading import says_nothing_of_groups
+from composable.engine.params.param import plain_parts, whole_of
 from composable.errors import AnnotationError, RanksDisagreeError
 from composable.memory.torch_private import local_of, locals_of
 from composable.state.whole import (

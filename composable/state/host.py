@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.values import map_tensors
-from composable.engine.unit import Unit
+from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError
 from composable.memory.offload import HostHome, free_cached_memory, wait_for_traffic
 from composable.memory.streams import has_streams

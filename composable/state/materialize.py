@@ -27,10 +27,10 @@ from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
 from composable.contract.tree import Place
-from composable.engine.param import whole_of
-from composable.engine.param_hooks import move_hooks
-from composable.engine.root import planned_roots
-from composable.engine.unit import Unit, unit_of
+from composable.engine.params.param import whole_of
+from composable.engine.params.param_hooks import move_hooks
+from composable.engine.step.root import planned_roots
+from composable.engine.step.unit import Unit, unit_of
 from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.torch_private import local_of

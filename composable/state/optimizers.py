@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable.compilation import unwrapped
-from composable.engine.loading import shard_like
-from composable.engine.param import label_of, whole_of
+from composable.engine.edits.loading import shard_like
+from composable.engine.params.param import label_of, whole_of
 from composable.errors import OptimizerError, few
 from composable.memory.torch_private import local_of
 

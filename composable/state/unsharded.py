@@ -16,10 +16,15 @@ from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.contract.tree import Place
-from composable.engine.extension import has_protocol
-from composable.engine.loading import shard_like
-from composable.engine.param import holds_unreduced, keep_gradients_in, plain_parts, unsharded_of
-from composable.engine.unit import RANK0_ONLY, Unit
+from composable.engine.edits.loading import shard_like
+from composable.engine.params.extension import has_protocol
+from composable.engine.params.param import (
+    holds_unreduced,
+    keep_gradients_in,
+    plain_parts,
+    unsharded_of,
+)
+from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
 from composable.memory.torch_private import (
     gradient_hooks,

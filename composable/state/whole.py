@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.comm import Comm
 from composable.compilation import unwrapped
-from composable.engine.loading import shard_like
-from composable.engine.param import ManagedParam, copy_attributes, wrap
-from composable.engine.tensor_parallel import ModelSpec, comms_across
-from composable.engine.unit import Unit
+from composable.engine.edits.loading import shard_like
+from composable.engine.params.param import ManagedParam, copy_attributes, wrap
+from composable.engine.params.tensor_parallel import ModelSpec, comms_across
+from composable.engine.step.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, first_line
 from composable.memory.torch_private import in_backward, local_of
 

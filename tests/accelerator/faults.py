@@ -18,9 +18,9 @@ import torch
 
 from composable.comm import AcceleratorComm
 from composable.comm.accelerator import _StreamWork
-from composable.engine.param_group import ParamGroup, ShardedState
-from composable.engine.reduction import Reduction
-from composable.engine.root import Root
+from composable.engine.gradients.reduction import Reduction
+from composable.engine.params.param_group import ParamGroup, ShardedState
+from composable.engine.step.root import Root
 from composable.memory import streams
 from composable.memory.streams import AcceleratorStreams
 

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.tensor import DTensor
 
 from composable import CPUOffloadPolicy, fully_shard, register_comm_hook
-from composable.engine import root
+from composable.engine.step import root
 from composable.memory import offload
 from composable.memory.offload import TO_DEVICE_STREAM, TO_HOST_STREAM, ComingShards
 from composable.memory.torch_private import local_of

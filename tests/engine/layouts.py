@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from composable.engine.layout import Layout, ParamShape, plan_layout
+from composable.engine.params.layout import Layout, ParamShape, plan_layout
 
 SETTINGS = settings(max_examples=60, deadline=None)
 

@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import LocalComm, MeshInfo, Traits
 from composable.contract.tree import Place
-from composable.engine.grad_bucket import GradBucket
-from composable.engine.layout import ParamShape
-from composable.engine.param import ManagedParam, ParamInfo
-from composable.engine.param_group import Kind, ParamGroup
-from composable.engine.precision import Precision
+from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.params.layout import ParamShape
+from composable.engine.params.param import ManagedParam, ParamInfo
+from composable.engine.params.param_group import Kind, ParamGroup
+from composable.engine.params.precision import Precision
 from tests.comm.in_process import seats
 
 CPU: Final = torch.device("cpu")

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from composable import fully_shard, replicate
 from composable.comm import LocalComm, MeshInfo, ledger_of
 from composable.contract.tree import Place
-from composable.engine.agreed import Agreed
-from composable.engine.arrival import FIRST_BYTES, Buckets
-from composable.engine.param import ParamInfo
-from composable.engine.root import Root
-from composable.engine.unit import Unit, UnitSpec
+from composable.engine.gradients.arrival import FIRST_BYTES, Buckets
+from composable.engine.params.param import ParamInfo
+from composable.engine.step.agreed import Agreed
+from composable.engine.step.root import Root
+from composable.engine.step.unit import Unit, UnitSpec
 from composable.errors import PhaseError
 from tests.engine.layouts import SETTINGS
 from tests.engine.ranks import CPU

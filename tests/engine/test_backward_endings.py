@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from composable.engine.root import _end_of_backward
+from composable.engine.step.root import _end_of_backward
 
 
 class Root:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composable.comm import MeshInfo, Traits
-from composable.engine.layout import ParamShape
-from composable.engine.param import cut
-from composable.engine.precision import Precision
-from composable.engine.reduction import ReductionState
+from composable.engine.gradients.reduction import ReductionState
+from composable.engine.params.layout import ParamShape
+from composable.engine.params.param import cut
+from composable.engine.params.precision import Precision
 from composable.errors import CommunicationError, PhaseError
 from tests.engine.layouts import SETTINGS, shapes
 from tests.engine.ranks import (

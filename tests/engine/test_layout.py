@@ -14,7 +14,14 @@ from expecttest import assert_expected_inline as assert_text
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composable.engine.layout import Layout, ParamShape, Route, Slot, plan_layout, plan_reduction
+from composable.engine.params.layout import (
+    Layout,
+    ParamShape,
+    Route,
+    Slot,
+    plan_layout,
+    plan_reduction,
+)
 from tests.engine.layouts import SETTINGS, Planned, planned
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from composable.contract.tree import Place
-from composable.engine.param import ManagedParam, ParameterSwap, ParamInfo, memory_order
-from composable.engine.param_hooks import (
+from composable.engine.params.param import ManagedParam, ParameterSwap, ParamInfo, memory_order
+from composable.engine.params.param_hooks import (
     defer_hooks,
     move_hooks,
     run_gradient_hooks,

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.comm import Traits
-from composable.engine.layout import ParamShape
-from composable.engine.param import cut
-from composable.engine.param_group import ABSENT, ShardedState
-from composable.engine.precision import Precision
+from composable.engine.params.layout import ParamShape
+from composable.engine.params.param import cut
+from composable.engine.params.param_group import ABSENT, ShardedState
+from composable.engine.params.precision import Precision
 from composable.errors import CommunicationError
 from composable.memory.torch_private import set_local
 from tests.engine.layouts import SETTINGS, shapes

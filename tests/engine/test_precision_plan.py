@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import bfloat16, float16, float32
 
 from composable import MixedPrecisionPolicy
-from composable.engine.precision import Precision, resolve
-from composable.engine.reduction import division_factors, scales_of
+from composable.engine.gradients.reduction import division_factors, scales_of
+from composable.engine.params.precision import Precision, resolve
 from tests.engine.layouts import SETTINGS
 
 

@@ -28,7 +28,7 @@ from composable import (
     remove,
 )
 from composable.comm import comms_wrapped_by
-from composable.engine.param_group import ShardedState
+from composable.engine.params.param_group import ShardedState
 from composable.traversal import get_handles
 from tests.extensions.rows import Emulated, MeshOnly, Net, PaddingRows, Rows, with_rows
 from tests.helpers.communicators import Around

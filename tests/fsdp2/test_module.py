@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 import composable
 from composable import no_sync, reduce_gradients, remove, replicate
 from composable.comm import comms_wrapped_by
-from composable.engine.param_group import ShardedState
+from composable.engine.params.param_group import ShardedState
 from composable.errors import (
     AnnotationError,
     ComposableError,

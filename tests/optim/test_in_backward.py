@@ -33,7 +33,7 @@ from composable import (
     register_comm_hook,
     replicate,
 )
-from composable.engine.unit import units_below
+from composable.engine.step.unit import units_below
 from composable.errors import ClippingError, OptimizerError, PhaseError
 from tests.helpers.world import current_device, spmd
 from tests.optim.twins import local

@@ -13,7 +13,7 @@ from torch import nn
 
 from composable import fully_shard
 from composable.comm import Comm, comms_wrapped_by
-from composable.engine.layout import Route
+from composable.engine.params.layout import Route
 from tests.helpers.battery import BATTERY
 from tests.helpers.communicators import Around, all_accelerators
 from tests.helpers.compare import assert_same_training

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, no_sync, replicate
 from composable.comm import comms_wrapped_by
-from composable.engine.param_group import ShardedState
-from composable.engine.unit import units_below
+from composable.engine.params.param_group import ShardedState
+from composable.engine.step.unit import units_below
 from composable.traversal import get_handles
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import all_full, assert_mean_gradients, full

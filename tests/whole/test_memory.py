@@ -31,7 +31,7 @@ from composable import (
     unshard,
     unsharded,
 )
-from composable.engine.unit import units_below
+from composable.engine.step.unit import units_below
 from composable.memory.elastic import idle_bytes
 from tests.helpers.battery import BATTERY
 from tests.helpers.compare import sgd

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import MixedPrecisionPolicy, checkpoint, fully_shard, no_sync, reduce_gradients
-from composable.engine.reduction import division_factors
+from composable.engine.gradients.reduction import division_factors
 from tests.helpers.compare import full_gradients, full_parameters
 from tests.helpers.world import Pool, current_device
 

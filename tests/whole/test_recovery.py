@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import describe, registry, replicate
-from composable.engine.root import Root
+from composable.engine.step.root import Root
 from composable.errors import PhaseError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_gradients

@@ -19,20 +19,20 @@ from operator import itemgetter
 from typing import Final, NoReturn, Protocol
 from weakref import ref
 
-from composable.engine.agreed import Agreed
-from composable.engine.grad_bucket import GradBucket
-from composable.engine.hook_stages import attach_comm_hooks
-from composable.engine.layout import Slot
-from composable.engine.param import ManagedParam
-from composable.engine.param_group import ParamGroup
-from composable.engine.param_hooks import (
+from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.hook_stages import attach_comm_hooks
+from composable.engine.gradients.sparse import only_looked_up
+from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.params.layout import Slot
+from composable.engine.params.param import ManagedParam
+from composable.engine.params.param_group import ParamGroup
+from composable.engine.params.param_hooks import (
     Arrival,
     hear_arrivals,
     ignore_arrivals,
 )
-from composable.engine.sparse import only_looked_up
-from composable.engine.unit import Unit
-from composable.engine.unreduced import SyncMode
+from composable.engine.step.agreed import Agreed
+from composable.engine.step.unit import Unit
 from composable.errors import CommunicationError, PhaseError
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early

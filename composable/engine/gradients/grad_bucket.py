@@ -35,23 +35,23 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.layout import Slot
-from composable.engine.param import (
+from composable.engine.gradients.reduction import Counts, Reducer, Reduction, counts_of
+from composable.engine.gradients.unreduced import Accumulated
+from composable.engine.params.layout import Slot
+from composable.engine.params.param import (
     ManagedParam,
     gradient_like,
     gradient_of,
     is_unreduced,
     trainability,
 )
-from composable.engine.param_hooks import (
+from composable.engine.params.param_hooks import (
     post_accumulate_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
 )
-from composable.engine.precision import Precision
-from composable.engine.reduction import Counts, Reducer, Reduction, counts_of
-from composable.engine.tensor_parallel import local_gradients
-from composable.engine.unreduced import Accumulated
+from composable.engine.params.precision import Precision
+from composable.engine.params.tensor_parallel import local_gradients
 from composable.memory.offload import HostHome, wait_for_traffic
 from composable.memory.torch_private import (
     as_tensors,

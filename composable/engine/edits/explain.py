@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.engine.param import ManagedParam
+from composable.engine.params.param import ManagedParam
 from composable.errors import few
 
 _SEEN: Final = "_composable_seen"  # the attribute of errors that were looked at

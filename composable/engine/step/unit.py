@@ -40,15 +40,16 @@ from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
-from composable.engine.agreed import Agreed
-from composable.engine.copies import attach_copying, detach_copying, twin_of
-from composable.engine.explain import explain
-from composable.engine.extension import ExtendedGroup, travelling_together
-from composable.engine.grad_bucket import GradBucket
-from composable.engine.hook_stages import CommHook, attach_comm_hooks
-from composable.engine.loading import StateDictHook, warn_of_other_groups
-from composable.engine.outputs import refuse_compiled, watch
-from composable.engine.param import (
+from composable.engine.edits.copies import attach_copying, detach_copying, twin_of
+from composable.engine.edits.explain import explain
+from composable.engine.edits.loading import StateDictHook, warn_of_other_groups
+from composable.engine.edits.removal import Whole, gather_whole, restore
+from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.hook_stages import CommHook, attach_comm_hooks
+from composable.engine.gradients.sparse import SparseGradients, only_looked_up
+from composable.engine.gradients.unreduced import Accumulation
+from composable.engine.params.extension import ExtendedGroup, travelling_together
+from composable.engine.params.param import (
     ManagedParam,
     ParameterSwap,
     ParamInfo,
@@ -56,15 +57,15 @@ from composable.engine.param import (
     owner_of,
     set_label,
 )
-from composable.engine.param_group import Kind, ParamGroup, ShardedState
-from composable.engine.param_hooks import (
+from composable.engine.params.param_group import Kind, ParamGroup, ShardedState
+from composable.engine.params.param_hooks import (
     Arrival,
     defer_hooks,
     hear_arrivals,
     hook_gradients,
     run_post_accumulate_hooks,
 )
-from composable.engine.precision import (
+from composable.engine.params.precision import (
     BufferCasts,
     BufferHolder,
     ExactModule,
@@ -73,9 +74,8 @@ from composable.engine.precision import (
     moved,
     resolve,
 )
-from composable.engine.removal import Whole, gather_whole, restore
-from composable.engine.sparse import SparseGradients, only_looked_up
-from composable.engine.unreduced import Accumulation
+from composable.engine.step.agreed import Agreed
+from composable.engine.step.outputs import refuse_compiled, watch
 from composable.errors import AnnotationError, OutputError, PhaseError, unit_name
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (

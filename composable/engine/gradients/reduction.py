@@ -39,9 +39,9 @@ from torch.distributed.tensor import DTensor
 from composable.comm.base import Work
 from composable.comm.ledger import checksum, debug_enabled
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.layout import ReduceLayout, Route, Slot, plan_reduction
-from composable.engine.param import as_parameter
-from composable.engine.precision import Precision
+from composable.engine.params.layout import ReduceLayout, Route, Slot, plan_reduction
+from composable.engine.params.param import as_parameter
+from composable.engine.params.precision import Precision
 from composable.errors import RanksDisagreeError
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.torch_private import chunk_cat, storage_key
@@ -200,7 +200,7 @@ class Reducer:
         is_alone: one rank, so that there is nothing to reduce.
         before, after: what gradients are divided by before and after their sum.
         first_stage, second_stage: communication hooks in place of the collectives, see
-            `composable.engine.hook_stages`.
+            `composable.engine.gradients.hook_stages`.
         compares: messages carry `Counts`, and the ranks compare them.
     """
 

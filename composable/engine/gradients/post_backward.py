@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from composable.comm.ledger import checksum, debug_enabled
-from composable.engine.agreed import Agreed
-from composable.engine.arrival import Buckets
-from composable.engine.param_group import Kind
-from composable.engine.param_hooks import hear_arrivals, ignore_arrivals
-from composable.engine.unit import Unit
-from composable.engine.unreduced import SyncMode
+from composable.engine.gradients.arrival import Buckets
+from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.params.param_group import Kind
+from composable.engine.params.param_hooks import hear_arrivals, ignore_arrivals
+from composable.engine.step.agreed import Agreed
+from composable.engine.step.unit import Unit
 from composable.errors import DifferentiationError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit

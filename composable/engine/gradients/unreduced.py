@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.engine.layout import Route
-from composable.engine.param import (
+from composable.engine.gradients.reduction import Reducer
+from composable.engine.params.layout import Route
+from composable.engine.params.param import (
     ManagedParam,
     cut,
     gradient_like,
@@ -39,8 +40,7 @@ from composable.engine.param import (
     set_holds_unreduced,
     unreduced_gradient,
 )
-from composable.engine.reduction import Reducer
-from composable.engine.tensor_parallel import ModelSpec, redistributed
+from composable.engine.params.tensor_parallel import ModelSpec, redistributed
 from composable.errors import PhaseError
 from composable.memory.torch_private import gradient_hooks, local_of, locals_of
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.engine.extension import has_protocol, whole_like
-from composable.engine.param import (
+from composable.engine.params.extension import has_protocol, whole_like
+from composable.engine.params.param import (
     ManagedParam,
     copy_attributes,
     drop_label,
@@ -22,8 +22,8 @@ from composable.engine.param import (
     unsharded_of,
     wrap,
 )
-from composable.engine.param_hooks import move_hooks
-from composable.engine.tensor_parallel import ModelSpec
+from composable.engine.params.param_hooks import move_hooks
+from composable.engine.params.tensor_parallel import ModelSpec
 from composable.memory.torch_private import can_take_data, local_of, locals_of
 
 # A value and its gradient.

@@ -45,9 +45,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.comm.base import Comm, Work
 from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy
-from composable.engine.gather import Gather
-from composable.engine.layout import Layout, ParamShape, Route, Slot, plan_layout
-from composable.engine.param import (
+from composable.engine.params.gather import Gather
+from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
+from composable.engine.params.param import (
     ManagedParam,
     as_parameter,
     at_home,
@@ -61,8 +61,8 @@ from composable.engine.param import (
     shard_placements,
     whole_shape,
 )
-from composable.engine.param_hooks import move_hooks
-from composable.engine.precision import Precision
+from composable.engine.params.param_hooks import move_hooks
+from composable.engine.params.precision import Precision
 from composable.errors import few
 from composable.memory.elastic import ElasticBuffer, with_own_storage
 from composable.memory.offload import HostHome

@@ -34,8 +34,8 @@ from torch import Tensor
 from composable.comm.base import Comm, Work
 from composable.comm.ledger import ledger_of
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.grad_bucket import GradBucket
-from composable.engine.param import cut
+from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.params.param import cut
 from composable.errors import CommHookError, CommunicationError, first_line
 
 REDUCE_SCATTER: Final = "reduce_scatter"

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from composable.engine.extension import has_protocol, shard_of, whole_like
-from composable.engine.param import (
+from composable.engine.params.extension import has_protocol, shard_of, whole_like
+from composable.engine.params.param import (
     ManagedParam,
     cloned,
     describe_mesh,
@@ -38,7 +38,7 @@ from composable.engine.param import (
     unit_mesh_of,
     wrap,
 )
-from composable.engine.tensor_parallel import ModelSpec
+from composable.engine.params.tensor_parallel import ModelSpec
 from composable.memory.torch_private import local_of
 
 logger = logging.getLogger("composable")

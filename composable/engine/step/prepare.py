@@ -30,8 +30,9 @@ from composable.contract.tree import (
     get_replicated_states,
     registered_parameters,
 )
-from composable.engine.extension import ExtendedGroup, has_protocol
-from composable.engine.param import (
+from composable.engine.gradients.post_backward import PostBackward
+from composable.engine.params.extension import ExtendedGroup, has_protocol
+from composable.engine.params.param import (
     ManagedParam,
     chosen_grad_dtype,
     describe_mesh,
@@ -39,10 +40,9 @@ from composable.engine.param import (
     set_label,
     trainability,
 )
-from composable.engine.param_group import ParamGroup
-from composable.engine.post_backward import PostBackward
-from composable.engine.ties import follow_ties
-from composable.engine.unit import BY_HAND, Unit, unit_of, units_below
+from composable.engine.params.param_group import ParamGroup
+from composable.engine.step.ties import follow_ties
+from composable.engine.step.unit import BY_HAND, Unit, unit_of, units_below
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,

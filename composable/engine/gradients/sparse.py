@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from composable.comm.base import Comm
-from composable.engine.param import ManagedParam, ParamInfo, set_holds_unreduced
-from composable.engine.param_hooks import run_gradient_hooks, run_post_accumulate_hooks
-from composable.engine.precision import Precision
+from composable.engine.params.param import ManagedParam, ParamInfo, set_holds_unreduced
+from composable.engine.params.param_hooks import run_gradient_hooks, run_post_accumulate_hooks
+from composable.engine.params.precision import Precision
 
 
 def is_sparse_lookup(module: nn.Module) -> bool:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from composable.comm.base import Comm, Work
-from composable.engine.layout import Layout, Route, Slot
-from composable.engine.param import ManagedParam
-from composable.engine.precision import Precision
+from composable.engine.params.layout import Layout, Route, Slot
+from composable.engine.params.param import ManagedParam
+from composable.engine.params.precision import Precision
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import ComingShards, HostHome
 from composable.memory.torch_private import innermost, locals_of, storage_key

@@ -33,8 +33,8 @@ from typing_extensions import override
 
 from composable.comm.mesh_info import MeshInfo
 from composable.contract.tree import Place
-from composable.engine.layout import Route, Slot
-from composable.engine.tensor_parallel import ModelSpec, whole_over_units
+from composable.engine.params.layout import Route, Slot
+from composable.engine.params.tensor_parallel import ModelSpec, whole_over_units
 from composable.errors import few
 from composable.memory.torch_private import (
     dtensor_like,

@@ -37,10 +37,10 @@ from typing_extensions import override
 from composable.comm.base import Comm, Work
 from composable.comm.mesh_info import MeshInfo
 from composable.config import MixedPrecisionPolicy
-from composable.engine.gather import Gather
-from composable.engine.layout import Slot, round_up
-from composable.engine.param import ManagedParam, cloned, cut, memory_order
-from composable.engine.param_group import ParamGroup
+from composable.engine.params.gather import Gather
+from composable.engine.params.layout import Slot, round_up
+from composable.engine.params.param import ManagedParam, cloned, cut, memory_order
+from composable.engine.params.param_group import ParamGroup
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.torch_private import local_of, storage_key, up_to_collectives

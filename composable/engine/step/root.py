@@ -61,13 +61,13 @@ from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch, names_below
-from composable.engine.agreed import agreed_by
-from composable.engine.param import ManagedParam
-from composable.engine.param_group import Kind
-from composable.engine.param_hooks import hear_arrivals
-from composable.engine.post_backward import Due, PostBackward
-from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
-from composable.engine.unit import BY_HAND, EXPLICIT, Unit, UnitCall, unit_of, units_below
+from composable.engine.gradients.post_backward import Due, PostBackward
+from composable.engine.params.param import ManagedParam
+from composable.engine.params.param_group import Kind
+from composable.engine.params.param_hooks import hear_arrivals
+from composable.engine.step.agreed import agreed_by
+from composable.engine.step.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
+from composable.engine.step.unit import BY_HAND, EXPLICIT, Unit, UnitCall, unit_of, units_below
 from composable.errors import (
     CommunicationError,
     DifferentiationError,

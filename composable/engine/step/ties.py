@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from torch import nn
 
 from composable.contract.tree import Place, registered_parameters
-from composable.engine.param import ManagedParam, set_label
-from composable.engine.unit import Unit, unit_of
+from composable.engine.params.param import ManagedParam, set_label
+from composable.engine.step.unit import Unit, unit_of
 
 Holder = tuple[Unit, ManagedParam]
 

@@ -1,0 +1,1 @@
+"""What acts on units between steps."""

@@ -1,0 +1,1 @@
+"""Gradients of units: taken from autograd, reduced, and put on parameters."""

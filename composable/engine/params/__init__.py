@@ -1,0 +1,1 @@
+"""Parameters of units: how they rest, travel and compute."""

@@ -1,0 +1,1 @@
+"""One step: units, their root, and its order."""
