@@ -108,7 +108,7 @@ class NarratedRoot(Root):
     @override
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         iteration = self.step.iteration
-        known = iteration is not None and unit in iteration.due.to_reduce
+        known = iteration is not None and unit.gradients in iteration.due.to_reduce
         super().on_gradient(unit, param)
         if not known and unit.kind is not Kind.ARRIVAL:
             open_scope().tell(Event.GRADIENT, unit)

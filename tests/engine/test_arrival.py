@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -18,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from composable import fully_shard, replicate
 from composable.comm import LocalComm, MeshInfo, ledger_of
 from composable.contract.tree import Place
+from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.arrival import FIRST_BYTES, Buckets
 from composable.engine.params.param import ParamInfo
-from composable.engine.step.agreed import Agreed
 from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.errors import PhaseError
@@ -41,7 +40,7 @@ def _unit(
     params = tuple(ParamInfo(name, (Place(module, name),)) for name in module._parameters)
     unit = Unit()
     unit.initialize(UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes), Root)
-    return unit, Buckets([unit], lambda: None, Agreed((ref(unit),)))
+    return unit, Buckets([unit.gradients], lambda: None, AgreedOrder())
 
 
 def _filled(buckets: Buckets) -> list[list[int]]:
