@@ -17,9 +17,9 @@ from torch import nn
 
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
 from composable.contract.values import tensors_in
-from composable.engine.edits.explain import explain
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
+from composable.engine.step.explain import explain
 from composable.engine.step.observer import HEARERS
 from composable.engine.step.outputs import refuse_compiled, watch
 from composable.engine.step.root import Root, root_for_call
