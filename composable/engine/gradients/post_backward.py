@@ -72,6 +72,15 @@ class Due:
         """A gradient came to a unit that backward has not entered, or has left."""
         self.to_reduce[unit] = None
 
+    def build_graph(self) -> None:
+        """The backward makes nodes of its own."""
+        self.builds_graph = True
+
+    def count(self, more: int) -> None:
+        """More forwards wait for this backward, or fewer."""
+        self.forwards += max(more, 0)
+        self.forwards_left += more
+
 
 class PostBackward:
     """See the top of this file.
