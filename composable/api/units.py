@@ -83,8 +83,8 @@ from composable.engine.edits.tree import settle
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.param_group import Kind
 from composable.engine.params.precision import ExactModule
-from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, UnitSpec
+from composable.engine.step.visit import HEARS, Visit
 from composable.errors import AnnotationError, unit_name
 from composable.policies import PolicyLike
 
@@ -368,7 +368,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     )
     on_undo(partial(restore, unit))
     low, hooks = spec.mp_policy.param_dtype, StateDictHooks(unit)
-    unit.initialize(spec, Root, hooks.watch)
+    unit.initialize(spec, HEARS, hooks.watch)
     for exact in spec.exact if low is not None else ():
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
@@ -387,9 +387,10 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
                 vars(module)[_MANAGED] = _Gathers(unit)
     if name == SHARD and mesh_info.mesh is not None:
         move_buffers(plan.modules, mesh_info.device)
+    visit = Visit(unit)
     for module in plan.modules:
         on_undo(partial(detach, module, name))
-        attach(module, name, unit)
+        attach(module, name, visit)
         if plan.modules is plan.top and "no_sync" not in vars(module):
             # where loops written for DDP, and trainers, look for it
             on_undo(partial(unbind_method, module, "no_sync"))

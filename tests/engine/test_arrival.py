@@ -22,8 +22,8 @@ from composable.engine.edits.loading import StateDictHooks
 from composable.engine.gradients.arrival import FIRST_BYTES, Buckets
 from composable.engine.params.param import ParamInfo
 from composable.engine.step.agreed import Agreed
-from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, UnitSpec
+from composable.engine.step.visit import HEARS
 from composable.errors import PhaseError
 from tests.engine.layouts import SETTINGS
 from tests.engine.ranks import CPU
@@ -42,7 +42,7 @@ def _unit(
     params = tuple(ParamInfo(name, (Place(module, name),)) for name in module._parameters)
     unit = Unit()
     spec = UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes)
-    unit.initialize(spec, Root, StateDictHooks(unit).watch)
+    unit.initialize(spec, HEARS, StateDictHooks(unit).watch)
     unit.build()
     return unit, Buckets([unit], lambda: None, Agreed((ref(unit),)))
 

@@ -110,7 +110,7 @@ def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
     params = [other for _, other in pairs]
     spec = copy.deepcopy(replace(unit.spec, params=(), mesh_info=unit.mesh_info), memo)
     spec = replace(spec, params=tuple(param.info for param in params))
-    twin.initialize(spec, unit.root_class, copy.deepcopy(unit.watch, memo), params)
+    twin.initialize(spec, unit.hears, copy.deepcopy(unit.watch, memo), params)
     for module in twin.modules:
         attach_copying(module)
     choose_rest(twin)
