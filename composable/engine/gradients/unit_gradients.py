@@ -6,10 +6,8 @@ The order in which units are reduced is in `post_backward.py`, and for replicate
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import ref
 
 from torch import Tensor
@@ -302,11 +300,6 @@ class UnitGradients:
         if hook is not None:
             self.comm_hooks[stage], self.prefixes[stage] = hook, prefix
         attach_comm_hooks(self, self.buckets)
-
-    def take_comm_hooks(self, other: UnitGradients, memo: dict[Any, Any]) -> None:
-        """Copy the communication hooks of `other`, of whose unit this one's is the copy."""
-        self.comm_hooks = copy.deepcopy(other.comm_hooks, memo)
-        self.prefixes = dict(other.prefixes)
 
 
 def _when_accumulated(
