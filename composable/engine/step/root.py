@@ -427,7 +427,7 @@ class Root:
         forward = step.forward
         assert forward is not None
         for outer in step.running if forward.with_gradients else ():
-            if outer is not unit:
+            if outer is not unit and unit not in outer.relations.ran_around:
                 outer.relations.run_around(unit)
         inside = (not outermost and unit.kind is not Kind.ARRIVAL) or self._is_called_by_another(
             unit
@@ -721,7 +721,8 @@ class Root:
         # the engine alone holds it: what raises below must not keep it with its traceback
         iteration.end = ref(_end_of_backward(self))
         for unit in self.units:
-            unit.end_explicit()
+            if unit.kept_by:
+                unit.end_explicit()
         self._preparation.follow_freezing()  # what `requires_grad` says now decides
         self._show()
         self.post_backward.buckets.open(by_arrival=by_arrival)

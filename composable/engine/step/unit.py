@@ -714,7 +714,8 @@ class Unit:
         self.step.needed_by.pop(BACKWARD, None)
         if not in_forward:
             self.step.to_run = []  # a recomputation ran some of its modules only
-        self.hold_at_rest()
+        if self._is_in:
+            self.hold_at_rest()
 
     def end_backward(self, *, in_forward: bool, goes_on: bool) -> None:
         """The backward has ended.
@@ -726,7 +727,8 @@ class Unit:
             self.step.needed_by = {}
             self.step.pending = 0  # none will come to the forwards that have been
         self.step.shown = self.step.shown and in_forward
-        self.leave_backward(in_forward=in_forward)
+        if self._is_in or self.step.to_run or self.step.needed_by:
+            self.leave_backward(in_forward=in_forward)
 
     def lose_backward(self) -> None:
         """The backward raised: nothing needs the parameters. Modules hold at-rest ones."""
