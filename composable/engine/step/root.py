@@ -146,7 +146,7 @@ class Iteration:
         stream: that the forward computes on; autograd ends a backward on whatever stream the caller
             has.
         began: when its last forward did, on the clock of `CLOCK`.
-        forward: `Forward.number` of the one that backward is in.
+        in_forward: `Forward.number` of the one that backward is in.
         read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a
             forward, and that forward.
         order: `Forward.order` of its last forward with gradients.
@@ -165,7 +165,7 @@ class Iteration:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.began = next(CLOCK)
-        self.forward: int | None = None
+        self.in_forward: int | None = None
         self.read_at_rest: tuple[int, Unit, ManagedParam] | None = None
         self.order: list[Unit] = []
         self.finished: list[Unit] = []
@@ -282,7 +282,7 @@ class Root:
         self.units: list[Unit] = self.agreed.units()
         self.order = [self.units[index] for index in self.agreed.order]
         self.step = Step()
-        self._trained: tuple[int, ...] | None = None  # indices of units, in the last forward
+        self._training: tuple[int, ...] | None = None  # indices of units, in the last forward
         self._given: dict[int, int] = {}  # what is agreed while these train
         # Forwards in training mode that were lost since the last backward has landed. Where a step
         # is lost, it may be in its forward on some ranks, and after it on others.
@@ -407,7 +407,7 @@ class Root:
         """Whether forwards or a backward are under way, or forwards wait for their backward."""
         return self.step.iteration is not None
 
-    def trained(self) -> Due | None:
+    def counts(self) -> Due | None:
         """What counts a call that is trained on."""
         return self._due()
 
@@ -521,11 +521,11 @@ class Root:
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
         self._preparation.prepare()
-        trained = tuple(compress(range(len(self.units)), [unit.trains for unit in self.units]))
-        if trained != self._trained:
-            self._trained = trained
+        training = tuple(compress(range(len(self.units)), [unit.trains for unit in self.units]))
+        if training != self._training:
+            self._training = training
             # inputs of frozen units may require gradients now, or no longer
-            self._given = self.agreed.given.setdefault(trained, {})
+            self._given = self.agreed.given.setdefault(training, {})
             for index, unit in enumerate(self.units):
                 unit.follow_given(self._given.get(index))
 
@@ -788,10 +788,10 @@ class Root:
         iteration = self.step.iteration
         if iteration is None or self.phase is not Phase.BACKWARD:
             iteration = self._open_backward()
-        if call is not None and call.forward is not None:
-            if iteration.read_at_rest is not None and iteration.read_at_rest[0] == call.forward:
+        if call is not None and call.number is not None:
+            if iteration.read_at_rest is not None and iteration.read_at_rest[0] == call.number:
                 self._refuse_read_at_rest(*iteration.read_at_rest[1:])
-            iteration.forward = call.forward
+            iteration.in_forward = call.number
         self._go_into(unit, iteration)
 
     def _go_into(self, unit: Unit, iteration: Iteration) -> None:
@@ -859,8 +859,8 @@ class Root:
         the same forward afterwards: `enter_backward` looks.
         """
         iteration = self._in_backward()
-        if iteration is not None and iteration.forward is not None:
-            iteration.read_at_rest = iteration.forward, unit, param
+        if iteration is not None and iteration.in_forward is not None:
+            iteration.read_at_rest = iteration.in_forward, unit, param
 
     def _refuse_read_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         raise DifferentiationError(

@@ -12,7 +12,7 @@ it, gradients. It is passive: `visit.py` and `root.py` say what happens in a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -126,8 +126,8 @@ class UnitCall:
             have. A recomputation repeats what its forward did.
         watched: backward comes to its outputs, and is heard there.
         waits: backward has not come to them yet. Several outputs count once.
-        forward: `Forward.number` of the root's; None for a recomputation, which does not count.
-        trained: the iteration, of a call of the outermost module in training mode.
+        number: `Forward.number` of the root's; None for a recomputation, which does not count.
+        counted_by: what counts it, if it is a call of the outermost module in training mode.
     """
 
     unit: Unit
@@ -141,12 +141,12 @@ class UnitCall:
     anchors: bool = False
     watched: bool = False
     waits: bool = False
-    forward: int | None = None
-    trained: Counted | None = None
+    number: int | None = None
+    counted_by: Counted | None = None
 
-    def take_place(self, forward: int, *, outermost: bool, inside: bool) -> None:
+    def take_place(self, number: int, *, outermost: bool, inside: bool) -> None:
         """It begins in a forward of the root, and it is known what ranks give the unit."""
-        self.forward, self.outermost, self.inside = forward, outermost, inside
+        self.number, self.outermost, self.inside = number, outermost, inside
         unit = self.unit
         needs = inside and (unit.trains or unit.given == 2)
         unit.anchors = self.anchors = needs and unit.mesh_info.all.size > 1
@@ -155,21 +155,21 @@ class UnitCall:
         """It recomputes what `before` did, or the last forward."""
         self.anchors = self.unit.anchors if before is None else before.anchors
 
-    def wait(self, trained: Counted | None) -> None:
+    def wait(self, counted_by: Counted | None) -> None:
         """Backward will come to its outputs."""
         self.watched = self.waits = True
-        self.trained = trained
+        self.counted_by = counted_by
         self.step.pending += 1
-        if trained is not None:
-            trained.count(1)
+        if counted_by is not None:
+            counted_by.count(1)
 
     def come_back(self) -> None:
         """Backward has come to an output."""
         if self.waits:
             self.waits = False
             self.step.pending -= 1
-            if self.trained is not None:
-                self.trained.count(-1)
+            if self.counted_by is not None:
+                self.counted_by.count(-1)
 
 
 # Reasons for a unit's parameters to stay as they are for a backward, `UnitStep.needed_by`.
@@ -247,6 +247,9 @@ class Relations:
     def units_around(self) -> list[Unit]:
         """Those of `around` that are alive."""
         return [unit for to_unit in self.around.values() if (unit := to_unit()) is not None]
+
+    def note_reader(self, reader: Unit) -> None:
+        self.readers[reader] = None
 
     def surround(self, own: Unit, below: Sequence[Unit]) -> None:
         """`own`, whose relations these are, was annotated around `below`."""
@@ -367,6 +370,10 @@ class Unit:
         self.spec = replace(self.spec, params=(*self.spec.params, param.info))
         self.params.append(param)
 
+    def give(self, params: Collection[ManagedParam]) -> None:
+        """Others manage these from now on; `build` follows."""
+        self.params = [param for param in self.params if param not in params]
+
     def rest(self, kind: Kind, mesh: DeviceMesh | None) -> None:
         """Units with shards came around it, or went: how its parameters rest, see `Kind`."""
         if (kind, mesh) != (self.kind, self.rest_mesh):
@@ -429,6 +436,10 @@ class Unit:
         self.rename(self.name)
         if self.root is not None:
             self.root.unit_rebuilt()
+
+    def note_agreement(self, made: Agreed) -> None:
+        alive = [each for each in self.agreements if None not in each.units()]
+        self.agreements = [*alive, made]  # those of dropped models go
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
@@ -695,11 +706,11 @@ class Unit:
         self.step.to_run = []
         self.hold_at_rest()
 
-    def count(self, more: int, trained: Counted | None) -> None:
-        """More outputs wait for backward, or fewer; those of `trained` count there, too."""
+    def count(self, more: int, counted_by: Counted | None) -> None:
+        """More outputs wait for backward, or fewer."""
         self.step.pending += more
-        if trained is not None:
-            trained.count(more)
+        if counted_by is not None:
+            counted_by.count(more)
 
     def need(self, why: str) -> None:
         """A backward needs the parameters as they are."""
