@@ -24,7 +24,7 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from operator import is_, is_not, or_
 from typing import Final
@@ -164,13 +164,9 @@ class GradBucket:
         if self.in_place:
             self._earlier = list(map(gradient_of, self.at_rest))
 
-    def _take(self, as_they_came: Container[int] = ()) -> list[Tensor | None]:
+    def _take(self) -> list[Tensor | None]:
         """Take the gradients of this backward off the compute parameters. In place, those that were
         there before stay.
-
-        Args:
-            as_they_came: indices of tensor-parallel parameters whose gradients keep their
-                placements.
         """
         gradients = list(map(gradient_of, self.compute))
         if self.in_place and self._earlier:
@@ -185,7 +181,7 @@ class GradBucket:
         self._earlier = []
         if any(self.models):
             reduce = self.reducer.precision.reduce
-            gradients = local_gradients(gradients, self.models, reduce, as_they_came)
+            gradients = local_gradients(gradients, self.models, reduce)
         # `torch.nn.functional.embedding(..., sparse=True)`; None is not sparse
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             gradients = [
@@ -225,8 +221,7 @@ class GradBucket:
         elif self.trains:
             self.accumulated.begin(self.trainable, absent)
             if not self.in_place:  # there autograd has added them
-                waiting = self.accumulated.waiting(first=True)
-                self.accumulated.add(self._take(waiting), waiting, self.trainable)
+                self.accumulated.add(self._take(), self.trainable)
 
     def reduce(self, absent: Sequence[int] = (), *, shards_only: bool = False) -> None:
         """Launch the reduction of what is here. All ranks call it at the same point of their
@@ -255,13 +250,11 @@ class GradBucket:
         if reducer.compares:
             counts = counts_of(reducer.label, left.backwards, self.forwards)
         carried: Sequence[tuple[int, Tensor]] = ()
+        gradients = self._take()
         if left.backwards:
             absent = [index for index in absent if index in left.absent]
-        if left.backwards and not self.in_place:
-            waiting = left.waiting(first=False)
-            gradients, carried = left.take(self._take(waiting), waiting)
-        else:
-            gradients = self._take()
+            if not self.in_place:
+                gradients, carried = left.take(gradients)
         if shards_only:
             carried = ()  # what is reduced over the shard dimension stays, and this is added to it
             left.wanted, left.backwards = trainable, left.backwards + 1
@@ -307,15 +300,7 @@ class GradBucket:
         undecided, self._undecided = self._undecided, []
         for reduction, missing in undecided:
             used = reduction.used()
-            self._spare(reduction, [index for index in missing if not used[index]])
             self._deliver(reduction, [index for index in missing if used[index]])
-
-    def _spare(self, reduction: Reduction, indices: Sequence[int]) -> None:
-        """No rank has brought these gradients: those of earlier backwards are as they were."""
-        for index in indices:
-            gradient = self.at_rest[index].grad
-            if gradient is not None and index in reduction.spared:
-                gradient.copy_(reduction.spared[index])
 
     # --- landing ---------------------------------------------------------------------------------
 

@@ -480,7 +480,6 @@ class Reduction:
         pieces: views of these, when the sums are there.
         missing: indices of parameters that this rank has no gradient of.
         apart: gradients that are reduced where autograd made them.
-        spared: copies of gradients of earlier backwards that the sums are written over.
     """
 
     def __init__(
@@ -510,13 +509,6 @@ class Reduction:
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat(reducer)
         self.pieces: Sequence[Tensor] = ()
-        # The sums are written over gradients that live in the bucket, or are reduced where they
-        # are. If no rank has brought one of them, it must be as it was, to the last bit.
-        self.spared: dict[int, Tensor] = {}
-        for index in absent if reducer.keeps or plan.apart else ():
-            gradient = gradients[index]
-            if gradient is not None and (reducer.keeps or index in plan.apart):
-                self.spared[index] = gradient.clone()
         unused = self.missing
         if carried:
             there = [index for index, _ in carried]

@@ -19,14 +19,13 @@ that are reduced in float32, a sum of many backwards in bfloat16 would stop grow
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import or_
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from composable.engine.gradients.reduction import Reducer
 from composable.engine.params.layout import Route
@@ -40,7 +39,7 @@ from composable.engine.params.param import (
     set_holds_unreduced,
     unreduced_gradient,
 )
-from composable.engine.params.tensor_parallel import ModelSpec, redistributed
+from composable.engine.params.tensor_parallel import ModelSpec
 from composable.errors import PhaseError
 from composable.memory.torch_private import gradient_hooks, local_of, locals_of
 
@@ -120,37 +119,6 @@ class Accumulated:
             keep_gradients_in(self._reducer.precision.gradient, at_rest)
         self.forget()
 
-    # --- sequence parallel -----------------------------------------------------------------------
-
-    def waiting(self, *, first: bool) -> dict[int, tuple[Placement, ...]]:
-        """Of the gradients that this backward has left, by index, those that stay `Partial` over
-        the user's dimensions (sequence parallel) until they are reduced, and their placements
-        there: what waits already is so, too.
-
-        Args:
-            first: also those of which nothing waits.
-        """
-        found = {}
-        for index, model in enumerate(self._models if any(self._models) else ()):
-            if model is None or (self.marks and model.ndim < model.mesh.ndim):
-                continue
-            held = self._at_rest[index].grad
-            kept = model.placements_held(self._compute[index].grad)
-            alike = isinstance(held, DTensor) and held.placements[: model.ndim] == kept
-            if kept != model.kept and (alike or (first and held is None)):
-                found[index] = kept
-        return found
-
-    def _settled(self, index: int, held: Tensor) -> Tensor:
-        """A gradient that waits, with the user's placements over the user's dimensions."""
-        model = self._models[index]
-        if model is None or not isinstance(held, DTensor):
-            return held
-        at_rest = self._at_rest[index]
-        if self.marks and isinstance(at_rest, DTensor):
-            return redistributed(held, at_rest.placements)
-        return redistributed(held, (*model.kept, *held.placements[model.ndim :]))
-
     # --- gradients come --------------------------------------------------------------------------
 
     def begin(self, trainable: Sequence[bool], absent: Sequence[int]) -> None:
@@ -170,14 +138,9 @@ class Accumulated:
     def add(
         self,
         gradients: Sequence[Tensor | None],
-        waiting: Mapping[int, tuple[Placement, ...]],
         trainable: Sequence[bool],
     ) -> None:
-        """Add the gradients of the backward that `begin` was called for to what waits.
-
-        Args:
-            waiting: from `waiting(first=True)`.
-        """
+        """Add the gradients of the backward that `begin` was called for to what waits."""
         for index, gradient in enumerate(gradients):
             at_rest = self._at_rest[index]
             before = at_rest.grad
@@ -194,12 +157,10 @@ class Accumulated:
                 gradient = torch.zeros_like(compute)
             model, dtype = self._models[index], self.dtype
             if before is None and self.marks:
-                self._show(index, gradient_like(gradient.to(dtype), at_rest, waiting.get(index)))
+                self._show(index, gradient_like(gradient.to(dtype), at_rest))
             elif before is None:
-                self._show(index, self._unreduced(index, gradient.to(dtype), waiting))
+                self._show(index, self._unreduced(index, gradient.to(dtype)))
             elif self.marks or _is_whole(before, model):
-                if index not in waiting:
-                    before = self._settled(index, before)
                 if before.dtype != dtype:  # marked, and reduced earlier
                     before = before.to(dtype)
                 self._show(index, before)
@@ -212,7 +173,7 @@ class Accumulated:
                 ranks = 1 if slot.route is Route.WHOLE else slot.num_shards
                 mean = local_of(before).to(whole.device)  # type: ignore[arg-type]
                 cut(whole, slot, self._reducer.mesh_info.shard.rank).add_(mean, alpha=ranks)
-                self._show(index, self._unreduced(index, whole, waiting))
+                self._show(index, self._unreduced(index, whole))
 
     def _show(self, index: int, gradient: Tensor) -> None:
         """Let users see what waits as the gradient of their parameter."""
@@ -221,11 +182,9 @@ class Accumulated:
             at_rest.grad_dtype = None  # torch would refuse it otherwise; `end` undoes this
         at_rest.grad = gradient
 
-    def _unreduced(
-        self, index: int, whole: Tensor, waiting: Mapping[int, tuple[Placement, ...]]
-    ) -> Tensor:
+    def _unreduced(self, index: int, whole: Tensor) -> Tensor:
         model = self._models[index]
-        kept = waiting.get(index, () if model is None else model.kept)
+        kept = () if model is None else model.kept
         return unreduced_gradient(whole, self._at_rest[index], model, kept)
 
     def add_shards(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
@@ -255,13 +214,10 @@ class Accumulated:
     # --- they are reduced ------------------------------------------------------------------------
 
     def take(
-        self, gradients: list[Tensor | None], waiting: Mapping[int, tuple[Placement, ...]]
+        self, gradients: list[Tensor | None]
     ) -> tuple[list[Tensor | None], list[tuple[int, Tensor]]]:
         """Whole gradients to be reduced: those of this backward, and with them what waited; and
         shards, by index, that are reduced over the shard dimension already.
-
-        Args:
-            waiting: from `waiting(first=False)`.
         """
         carried: list[tuple[int, Tensor]] = []
         for index, at_rest in enumerate(self._at_rest):
@@ -271,12 +227,8 @@ class Accumulated:
             if not self.marks and not _is_whole(held, self._models[index]):
                 carried.append((index, local_of(held)))  # type: ignore[arg-type]
                 continue
-            fresh = gradients[index]
-            if index not in waiting:
-                held = self._settled(index, held)
-            if fresh is not None:
-                locals_of([held])[0].add_(fresh)
-            (gradients[index],) = locals_of([self._settled(index, held)])
+            fresh, (local,) = gradients[index], locals_of([held])
+            gradients[index] = local if fresh is None else local.add_(fresh)
             at_rest.grad = None
         dtype = self.dtype
         return [None if gradient is None else gradient.to(dtype) for gradient in gradients], carried

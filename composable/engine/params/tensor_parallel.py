@@ -9,7 +9,7 @@ parameter: it is of one shape along the data-parallel dimensions. This file says
 | at rest | (tp, dp) | the user's, then those of the unit |
 | compute | tp | the user's |
 | gradient as autograd leaves it | tp | any; redistributed to the user's |
-| gradient accumulated under `no_sync` | (tp, dp) | as it comes, or the user's; then `Partial` |
+| gradient accumulated under `no_sync` | (tp, dp) | the user's, then `Partial` |
 
 The user's mesh may have the data-parallel dimensions, too, along which parameters are `Replicate`
 before the annotation (`dp_mesh_dims`). Modules compute with them as they were given, and their
@@ -22,14 +22,14 @@ modules compute, and so are their gradients; all else is as for a `DTensor`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, comm_of
@@ -99,22 +99,6 @@ class ModelSpec:
             )
         )
 
-    def placements_held(self, gradient: Tensor | None) -> tuple[Placement, ...]:
-        """The placements, over the user's dimensions, in which a gradient is accumulated under
-        `no_sync`. Where the parameter is replicated and the gradient `Partial`, it stays `Partial`:
-        that all-reduce waits for the reduction, too.
-        """
-        if not isinstance(gradient, DTensor):
-            return self.kept
-        came, own = gradient.placements, self.placements
-        waits = all(
-            mine == there
-            or (dim not in self.dims and not there.is_shard())
-            or (mine.is_replicate() and type(there) is Partial and there.reduce_op in _LINEAR)
-            for dim, (mine, there) in enumerate(zip(own, came, strict=True))
-        )
-        return tuple(came[dim] for dim in self.dims) if waits else self.kept
-
     def settled(self, gradient: Tensor) -> Tensor:
         """A gradient of this rank as autograd may add it to a reduced one, of which it does not
         know that it is a mean: with the parameter's placements, this rank's term inside.
@@ -148,7 +132,6 @@ class ModelSpec:
         return self  # it holds process groups, and nothing of it changes
 
 
-_LINEAR: Final = ("sum", "avg")  # reductions that can wait for more terms
 PART: Final = "_composable_part"  # the attribute that `declare_part` sets
 
 
@@ -176,10 +159,8 @@ def local_gradients(
     gradients: Sequence[Tensor | None],
     specs: Sequence[ModelSpec | None],
     dtype: torch.dtype,
-    held: Container[int] = (),
 ) -> list[Tensor | None]:
-    """What autograd left, as local tensors with the placements of their parameters; those with
-    indices in `held` as they came.
+    """What autograd left, as local tensors with the placements of their parameters.
 
     Under sequence parallel, the gradient of what is replicated over tp is `Partial` there: an
     all-reduce over tp, which all of its ranks launch, since they compute alike. It is made in
@@ -189,7 +170,7 @@ def local_gradients(
     for index, (gradient, spec) in enumerate(zip(gradients, specs, strict=True)):
         if spec is None or not isinstance(gradient, DTensor):
             continue
-        if index not in held and tuple(gradient.placements) != spec.placements:
+        if tuple(gradient.placements) != spec.placements:
             taken = spec.placements_taken(gradient)
             gradient = gradient.to(dtype).redistribute(placements=taken)  # type: ignore[attr-defined]
         found[index] = waited_for(local_of(gradient))
