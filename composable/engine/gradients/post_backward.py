@@ -222,6 +222,8 @@ class PostBackward:
         for unit, now in zip(self._units, reduces, strict=True):
             for bucket in unit.gradients.buckets:
                 bucket.decide()
+                if now:
+                    bucket.run_hooks()
             for sparse in unit.gradients.sparse if not due.builds_graph else ():
                 sparse.end_backward(reduces=now)
         if self.in_one_order is None and all(reduces):
@@ -287,6 +289,9 @@ class PostBackward:
                 if sparse.holds:
                     sparse.reduce()
             unit.run_hooks()
+        for unit in self._units:
+            for bucket in unit.gradients.buckets:
+                bucket.run_hooks()
 
     def compare_held(self, name: str) -> None:
         """On hosts, all ranks have accumulated equally often: a rank without gradients would launch
