@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from composable.comm.base import Comm, Work
+from composable.comm.base import Again, Comm, Work
 from composable.engine.params.layout import Layout, Route, Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import Precision
@@ -74,9 +74,8 @@ class Gather:
         self._sent = (
             ElasticBuffer(layout.cut_numel, dtype, device) if sends and precision.casts else None
         )
-        self._pairs: list[tuple[Tensor, Tensor]] = []
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._plan_sending(params, layout)
+        self._pairs = Again(self._plan_sending(params, layout))
         self._plan_copy_out(layout)
 
     # --- made once -------------------------------------------------------------------------------
@@ -97,17 +96,19 @@ class Gather:
         assert self._shard is not None
         return self._shard.data[start : start + numel]
 
-    def _plan_sending(self, params: Sequence[ManagedParam], layout: Layout) -> None:
-        sent = self._sent
+    def _plan_sending(
+        self, params: Sequence[ManagedParam], layout: Layout
+    ) -> list[tuple[Tensor, Tensor]]:
+        pairs, sent = list[tuple[Tensor, Tensor]](), self._sent
 
         def mine(start: int, numel: int) -> Tensor:
             return self._read(start, numel) if sent is None else sent.stretch(start, numel).data
 
         if self._staging is not None:
             packed = mine(layout.packed_start, layout.packed_numel)
-            self._pairs.append((self._staging.tensor.data, packed))
+            pairs.append((self._staging.tensor.data, packed))
         for slot in layout.of(Route.DIRECT):
-            self._pairs.append((self._room(slot), mine(slot.shard_start, slot.chunk_numel)))
+            pairs.append((self._room(slot), mine(slot.shard_start, slot.chunk_numel)))
         targets, sources = self._casts
         for param, slot in zip(params, layout.slots, strict=True):
             if slot.route is not Route.WHOLE or not slot.numel or not self.copies:
@@ -123,6 +124,7 @@ class Gather:
         if sent is not None:
             targets.append(sent.tensor.data)
             sources.append(self._read(0, layout.cut_numel))
+        return pairs
 
     def _plan_copy_out(self, layout: Layout) -> None:
         """How packed parameters get from the staging buffer, a row per rank, to their place."""

@@ -477,7 +477,7 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
         if not isinstance(newcomer, DTensor):
             param.original = ref(newcomer)  # an optimizer that was made before now may hold it
         param.register(newcomer)
-    unit.params = [param for param in unit.params if param not in tied]
+    unit.give(tied)
     return changed
 
 
