@@ -30,7 +30,6 @@ from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
 from composable.memory.torch_private import current_node, in_backward
 
-
 logger = logging.getLogger("composable")
 
 _TOLD: Final[WeakSet[Unit]] = WeakSet()  # units whose gradients at rest were told of
