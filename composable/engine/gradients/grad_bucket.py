@@ -35,7 +35,8 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.gradients.reduction import Counts, Reducer, Reduction, counts_of
+from composable.engine.gradients.reduction import Reducer, Reduction
+from composable.engine.gradients.row import Counts, counts_of
 from composable.engine.gradients.unreduced import Accumulated
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import (
@@ -124,8 +125,8 @@ class GradBucket:
         # level="replicate" on a mesh without replicas.
         self._hooks_wait = False
         self._unhooked: dict[int, None] = {}  # parameters whose hooks wait
-        # Sums that have landed, flags that were not read yet, and of which parameters.
-        self._undecided: list[tuple[Reduction, Tensor, list[int]]] = []
+        # sums that have landed, whose rows were not read yet, and parameters that need it
+        self._undecided: list[tuple[Reduction, list[int]]] = []
         # tables to which users add hooks, see `has_post_accumulate_hooks`
         self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
         self.follow()
@@ -285,7 +286,7 @@ class GradBucket:
         if reduction is None:
             return
         try:
-            said = reduction.land()
+            reduction.land()
         except BaseException:
             self.drop()
             raise
@@ -294,23 +295,18 @@ class GradBucket:
         missing = reduction.missing
         if reduction.shards_only:  # what waits already keeps its place: zeros are added to it
             missing = [index for index in missing if self.at_rest[index].grad is None]
-        if missing and self.reducer.mesh_info.all.traits.on_stream:
-            # To read a flag would make the host wait for the device in the middle of backward.
+        if missing:
             delivered = [index for index in delivered if index not in missing]
-            self._undecided.append(
-                (reduction, reduction.pieces[reduction.plan.flags_piece].clone(), missing)
-            )
-        elif missing:
-            used = dict(zip(delivered, said, strict=True))
-            delivered = [index for index in delivered if index not in missing or used[index]]
-            self._spare(reduction, [index for index in missing if not used[index]])
+            self._undecided.append((reduction, missing))
         self._deliver(reduction, delivered)
+        if not self.reducer.mesh_info.all.traits.on_stream:
+            self.decide()  # elsewhere the host would wait for the device in the middle of backward
 
     def decide(self) -> None:
-        """At the end of a backward: read the flags that `land` did not wait for."""
+        """At the end of a backward: read the rows that `land` did not wait for."""
         undecided, self._undecided = self._undecided, []
-        for reduction, flags, missing in undecided:
-            used = dict(zip(reduction.plan.layout.trainable, flags.tolist(), strict=False))
+        for reduction, missing in undecided:
+            used = reduction.used()
             self._spare(reduction, [index for index in missing if not used[index]])
             self._deliver(reduction, [index for index in missing if used[index]])
 
@@ -363,13 +359,18 @@ class GradBucket:
             wait_for_traffic()
         if merges:
             self._merge(parameters, grads, gradients, hooked=hooked)
-        if self._hooks_wait and after:
+        if after:
             self._unhooked.update(dict.fromkeys(indices))
-            self.accumulated.backwards = max(self.accumulated.backwards, 1)
-        elif not self._hooks_wait and (after or self._unhooked):
-            late, self._unhooked = self._unhooked, {}
-            for index in dict.fromkeys([*indices, *late]):
-                run_post_accumulate_hooks(self.at_rest[index])
+        if not self._hooks_wait:
+            self.run_hooks()
+
+    def run_hooks(self) -> None:
+        """Call post-accumulate hooks of users for what has landed, under `no_sync`, too. No message
+        depends on them: other ranks may have none.
+        """
+        due, self._unhooked = self._unhooked, {}
+        for index in due:
+            run_post_accumulate_hooks(self.at_rest[index])
 
     def _merge(
         self,
