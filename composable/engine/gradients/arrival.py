@@ -96,9 +96,7 @@ class _Pending:
     @property
     def has_any(self) -> bool:
         """Whether this backward has brought a gradient."""
-        if self.missing is None:
-            return self.bucket.has_gradients
-        return bool(len(self.missing) < sum(self.bucket.trainable))
+        return len(self.absent()) < self.bucket.trainable.count(True)
 
     def absent(self) -> list[int]:
         """Indices of parameters that this backward has brought no gradient for."""
@@ -108,11 +106,7 @@ class _Pending:
                 for index, parameter in enumerate(self.bucket.compute)
                 if parameter.grad is None
             ]
-        return (
-            [index for index, param in enumerate(self.bucket.params) if param in self.missing]
-            if self.missing
-            else []
-        )
+        return [index for index, param in enumerate(self.bucket.params) if param in self.missing]
 
     def close(self) -> None:
         hear_arrivals(self.silent)

@@ -115,8 +115,6 @@ class GradBucket:
         self.home = home
         self.accumulated = Accumulated(self.params, self.reducer, in_place=self.in_place)
         self.forwards = (0, 0)
-        # gradients land as DTensors
-        self._wraps = any(isinstance(param, DTensor) for param in self.at_rest)
         # in place, a tensor hook of the unit multiplies what arrives
         self._factor = 1.0 if self.in_place else factor
         # in place, the gradients that were there before this backward
@@ -257,7 +255,7 @@ class GradBucket:
                 gradients, carried = left.take(gradients)
         if shards_only:
             carried = ()  # what is reduced over the shard dimension stays, and this is added to it
-            left.wanted, left.backwards = trainable, left.backwards + 1
+            left.begin(self.trainable)
         else:
             for index, _ in carried:
                 self.at_rest[index].grad = None
@@ -300,6 +298,7 @@ class GradBucket:
         undecided, self._undecided = self._undecided, []
         for reduction, missing in undecided:
             used = reduction.used()
+            reduction.spare([index for index in missing if not used[index]])
             self._deliver(reduction, [index for index in missing if used[index]])
 
     # --- landing ---------------------------------------------------------------------------------
@@ -317,11 +316,8 @@ class GradBucket:
                 wait_for_traffic()  # the host adds to them
             self.accumulated.add_shards(indices, fresh)
         elif plan.specs:
-            everyone = len(indices) == len(plan.specs)
-            specs = plan.specs.values() if everyone else [plan.specs[index] for index in indices]
+            specs = [plan.specs[index] for index in indices]
             self._put(indices, dtensors_around(fresh, specs, plan.stand_in))
-        elif not self._wraps:
-            self._put(indices, fresh)
         else:
             self._put(indices, self._wrapped(indices, fresh))
 

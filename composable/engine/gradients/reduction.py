@@ -480,6 +480,7 @@ class Reduction:
         pieces: views of these, when the sums are there.
         missing: indices of parameters that this rank has no gradient of.
         apart: gradients that are reduced where autograd made them.
+        spared: copies of gradients of earlier backwards that the sums are written over.
     """
 
     def __init__(
@@ -509,6 +510,11 @@ class Reduction:
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat(reducer)
         self.pieces: Sequence[Tensor] = ()
+        # The sums are written over gradients that live in the bucket, or are reduced where they
+        # are. If no rank has brought one of them, it must be as it was, to the last bit.
+        written = absent if reducer.keeps else [index for index in absent if index in plan.apart]
+        earlier = [(index, gradients[index]) for index in written]
+        self.spared = {index: each.clone() for index, each in earlier if each is not None}
         unused = self.missing
         if carried:
             there = [index for index, _ in carried]
@@ -574,9 +580,8 @@ class Reduction:
         is one.
         """
         reducer, plan, flat = self.reducer, self.plan, self.flat
-        if reducer.shard_comm is None or reducer.replica_comm is None:
-            return False
-        if self.state is not ReductionState.REDUCING or self.shards_only:
+        stages = reducer.shard_comm is not None and not self.shards_only
+        if not stages or reducer.replica_comm is None or self.state is not ReductionState.REDUCING:
             return False
         self.wait()
         for index, shard in self.carried:
@@ -604,6 +609,13 @@ class Reduction:
         finally:
             if self.reducer.shard_comm is not None:
                 self.plan.message.free()
+
+    def spare(self, indices: Sequence[int]) -> None:
+        """No rank has brought these gradients: those of earlier backwards are as they were."""
+        for index in self.spared.keys() & {*indices}:
+            gradient = self.reducer.at_rest[index].grad
+            if gradient is not None:
+                gradient.copy_(self.spared[index])
 
     def used(self) -> dict[int, bool]:
         """When the sums are there: whether any rank had a gradient, by parameter. On an accelerator

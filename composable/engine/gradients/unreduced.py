@@ -121,7 +121,7 @@ class Accumulated:
 
     # --- gradients come --------------------------------------------------------------------------
 
-    def begin(self, trainable: Sequence[bool], absent: Sequence[int]) -> None:
+    def begin(self, trainable: Sequence[bool], absent: Sequence[int] = ()) -> None:
         """A backward leaves gradients here.
 
         Args:
@@ -144,10 +144,8 @@ class Accumulated:
         for index, gradient in enumerate(gradients):
             at_rest = self._at_rest[index]
             before = at_rest.grad
-            if self.marks:
-                reduced = before is not None and self.backwards == 1
-            else:
-                reduced = before is not None and not is_unreduced(before)
+            unreduced = self.backwards > 1 if self.marks else is_unreduced(before)
+            reduced = before is not None and not unreduced
             if gradient is None and (self.marks or not (reduced and trainable[index])):
                 continue
             if reduced:
@@ -156,9 +154,7 @@ class Accumulated:
                 (compute,) = locals_of([self._compute[index]])
                 gradient = torch.zeros_like(compute)
             model, dtype = self._models[index], self.dtype
-            if before is None and self.marks:
-                self._show(index, gradient_like(gradient.to(dtype), at_rest))
-            elif before is None:
+            if before is None:
                 self._show(index, self._unreduced(index, gradient.to(dtype)))
             elif self.marks or _is_whole(before, model):
                 if before.dtype != dtype:  # marked, and reduced earlier
@@ -184,6 +180,8 @@ class Accumulated:
 
     def _unreduced(self, index: int, whole: Tensor) -> Tensor:
         model = self._models[index]
+        if self.marks:
+            return gradient_like(whole, self._at_rest[index])
         kept = () if model is None else model.kept
         return unreduced_gradient(whole, self._at_rest[index], model, kept)
 

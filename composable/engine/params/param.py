@@ -493,17 +493,10 @@ def shard_placements(slot: Slot, mesh: DeviceMesh, mesh_dim: int) -> list[Placem
     return [along if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
 
 
-def gradient_like(
-    local: Tensor, parameter: Tensor, placements: Sequence[Placement] | None = None
-) -> Tensor:
-    """`local` as a gradient of `parameter`: a `DTensor` of the same placements or of `placements`,
-    or `local` itself.
-    """
+def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """`local` as a gradient of `parameter`: a `DTensor` of the same placements, or itself."""
     if not isinstance(parameter, DTensor):
         return local
-    if placements is not None:
-        mesh, stride = parameter.device_mesh, parameter.stride()
-        return wrap(local, mesh, placements, parameter.shape, stride)
     own = local_of(parameter)
     if local.shape == own.shape and local.stride() == own.stride() and local.dtype == own.dtype:
         return dtensor_like(local, parameter)  # the usual case, 5 us instead of 50
