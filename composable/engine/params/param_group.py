@@ -99,7 +99,7 @@ class Kind(enum.Enum):
     """How the parameters of a unit lie over the ranks, and when their gradients are reduced.
 
     Those of BESIDE rest as `DTensor(Replicate)`, as optimizers and clipping expect next to shards,
-    if the unit has the ranks of the shards around it (`Unit.choose_rest`). Otherwise, and if they
+    if the unit has the ranks of the shards around it (`choose_rest`). Otherwise, and if they
     are tensor parallel or have sparse gradients, they rest as users made them.
     """
 
