@@ -18,7 +18,7 @@ from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.compilation import untraced, unwrapped
 from composable.engine.gradients.hook_stages import cut_flat
-from composable.engine.params.param import describe_mesh
+from composable.engine.params.dtensors import describe_mesh
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, MeshError, closest, few
 from composable.memory.torch_private import locals_of

@@ -25,7 +25,9 @@ from torch.distributed.tensor import DTensor
 from composable.contract.contract import drop_attribute, registry, remove
 from composable.contract.naming import module_name
 from composable.contract.tree import REPLICATE, SHARD, states_below
-from composable.engine.params.param import ManagedParam, cloned, copy_attributes, dtensor_parameter
+from composable.engine.params.dtensors import dtensor_parameter
+from composable.engine.params.param import ManagedParam, copy_attributes
+from composable.engine.params.protocol import cloned
 from composable.errors import AnnotationError
 from composable.memory.torch_private import local_of
 

@@ -45,6 +45,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from composable.comm.base import Comm, Work
 from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy
+from composable.engine.params.dtensors import dtensor_parameter, gradient_like, shard_placements
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
 from composable.engine.params.param import (
@@ -53,12 +54,8 @@ from composable.engine.params.param import (
     at_home,
     copy_attributes,
     cut,
-    dtensor_parameter,
-    gradient_like,
     keep_gradients_in,
-    label_of,
     memory_order,
-    shard_placements,
     whole_shape,
 )
 from composable.engine.params.param_hooks import move_hooks
@@ -107,15 +104,6 @@ class Kind(enum.Enum):
     BESIDE = "replicated in a tree with shards: all-reduced where backward leaves the unit"
     ARRIVAL = "replicated: all-reduced in buckets of the root, as autograd accumulates gradients"
     LOCAL = "one rank: autograd does everything"
-
-
-def _is_given(param: ManagedParam) -> bool:
-    """Whether a tensor-parallel parameter is registered as the user spread it."""
-    registered, model = param.registered, param.info.model
-    if model is None or registered is None or not model.owns(registered):
-        return False
-    label = label_of(registered)
-    return label is None or label.form != "at_rest"
 
 
 class ParamGroup:
@@ -184,8 +172,8 @@ class ParamGroup:
         traits, precision = self.comm.traits, self.precision
         specs = []
         for param in self.params:
-            tensor = param.registered if param.info.model is None else param.info.model.local
-            assert tensor is not None
+            assert param.registered is not None
+            tensor = param.info.form.local_like(param.registered)
             # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out
             # as the parameter is.
             order, dim = memory_order(tensor), param.info.shard_dim if self.is_sharded else None
@@ -216,15 +204,11 @@ class ParamGroup:
         else:
             self.shard = torch.zeros(numel, dtype=dtype, device=self.device)
         for param, slot in zip(self.params, self.slots, strict=True):
-            registered, view = param.registered, self.shard_view(slot).data
-            assert registered is not None
-            tensor: Tensor = registered
-            if _is_given(param):
-                (tensor,) = locals_of([registered])
-            if isinstance(tensor, DTensor):
-                view.copy_(local_of(tensor).reshape(view.shape))
+            view, given = self.shard_view(slot).data, param.given
+            if given is None:
+                view.copy_(local_of(param.registered).reshape(view.shape))  # type: ignore[arg-type]
             elif self.device.type != "meta":
-                view.copy_(cut(tensor.data, slot, self.comm.rank))
+                view.copy_(cut(given.data, slot, self.comm.rank))
         self._memory: tuple[Tensor, ...] = (self.shard,)  # of at-rest parameters
 
     def shard_view(self, slot: Slot) -> Tensor:
@@ -263,8 +247,7 @@ class ParamGroup:
         for param in self.params:
             registered, known = param.registered, False
             assert registered is not None
-            model = param.info.model
-            if model is not None:  # it rests as the user made it, next to shards, too
+            if not param.info.form.is_whole:  # it rests as the user made it, next to shards, too
                 own = registered
                 param.drop_original()
             elif param.own is not None and registered is param.at_rest:
@@ -325,16 +308,15 @@ class ParamGroup:
             assert registered is not None
             if self.is_sharded:
                 assert mesh is not None
-                model = param.info.model
-                if isinstance(registered, DTensor) and not _is_given(param):
+                form = param.info.form
+                if param.given is None:
                     param.at_rest = at_home(registered, self._local(slot))
                 else:
-                    whole = whole_shape(slot) if model is None else model.like
+                    whole, over = form.like(whole_shape(slot)), form.mesh_at_rest(mesh)
+                    assert over is not None
                     placements = shard_placements(slot, mesh, self.mesh_info.shard_dim)
-                    if model is not None:
-                        placements = [*model.kept, *placements]
                     param.at_rest = dtensor_parameter(
-                        self._local(slot), mesh if model is None else model.joint, placements,
+                        self._local(slot), over, [*form.kept, *placements],
                         whole.shape, whole.stride(), requires_grad=registered.requires_grad,
                     )  # fmt: skip
                     take_hooks(registered, param.at_rest)
@@ -371,35 +353,30 @@ class ParamGroup:
         return slot.route is Route.WHOLE and not self.precision.casts and self.home is None
 
     def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        plain, model = self._plain_form(param, slot), param.info.model
-        if model is None or model.is_plain or plain is param.own:
-            return plain
-        # Only what is not gathered shares the counter of the shards; torch.compile refuses views.
-        local = plain.detach() if self._aliased(slot) else plain.data
-        return model.compute_parameter(local, requires_grad=self._differentiable)
-
-    def _plain_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        if not self.is_sharded and not self.precision.casts:
-            assert param.own is not None
-            summed_apart = self.precision.changes and param.at_rest is param.own
-            if summed_apart and not self._read_apart:
-                # Gradients are summed in another dtype. Autograd must not add to the user's
-                # gradient, which would be rounded again. Of what is read apart it must: no unit
-                # would show another form in all calls that read it.
-                (own,) = locals_of([param.own])
-                return nn.Parameter(own.detach(), requires_grad=self._differentiable)
+        if self.is_sharded or self.precision.casts:
+            return param.info.form.compute_parameter(
+                self._local_compute(slot), requires_grad=self._differentiable
+            )
+        assert param.own is not None
+        summed_apart = self.precision.changes and param.at_rest is param.own
+        if self._read_apart or not summed_apart:
             return param.own
-        if self.is_sharded and self._aliased(slot):  # shares the shards' version counter
-            return nn.Parameter(self.shard_view(slot), requires_grad=self._differentiable)
+        # Gradients are summed in another dtype. Autograd must not add to the user's gradient, which
+        # would be rounded again. Of what is read apart it must: no unit would show another form in
+        # all calls that read it.
+        (own,) = locals_of([param.own])
+        return param.info.form.compute_parameter(own.detach(), requires_grad=self._differentiable)
+
+    def _local_compute(self, slot: Slot) -> Tensor:
+        """The local tensor that modules compute with, whose memory may come later."""
+        if self.is_sharded and self._aliased(slot):
+            # It shares the shards' version counter; torch.compile refuses views.
+            return self.shard_view(slot).detach()
         assert self.gather is not None
         buffer, shape = self.gather.buffer_of(slot), whole_shape(slot)
         if buffer is None:  # the group has no elements
-            return nn.Parameter(
-                torch.empty_like(shape, dtype=self.precision.compute, device=self.device),
-                self._differentiable,
-            )
-        view = buffer.part(slot.full_start, shape.shape, shape.stride())
-        return nn.Parameter(view.data, requires_grad=self._differentiable)
+            return torch.empty_like(shape, dtype=self.precision.compute, device=self.device)
+        return buffer.part(slot.full_start, shape.shape, shape.stride()).data
 
     @property
     def _differentiable(self) -> bool:
@@ -446,7 +423,7 @@ class ParamGroup:
             for param, told, comes, moved in zip(
                 self.params, memory, self._comes, at_rest, strict=True
             )
-            if ((moved and not told) or (told and param.info.model))
+            if ((moved and not told) or (told and isinstance(param.compute, DTensor)))
             and not comes
             and param.compute is not param.at_rest
         ]

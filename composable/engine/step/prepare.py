@@ -31,16 +31,17 @@ from composable.contract.tree import (
     registered_parameters,
 )
 from composable.engine.gradients.post_backward import PostBackward
-from composable.engine.params.extension import ExtendedGroup, has_protocol
+from composable.engine.params.dtensors import describe_mesh
+from composable.engine.params.extension import ExtendedGroup
 from composable.engine.params.param import (
     ManagedParam,
     chosen_grad_dtype,
-    describe_mesh,
     label_of,
     set_label,
     trainability,
 )
 from composable.engine.params.param_group import ParamGroup
+from composable.engine.params.protocol import has_protocol
 from composable.engine.step.ties import follow_ties
 from composable.engine.step.unit import BY_HAND, Unit, unit_of, units_below
 from composable.errors import (
@@ -547,13 +548,8 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__};"
             " only an nn.Parameter can be sharded"
         )
-    model = param.info.model
-    if model is not None and not model.is_plain and not isinstance(other, DTensor):
-        raise ForeignParameterError(
-            f"parameter '{name}' of unit '{unit.name}' is tensor parallel, and was replaced by a"
-            " plain one; nothing would tell which part of it each rank has. Load it with"
-            " load_state_dict(), or call remove(), and annotate again"
-        )
+    if refusal := param.info.form.refusal(other):
+        raise ForeignParameterError(f"parameter '{name}' of unit '{unit.name}' {refusal}")
     if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
         spread = (other.device_mesh, other.placements)
         if spread != (at_rest.device_mesh, at_rest.placements):
@@ -591,7 +587,7 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
                 # A few, which a shard that another rank has in another size begins with, too; the
                 # sum tells their order.
                 first = local.flatten()[: 8 if at_rest.is_floating_point() else 0].double()
-                whole = at_rest if param.info.model is None else param.info.model.local
+                whole = param.info.form.local_like(at_rest)
                 placements = at_rest.placements[-info.mesh.ndim :]
                 varies = local.numel() < whole.numel() and bool((first[1:] != first[:1]).any())
                 varies = varies and not _repeats(local, placements)

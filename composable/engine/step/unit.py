@@ -522,7 +522,7 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            spread = not self.is_sharded and param.info.model is not None
+            spread = not self.is_sharded and not param.info.form.is_whole
             key = (precision, device, sparse, spread, id(param.info.mesh_info))
             alike.setdefault(key, []).append(param)
         self.groups = []
@@ -595,8 +595,8 @@ class Unit:
             in_place = all(param.compute is param.at_rest for param in group.params)
             sparse = not self.is_sharded and only_looked_up(group.params[0].info)
             for param in group.params if in_place else ():
-                if param.info.model is not None:
-                    settle = traceable(param.info.model.settled)
+                if not param.info.form.is_whole:
+                    settle = traceable(param.info.form.settled)
                     self.gradients.undo += hook_gradients([param.compute], settle)
             if factor != 1.0 and (in_place or sparse):
                 # autograd itself adds to what users see
