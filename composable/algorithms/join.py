@@ -44,7 +44,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from composable.algorithms.narration import (
     _OPEN,
     Event,
-    NarratedRoot,
+    Narrator,
     open_scope,
     shadow,
 )
@@ -54,8 +54,9 @@ from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.dtensors import is_unreduced
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step import root as roots
+from composable.engine.step.observer import DECISIONS, HEARERS
 from composable.engine.step.prepare import broadcast_buffers
-from composable.engine.step.root import BEFORE_CALLS, Root, use_roots_of
+from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.memory.torch_private import in_backward, join_hooks, locals_of
@@ -160,14 +161,16 @@ class _Scope(JoinHook):
         self._undo: list[Callable[[], object]] = []
         self.also(first)
         scope = ref(self)
-        step, call = partial(_to_scope, scope, "step"), partial(_to_scope, scope, "call")
+        step = partial(_to_scope, scope, "step")
         self._undo.append(register_optimizer_step_pre_hook(step).remove)
-        BEFORE_CALLS.append(call)
-        self._undo.append(partial(BEFORE_CALLS.remove, call))
         _OPEN.append(scope)
         self._undo.append(_OPEN.clear)
-        use_roots_of(NarratedRoot)
-        self._undo.append(partial(use_roots_of, Root))
+        self._undo.append(HEARERS.add(Narrator()))
+        self._undo.append(
+            DECISIONS.answer(
+                source=lambda: open_scope().source, by_arrival=lambda: not open_scope().narrates
+            )
+        )
 
     def __del__(self) -> None:
         self.close()

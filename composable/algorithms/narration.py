@@ -1,24 +1,25 @@
-"""How a rank without data follows one that has data: what roots tell of their steps (`join`).
+"""How a rank without data follows one that has data (`join`).
 
 All ranks of a model launch the same collectives in the same order. Which ones a step launches is
-decided where a forward or a backward enters or leaves a unit, so while a scope is open roots are of
-a class that tells of these places. A rank that has data says them to the others, and a rank without
-data does them: it gathers, reduces and reshards, and does not compute. Its gradients are those of a
-rank on which every parameter is unused.
+decided where a forward or a backward enters or leaves a unit, and an observer hears of these
+places while a scope is open. A rank that has data says them to the others, and a rank without data
+does them with the engine's `Driver`: it gathers, reduces and reshards, and does not compute.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, Final
 from weakref import ref
 
+from torch import Tensor
 from typing_extensions import override
 
-from composable.engine.params.param import ManagedParam
-from composable.engine.params.param_group import Kind
-from composable.engine.step.root import ROOTS, UNLANDED, Iteration, Phase, Root, land_held, root_of
+from composable.engine.step.observer import Observer
+from composable.engine.step.root import ROOTS, Root
 from composable.engine.step.unit import Unit, UnitCall
+from composable.engine.step.visit import Driver
 
 
 class Event(enum.IntEnum):
@@ -51,112 +52,75 @@ def open_scope() -> Any:
     return _OPEN[0]() if _OPEN else None
 
 
-class NarratedRoot(Root):
-    """A root while a scope is open."""
-
-    @property
-    @override
-    def source(self) -> int:
-        return int(open_scope().source)
+class Narrator(Observer):
+    """Tells the scope that is open."""
 
     @override
-    def enter_forward(self, call: UnitCall, inputs: object) -> None:
-        if not self.step.running:
-            open_scope().begin(self)
+    def enters(self, root: Root, call: UnitCall) -> None:
+        if call.root is root and not root.running:
+            open_scope().begin(root)
         open_scope().tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
-        super().enter_forward(call, inputs)
 
     @override
-    def leave_forward(self, call: UnitCall, *, keep: bool) -> None:
+    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
         if call.waits:
             open_scope().tell(Event.OUTPUT, call.unit, call.trained is not None)
-        outermost = call.root is not None and len(self.step.running) == 1
+        outermost = call.root is root and len(root.running) == 1
         open_scope().tell(Event.LEAVE, call.unit, keep, now=outermost)
-        super().leave_forward(call, keep=keep)
 
     @override
-    def before_recomputation(self, again: UnitCall) -> UnitCall | None:
-        before = super().before_recomputation(again)
-        open_scope().tell(Event.ENTER, again.unit, again.unit.modules.index(again.module), now=True)
-        return before
+    def opens_backward(self, root: Root) -> None:
+        open_scope().open(root)
 
     @override
-    def _open_backward(self) -> Iteration:
-        if self.phase is not Phase.LOST:  # which is refused
-            if UNLANDED:
-                land_held([self])
-            open_scope().open(self)
-        return super()._open_backward()
-
-    @override
-    def _takes_part_alone(self) -> bool:
-        return not open_scope().narrates and super()._takes_part_alone()
-
-    @override
-    def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None:
+    def comes_back(self, root: Root, unit: Unit, call: UnitCall | None) -> None:
         if call is not None and call.waits:
-            counts = call.trained is not None and call.trained is self.step.iteration
+            counts = call.trained is not None and call.trained is root.trained()
             open_scope().tell(Event.COUNT, unit, counts)
-        super().enter_backward(unit, call)
 
     @override
-    def _go_into(self, unit: Unit, iteration: Iteration) -> None:
-        if unit not in iteration.active or not unit.is_unsharded:
+    def goes_into(self, root: Root, unit: Unit) -> None:
+        if not root.is_in(unit) or not unit.is_unsharded:
             open_scope().tell(Event.BACK, unit, now=True)
-        super()._go_into(unit, iteration)
 
     @override
-    def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
-        iteration = self.step.iteration
-        known = iteration is not None and unit in iteration.due.to_reduce
-        super().on_gradient(unit, param)
-        if not known and unit.kind is not Kind.ARRIVAL:
-            open_scope().tell(Event.GRADIENT, unit)
+    def gradient_came(self, unit: Unit) -> None:
+        open_scope().tell(Event.GRADIENT, unit)
 
     @override
-    def launch_rest(self) -> None:
+    def ends_backward(self, root: Root) -> None:
         # Of those that end together with the backward around all, the first root's is heard.
-        open_scope().tell(Event.END, self.units[0], self._ends_inside(), now=True)
-        super().launch_rest()
+        inside = any(each.ends_after(root) for each in ROOTS)  # reentrant checkpointing
+        open_scope().tell(Event.END, root.units[0], inside, now=True)
 
     @override
-    def finish_backward(self) -> None:
-        open_scope().tell(Event.LANDED, self.units[0], now=True)  # heard before the last END only
-        super().finish_backward()
+    def lands_backward(self, root: Root) -> None:
+        open_scope().tell(Event.LANDED, root.units[0], now=True)  # heard before the last END only
 
-    def _ends_inside(self) -> bool:
-        """Whether the backward that ends runs inside of another one (reentrant checkpointing)."""
-        mine = self._in_backward()
-        return mine is not None and any(
-            theirs is not None and theirs.end != mine.end
-            for theirs in (root._in_backward() for root in ROOTS)
-        )
+    @override
+    def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        open_scope().call(what, parameters, *args)
 
 
 def shadow(unit: Unit, event: Event, detail: int) -> None:
     """On a rank without data: do what another rank says that it does, and compute nothing."""
-    if event is Event.ENTER:
-        unit.enter(unit.modules[detail], (), {}, computes=False)
-    elif event is Event.LEAVE:
-        unit.step.depth -= 1
-        unit.end_call(unit.step.calls.pop(), keep=bool(detail))
-    elif event is Event.BACK:
-        unit.pre_backward()
-    else:
-        root = root_of(unit)
-        assert root is not None
-        trained = root.trained() if detail else None
-        if event in (Event.OUTPUT, Event.COUNT):
-            more = 1 if event is Event.OUTPUT else -1
-            unit.step.pending += more
-            if trained is not None:
-                trained.due.forwards += max(more, 0)
-                trained.due.forwards_left += more
-        elif event is Event.OPEN:
-            root.open_backward()
-        elif event is Event.END:
-            root.launch_rest()
-        elif event is Event.LANDED:
-            root.finish_backward()
-        elif event is Event.GRADIENT:
-            root.on_gradient(unit, unit.params[0])
+    driver = Driver(unit)
+    match event:
+        case Event.ENTER:
+            driver.enter(detail)
+        case Event.OUTPUT:
+            driver.count(1, trained=bool(detail))
+        case Event.LEAVE:
+            driver.leave(keep=bool(detail))
+        case Event.OPEN:
+            driver.open_backward()
+        case Event.COUNT:
+            driver.count(-1, trained=bool(detail))
+        case Event.BACK:
+            driver.go_into()
+        case Event.GRADIENT:
+            driver.bring_gradient()
+        case Event.END:
+            driver.end_backward()
+        case Event.LANDED:
+            driver.land_backward()

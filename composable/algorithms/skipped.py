@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from composable.compilation import untraced, unwrapped
 from composable.contract.values import map_tensors
 from composable.engine.step.unit import Unit, units_below
+from composable.engine.step.visit import Visit
 from composable.errors import PhaseError
 
 T = TypeVar("T")
@@ -59,9 +60,11 @@ def _through(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module,
             x = _through(child, x, units, seen)
         return x
     units.remove(unit)
-    unit.enter(module, (), {}, computes=False)
+    visit = Visit(unit)
+    visit.enter(module, (), {}, computes=False)
     try:
-        if unit.root is not None and not unit.root.eager_because:
+        root = unit.root
+        if root is not None and not root.eager_because:
             raise PhaseError(
                 "skipped: compiled autograd is on, and each rank's graph reduces the gradients"
                 f" that it has. This rank would have none for unit '{unit.name}', and the others"
@@ -76,10 +79,10 @@ def _through(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module,
         enters = unit.trains or unit.given in (None, 2)
         y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor)) if enters else None
     except BaseException:
-        unit.on_error(module)
+        visit.on_error(module)
         raise
     with torch.set_grad_enabled(torch.is_grad_enabled() and (unit.trains or unit.given != 0)):
-        y = unit.leave(module, y)
+        y = visit.leave(module, y)
     return y if enters else x
 
 

@@ -26,7 +26,8 @@ from composable.engine.gradients.reduction import division_factors
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.param_group import Kind
 from composable.engine.params.param_hooks import DeferredHooks
-from composable.engine.step.root import Root, root_of
+from composable.engine.step.observer import DECISIONS
+from composable.engine.step.root import Root
 from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
 from composable.optim.in_backward import counted_in_backward
@@ -69,7 +70,7 @@ class TracedReduction:
         """Reduce the gradient of `parameter`."""
         if not (torch.compiler.is_dynamo_compiling() or backward_is_compiled()):
             unit = self._unit()
-            if unit is not None and (root := root_of(unit)) is not None:
+            if unit is not None and (root := unit.root) is not None:
                 _fall_back(root)
             self.ordinary(parameter)
             return
@@ -145,4 +146,4 @@ def _fall_back(root: Root) -> None:
         )
 
 
-Root.trace_reductions = staticmethod(trace_reductions)
+DECISIONS.answer(traced=trace_reductions)

@@ -78,8 +78,8 @@ from composable.contract.tree import (
 )
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.param_group import Kind
-from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, UnitSpec, settle
+from composable.engine.step.visit import HEARS, Visit
 from composable.errors import AnnotationError, unit_name
 from composable.policies import PolicyLike
 
@@ -362,7 +362,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
         **plan.settings,
     )
     on_undo(unit.restore)
-    unit.initialize(spec, Root)
+    unit.initialize(spec, HEARS)
     if mesh_info.mesh is not None:
         for module in dict.fromkeys(
             each for top in plan.modules for _, each in walk(top, stop=(SHARD, REPLICATE))
@@ -372,9 +372,10 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
                 vars(module)[_MANAGED] = _Gathers(unit)
     if name == SHARD and mesh_info.mesh is not None:
         move_buffers(plan.modules, mesh_info.device)
+    visit = Visit(unit)
     for module in plan.modules:
         on_undo(partial(detach, module, name))
-        attach(module, name, unit)
+        attach(module, name, visit)
         if plan.modules is plan.top and "no_sync" not in vars(module):
             # where loops written for DDP, and trainers, look for it
             on_undo(partial(unbind_method, module, "no_sync"))

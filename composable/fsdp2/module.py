@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import UnshardHandle
+from typing_extensions import override
 
 from composable.api import scopes
 from composable.api.accumulation import launch_reductions, reduce_gradients
@@ -25,7 +26,8 @@ from composable.contract.methods import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.param_group import ParamGroup
-from composable.engine.step.root import WHEN_LANDED
+from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.root import roots_of
 from composable.engine.step.unit import BY_HAND, Unit, units_below
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
 
@@ -65,13 +67,15 @@ AUTOMATIC: Final[WeakSet[Unit]] = WeakSet()
 _ends_keeping: Final[WeakKeyDictionary[Unit, None]] = WeakKeyDictionary()
 
 
-def _end_keeping() -> None:
-    for unit in [*_ends_keeping]:
-        unit.release(_KEEP)
-    _ends_keeping.clear()
+class _EndOfKeeping(Observer):
+    @override
+    def gradients_landed(self) -> None:
+        for unit in [*_ends_keeping]:
+            unit.release(_KEEP)
+        _ends_keeping.clear()
 
 
-WHEN_LANDED.append(_end_keeping)
+HEARERS.add(_EndOfKeeping())
 
 
 def _set_reduction(unit: Unit, **changes: bool) -> None:
@@ -89,7 +93,7 @@ def _follow_schedule(units: Sequence[Unit]) -> None:
 
     Before each of them, its stages ask to accumulate gradients.
     """
-    for root in dict.fromkeys(unit.root for unit in units if unit.root is not None):
+    for root in roots_of(units):
         asked = all(
             _reductions.get(unit, _Reduction()).mode(unit) is SyncMode.HOLD for unit in root.units
         )
@@ -384,7 +388,8 @@ class FSDPModule(metaclass=_AsksRegistry):
             PhaseError: the module is not the outermost one of its model.
         """
         unit = _unit("reset_iter_state", self)
-        if unit.root is not None and unit.root.units[0] is not unit:
+        root = unit.root
+        if root is not None and root.units[0] is not unit:
             raise PhaseError(
                 f"reset_iter_state was called on unit '{unit.name}'; call it on the outermost"
                 " sharded module, whose step it resets"

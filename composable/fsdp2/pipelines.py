@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from torch import nn
 from torch.distributed import fsdp
+from typing_extensions import override
 
-from composable.engine.step.prepare import BEFORE_SPLIT_BACKWARDS
+from composable.engine.step.observer import HEARERS, Observer
 from composable.fsdp2.module import TORCHS, FSDPModule
 from composable.fsdp2.verb import state
 
@@ -28,15 +29,19 @@ class _OfBoth:
         return state(module) or _VERB.state(module)
 
 
-def _serve() -> None:
-    for name in _MODULES:
-        names = vars(sys.modules.get(name, object))
-        for key, torchs, ours in (
-            ("FSDPModule", TORCHS, FSDPModule),
-            ("fully_shard", _VERB, _OfBoth),
-        ):
-            if names.get(key) is torchs:
-                setattr(sys.modules[name], key, ours)
+class _Stages(Observer):
+    """Lets the stages see annotated modules."""
+
+    @override
+    def splits_backwards(self) -> None:
+        for name in _MODULES:
+            names = vars(sys.modules.get(name, object))
+            for key, torchs, ours in (
+                ("FSDPModule", TORCHS, FSDPModule),
+                ("fully_shard", _VERB, _OfBoth),
+            ):
+                if names.get(key) is torchs:
+                    setattr(sys.modules[name], key, ours)
 
 
-BEFORE_SPLIT_BACKWARDS.append(_serve)
+HEARERS.add(_Stages())

@@ -38,7 +38,7 @@ from composable.engine.params.param import (
     model_group_of,
     unit_mesh_of,
 )
-from composable.engine.step.root import announce
+from composable.engine.step.observer import announce
 from composable.errors import ClippingError, NonFiniteError
 from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import stepped_in_backward

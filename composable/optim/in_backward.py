@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from composable.compilation import untraced
 from composable.engine.params.param import label_of
-from composable.engine.step.root import WHEN_LANDED
+from composable.engine.step.observer import HEARERS, Observer
 from composable.errors import OptimizerError, PhaseError
 from composable.memory.torch_private import in_backward
 
@@ -149,7 +150,13 @@ def _end_step() -> None:
         call()
 
 
-WHEN_LANDED.append(_end_step)
+class _EndOfStep(Observer):
+    @override
+    def gradients_landed(self) -> None:
+        _end_step()
+
+
+HEARERS.add(_EndOfStep())
 
 
 def counted_in_backward(parameters: Iterable[Tensor]) -> bool:

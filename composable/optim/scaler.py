@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable.engine.params.param import label_of, model_group_of
-from composable.engine.step.root import announce
+from composable.engine.step.observer import announce
 from composable.errors import OptimizerError
 from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import OptimizerInBackward

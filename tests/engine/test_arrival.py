@@ -21,8 +21,8 @@ from composable.contract.tree import Place
 from composable.engine.gradients.arrival import FIRST_BYTES, Buckets
 from composable.engine.params.param import ParamInfo
 from composable.engine.step.agreed import Agreed
-from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, UnitSpec
+from composable.engine.step.visit import HEARS
 from composable.errors import PhaseError
 from tests.engine.layouts import SETTINGS
 from tests.engine.ranks import CPU
@@ -40,7 +40,10 @@ def _unit(
         module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(size, dtype=_DTYPES[kind])))
     params = tuple(ParamInfo(name, (Place(module, name),)) for name in module._parameters)
     unit = Unit()
-    unit.initialize(UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes), Root)
+    unit.initialize(
+        UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes),
+        HEARS,
+    )
     return unit, Buckets([unit], lambda: None, Agreed((ref(unit),)))
 
 

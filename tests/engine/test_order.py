@@ -121,7 +121,7 @@ _FORWARDS: Final[dict[str, tuple[list[list[int]], str]]] = {
             " wait 2, run 2"
         ),
     ),
-    # Each rank may evaluate what it likes in scopes, so only a backward that has landed replaces it.
+    # Each rank may evaluate what it likes in scopes: only a backward that has landed replaces it.
     "forwards without gradients leave the record of the first as it was": (
         [[0, 1, 2], [2, 0], [2, 0]],
         "gather 0, gather 2, wait 2, run 2, wait 0, run 0",

@@ -68,6 +68,11 @@ class Due:
     forwards: int = 0
     forwards_left: int = 0
 
+    def count(self, more: int) -> None:
+        """More forwards wait for this backward, or fewer."""
+        self.forwards += max(more, 0)
+        self.forwards_left += more
+
 
 class PostBackward:
     """See the top of this file.

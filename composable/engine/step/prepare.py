@@ -8,7 +8,7 @@ difference is looked into.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, call, is_, is_not
@@ -42,6 +42,7 @@ from composable.engine.params.param import (
 )
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.protocol import has_protocol
+from composable.engine.step.observer import HEARERS
 from composable.engine.step.ties import follow_ties
 from composable.engine.step.unit import BY_HAND, Unit, unit_of, units_below
 from composable.errors import (
@@ -69,10 +70,6 @@ _dtype_of: Final = attrgetter("dtype")
 _grad_dtype_of: Final = attrgetter("grad_dtype")
 
 
-# Called in forwards of a pipeline schedule that splits backwards, where nothing reduces what these
-# bring: `composable.fsdp2.pipelines` lets the stages see annotated modules.
-BEFORE_SPLIT_BACKWARDS: Final[list[Callable[[], None]]] = []
-
 _TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `_warn_of_unmanaged_around` has told
 
 
@@ -90,7 +87,7 @@ class Tree(Protocol):
     @property
     def in_step(self) -> bool: ...
 
-    def make_buckets(self) -> None: ...
+    def unit_rebuilt(self) -> None: ...
 
 
 class Preparation:
@@ -124,8 +121,8 @@ class Preparation:
         if torch.is_grad_enabled():
             schedule = split_backward_schedule()
             root.split_by = schedule if schedule and _needs_hooks(root.units) else ""
-            for callback in BEFORE_SPLIT_BACKWARDS if root.split_by else ():
-                callback()
+            for hear in HEARERS.splits_backwards if root.split_by else ():
+                hear()
         if not self._looked_around and torch.is_grad_enabled():
             self._looked_around = True
             if ddp is None and not _is_alone(root):

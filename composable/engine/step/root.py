@@ -43,18 +43,17 @@ from __future__ import annotations
 import enum
 import logging
 import sys
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, count, islice
 from operator import attrgetter
 from traceback import walk_stack
-from typing import Any, ClassVar, Final, NoReturn
+from typing import Any, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable.comm.base import Comm
 from composable.comm.ledger import debug_enabled, ledger_of
@@ -64,10 +63,19 @@ from composable.contract.tree import TreeWatch, names_below
 from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.param_group import Kind
-from composable.engine.params.param_hooks import hear_arrivals
 from composable.engine.step.agreed import agreed_by
+from composable.engine.step.observer import DECISIONS, HEARERS, announce, gradients_landed
 from composable.engine.step.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
-from composable.engine.step.unit import BY_HAND, EXPLICIT, Unit, UnitCall, unit_of, units_below
+from composable.engine.step.unit import (
+    BACKWARD,
+    BY_HAND,
+    EXPLICIT,
+    UNSEEN,
+    Unit,
+    UnitCall,
+    unit_of,
+    units_below,
+)
 from composable.errors import (
     CommunicationError,
     DifferentiationError,
@@ -81,7 +89,6 @@ from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
 from composable.memory.torch_private import (
     backward_id,
-    current_node,
     in_backward,
     on_backward_end,
     outside_transforms,
@@ -210,7 +217,7 @@ class BackwardEnd:
                 for root in self.roots:
                     root.finish_backward()
             self.roots = []
-            all_landed()
+            gradients_landed()
         except BaseException:
             self._restore()  # now: the traceback keeps this object
             raise
@@ -223,25 +230,6 @@ class BackwardEnd:
         roots, self.roots = self.roots, []
         for root in roots:
             root.on_failed_backward()
-
-
-# Called when the gradients of a backward, or of `reduce_held`, have landed on all parameters.
-WHEN_LANDED: Final[list[Callable[[], None]]] = []
-
-
-def all_landed() -> None:
-    for callback in WHEN_LANDED:
-        callback()
-
-
-# Called with its name, parameters and arguments when a function is about to communicate over the
-# gradients of parameters, outside of forward and backward.
-BEFORE_CALLS: Final[list[Callable[..., None]]] = []
-
-
-def announce(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
-    for callback in BEFORE_CALLS:
-        callback(what, parameters, *args)
 
 
 ROOTS: Final[WeakSet[Root]] = WeakSet()
@@ -285,12 +273,6 @@ class Root:
             forward; empty if the compiler does.
     """
 
-    # Called when a forward begins under compiled autograd. Lets the compiler reduce the gradients,
-    # or returns why it cannot. `composable.algorithms.traced` sets it.
-    trace_reductions: ClassVar[Callable[[Root], str]]
-    # Of which class roots are, see `use_roots_of`.
-    in_use: ClassVar[type[Root]]
-
     def __init__(
         self, modules: Sequence[nn.Module], units: Sequence[Unit], shared: Sequence[Unit] = ()
     ) -> None:
@@ -318,30 +300,6 @@ class Root:
         self._preparation = Preparation(self)
 
     @staticmethod
-    def for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
-        """The root of a forward of `module` that begins."""
-        root = root_of(unit)
-        if root is not None and root.step.running:
-            forward = root.step.forward
-            if forward is None or forward.module is not module or not computes:
-                return root
-            if _is_called_inside_its_call(module):
-                return root
-            # Entered again from outside: an interrupt ended the last forward without a word.
-            drop_open_calls(root, entering=module)
-            root.reset("its forward did not end")
-        elif root is not None and root.phase in (Phase.BACKWARD, Phase.LOST):
-            root.reset("its backward did not finish")
-        if root is not None and not root._gone and any(tree.changed() for tree in root._trees):
-            # from where it was planned, as on ranks whose modules are as before
-            if Root.plan(root.units[0], root.modules[0]) is not root:
-                root.forget()
-            root = root_of(unit)
-        if root is None or root._gone:
-            root = Root.plan(unit, module)
-        return root
-
-    @staticmethod
     def plan(unit: Unit, module: nn.Module) -> Root:
         """Plan `module` and what is below it as one tree; also what is below the other modules of
         its unit.
@@ -367,17 +325,17 @@ class Root:
         for each in units:
             if id(each.modules[0]) in names:
                 each.rename(names[id(each.modules[0])])
-        for former in _roots_of(units):
+        for former in roots_of(units):
             if former.phase in (Phase.BACKWARD, Phase.LOST) and not in_backward():
                 former.reset()
             if former.modules == tops and set(former.units) == set(units) and not former._gone:
                 former._watch_tree(shared)  # of units nothing has changed
                 return former
-        root = Root.in_use(tops, units, shared)
+        root = Root(tops, units, shared)
         for each in units:
-            each.root = root
+            each.follow_root(root)
         for each in shared:
-            each.relations.is_shared = True
+            each.relations.share()
         return root
 
     def forget(self) -> None:
@@ -385,7 +343,7 @@ class Root:
         self._gone = True
         for unit in self.units:
             if unit.root is self:
-                unit.root = None
+                unit.follow_root(None)
 
     @property
     def running(self) -> list[Unit]:
@@ -400,10 +358,14 @@ class Root:
     def name(self) -> str:
         return self.units[0].name
 
-    @property
-    def source(self) -> int:
-        """The rank that buffers follow."""
-        return 0
+    def is_in(self, unit: Unit) -> bool:
+        """Whether a backward is in `unit`."""
+        return self.step.iteration is not None and unit in self.step.iteration.active
+
+    def ends_after(self, other: Root) -> bool:
+        """Whether it is in a backward around the one that `other` is in."""
+        mine, theirs = self._in_backward(), other._in_backward()
+        return mine is not None and theirs is not None and mine.end != theirs.end
 
     def agree_anew(self) -> None:
         """All ranks have changed the same: compare and agree in the next step as in the first."""
@@ -415,11 +377,11 @@ class Root:
         """The compiler does not reduce gradients any more."""
         self.eager_because = self.agreed.untraced = why
 
-    def make_buckets(self) -> None:
+    def unit_rebuilt(self) -> None:
         """Parameters of a unit were replaced."""
         self.post_backward.make_buckets()
 
-    def follow_comm_hooks(self) -> None:
+    def hooks_changed(self) -> None:
         """Communication hooks of a unit were changed."""
         self.post_backward.buckets.follow_comm_hooks()
 
@@ -439,29 +401,9 @@ class Root:
         """Whether forwards or a backward are under way, or forwards wait for their backward."""
         return self.step.iteration is not None
 
-    def needs(self, unit: Unit) -> bool:
-        """Whether a backward needs the unit's parameters to stay as they are: it is in the unit, or
-        may come to it unseen.
-        """
-        iteration = self.step.iteration
-        if iteration is None:
-            return False
-        needed = unit in iteration.active or unit in iteration.untracked
-        return needed and self.phase is not Phase.LOST
-
-    def trained(self) -> Iteration | None:
+    def trained(self) -> Due | None:
         """What counts a call that is trained on."""
-        return self.step.iteration
-
-    def shows(self, unit: Unit) -> bool:
-        """Whether the unit's modules hold compute parameters for longer than its own forward."""
-        iteration = self.step.iteration
-        if iteration is None:
-            return False
-        if unit in iteration.active:
-            return True
-        beside = unit in self.post_backward.beside
-        return beside and (bool(self.step.running) or iteration.end is not None)
+        return self._due()
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -472,19 +414,18 @@ class Root:
         Args:
             inputs: of the module; None if this rank does not compute it.
         """
-        unit = call.unit
-        call.outermost = not self.step.running
-        if call.outermost:
+        unit, outermost = call.unit, not self.step.running
+        if outermost:
             self._begin(call.module)
         step = self.step
         forward = step.forward
         assert forward is not None
         for outer in step.running if forward.with_gradients else ():
             if outer is not unit:
-                outer.relations.ran_around[unit] = None
-        call.inside = (
-            not call.outermost and unit.kind is not Kind.ARRIVAL
-        ) or self._is_called_by_another(unit)
+                outer.relations.run_around(unit)
+        inside = (not outermost and unit.kind is not Kind.ARRIVAL) or self._is_called_by_another(
+            unit
+        )
         step.running.append(unit)
         try:
             iteration = step.iteration
@@ -497,12 +438,13 @@ class Root:
                     forward.cursor = self.order.index(unit, forward.cursor) + 1
                 except ValueError:
                     pass  # it did not run there
-            call.forward = forward.number
             given = None if unit.trains or inputs is None else unit.describe_inputs(inputs)
             if not unit.compared:
                 given = self._check_order(unit, given, forward)
             if given is not None and forward.with_gradients:
-                unit.given = self._given[self.units.index(unit)] = given
+                self._given[self.units.index(unit)] = given
+                unit.follow_given(given)
+            call.take_place(forward.number, outermost=outermost, inside=inside)
             self._gather(unit, islice(self.order, forward.cursor, None))
             if unit in forward.gathered:
                 del forward.gathered[unit]
@@ -525,8 +467,7 @@ class Root:
             # No backward can go through a graph any more that was made before an optimizer step.
             for unit in self.units:
                 if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
-                    unit.step.pinned = False
-                    unit.free()
+                    unit.unpin()
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
         for unit in self.units:
             if unit.step.to_run:
@@ -536,7 +477,7 @@ class Root:
             unit.follow_casts()
             if grad:
                 # this forward uses what was gathered, and frees it as usual
-                del unit.kept_by[EXPLICIT]
+                unit.end_explicit()
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
         for unit in self.units:
             if not unit.kept_by and unit not in explicit:
@@ -555,25 +496,23 @@ class Root:
             self._show()
             if grad:
                 # as DDP does; buffers of replicated units only
-                broadcast_buffers(self.units, self.source, saved=saved)
+                broadcast_buffers(self.units, DECISIONS.source(), saved=saved)
         except BaseException:
             if not saved:
                 self.step.iteration = None
             for unit in self.post_backward.beside:  # nobody leaves this forward
-                unit.hold_at_rest()
+                unit.end_show()
             raise
         if grad:
             if backward_will_be_compiled():
-                self.eager_because = Root.trace_reductions(self)
+                self.eager_because = DECISIONS.traced(self)
             elif not self.eager_because:
                 self.eager_because = NOT_ON
         keep_idle_memory(self)
 
     def _show(self) -> None:
         for unit in self.post_backward.beside:
-            unit.unshard()
-            unit.wait_for_unshard()
-            unit.swap_in()
+            unit.show_in_root()
 
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
@@ -584,7 +523,7 @@ class Root:
             # inputs of frozen units may require gradients now, or no longer
             self._given = self.agreed.given.setdefault(trained, {})
             for index, unit in enumerate(self.units):
-                unit.given = self._given.get(index)
+                unit.follow_given(self._given.get(index))
 
     def _free_last(self, unit: Unit, iteration: Iteration) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay:
@@ -633,8 +572,6 @@ class Root:
             keep: its parameters must outlive forward: an output aliases them, or backward cannot be
                 followed to the unit.
         """
-        if call.root is None:
-            return  # a recomputation: backward needs the unit next
         unit, iteration, grad = call.unit, self.step.iteration, torch.is_grad_enabled()
         assert iteration is not None
         self.step.running.pop()
@@ -647,6 +584,7 @@ class Root:
                     del iteration.finished[: REMEMBERED // 2]
             if keep:
                 iteration.untracked[unit] = None
+                unit.need(UNSEEN)
         after = unit.spec.reshard_after_forward
         if not keep and not unit.must_stay:
             # None: stays until another unit has run (`_free_last`); False: stays; True: goes; a
@@ -675,7 +613,7 @@ class Root:
                 self._compare_place(comm, None, -1)
             warn_of_equal_shards(forward.compared)
             for unit in forward.compared:
-                unit.compared = True
+                unit.pass_comparison()
         if forward.order and not self._is_kept:
             if grad:
                 iteration.order = forward.order
@@ -684,8 +622,7 @@ class Root:
         self.step.forward = None
         if iteration.end is None:
             for unit in self.post_backward.beside:
-                if EXPLICIT not in unit.kept_by and not unit.step.to_run:
-                    unit.swap_out()
+                unit.end_show()
         waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         if not waits and iteration.end is None:
@@ -724,7 +661,7 @@ class Root:
         """
         comm = unit.mesh_info.all
         if comm.size == 1 or not unit.is_sharded:
-            unit.compared = True
+            unit.pass_comparison()
             return given
         if self._is_kept:
             return given
@@ -768,7 +705,10 @@ class Root:
             )
         if UNLANDED:
             land_held([self])
-        by_arrival = self._takes_part_alone()  # buckets may be launched while gradients arrive
+        for hear in HEARERS.opens_backward:
+            hear(self)
+        # buckets may be launched while gradients arrive
+        by_arrival = DECISIONS.by_arrival() and self._takes_part_alone()
         if iteration is None:
             # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.step.iteration = Iteration(self._streams.here())
@@ -776,7 +716,7 @@ class Root:
         # the engine alone holds it: what raises below must not keep it with its traceback
         iteration.end = ref(_end_of_backward(self))
         for unit in self.units:
-            unit.kept_by.pop(EXPLICIT, None)
+            unit.end_explicit()
         self._preparation.follow_freezing()  # what `requires_grad` says now decides
         self._show()
         self.post_backward.buckets.open(by_arrival=by_arrival)
@@ -784,7 +724,7 @@ class Root:
             # Buckets are launched in every backward, used or not. And what runs again in a backward
             # is no forward.
             if unit.root is not None or unit.kind is Kind.ARRIVAL:
-                (root_of(unit) or Root.plan(unit, unit.modules[0])).open_backward()
+                (unit.root or Root.plan(unit, unit.modules[0])).open_backward()
         return iteration
 
     def refuse_compiled(self) -> NoReturn:
@@ -824,11 +764,10 @@ class Root:
 
     def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None:
         """Backward is about to go through an output of `unit`, which `call` made."""
-        if call is not None and call.waits:
-            call.waits = False
-            call.step.pending -= 1
-            if call.trained is not None:
-                call.trained.due.forwards_left -= 1
+        for hear in HEARERS.comes_back:
+            hear(self, unit, call)
+        if call is not None:
+            call.come_back()
         iteration = self.step.iteration
         if iteration is None or self.phase is not Phase.BACKWARD:
             iteration = self._open_backward()
@@ -842,6 +781,8 @@ class Root:
         """Gather the unit that backward is about to go through, and leave those that it has gone
         through.
         """
+        for hear in HEARERS.goes_into:
+            hear(self, unit)
         if unit in iteration.active:
             if torch.is_grad_enabled():
                 self._note_graph(unit, iteration)  # also where a recomputation has entered it
@@ -859,6 +800,7 @@ class Root:
                 if other.step.pending <= 0 and other not in iteration.untracked:
                     self.post_backward.leave(other, iteration.due)
         iteration.active.append(unit)
+        unit.need(BACKWARD)
         self.post_backward.enter(unit, iteration.due)
         finished = iteration.finished
         for position in range(len(finished) - 1, -1, -1) if unit.gathers else ():
@@ -875,30 +817,6 @@ class Root:
         iteration.due.builds_graph = True
         unit.pin()
 
-    def before_recomputation(self, again: UnitCall) -> UnitCall | None:
-        """Checkpointing is about to run a forward again, for the node that backward is at.
-
-        Whether this is a node of the last unit in the checkpointed part, or one behind it, differs
-        between ranks if some skip that unit. So backward enters the unit now, and before it those
-        around it: on all ranks in one order, before the recomputation gathers others.
-
-        Returns:
-            The call that is run again; None if it ran without gradients (reentrant checkpointing).
-        """
-        calls, inside = self.step.calls, list[UnitCall]()  # the last call, and those around it
-        for index in range(
-            bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1
-        ):
-            call = calls[index]
-            if call.watched and (not inside or inside[-1].unit in call.unit.relations.ran_around):
-                inside.append(call)
-            if call.unit is again.unit:
-                with torch.no_grad():  # of the backward; recomputations have gradients
-                    for entered in reversed(inside):
-                        entered.unit.pre_backward(entered)
-                return call
-        return None
-
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
         iteration = self.step.iteration
@@ -911,6 +829,8 @@ class Root:
         else:
             # a parameter that was read outside of its module, or after the unit was left
             iteration.due.to_reduce[unit] = None
+            for hear in HEARERS.gradient_came:
+                hear(unit)
 
     def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated on an at-rest parameter, and not on the form that modules
@@ -940,9 +860,7 @@ class Root:
         """
         if unit in iteration.active:
             iteration.active.remove(unit)
-        if not self.step.running:
-            unit.step.to_run = []  # a recomputation ran some of its modules only
-        unit.hold_at_rest()
+        unit.leave_backward(in_forward=bool(self.step.running))
         if len(unit.modules) == 1 or unit.step.pending <= 0:
             unit.free()  # of several modules: when backward has been in all that ran
 
@@ -950,6 +868,8 @@ class Root:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it
         (first stages of hybrid meshes).
         """
+        for hear in HEARERS.ends_backward:
+            hear(self)
         iteration = self._in_backward()
         if iteration is None:
             return
@@ -963,6 +883,8 @@ class Root:
         """Land everything and end the iteration. What an open forward or a new graph still needs
         passes to a new one.
         """
+        for hear in HEARERS.lands_backward:
+            hear(self)
         iteration = self._in_backward()
         if iteration is None:
             return
@@ -989,11 +911,7 @@ class Root:
         waiting = (index for index, call in enumerate(self.step.calls) if call.waits)
         del self.step.calls[: next(waiting, len(self.step.calls))]
         for unit in self.units:
-            if following is None:
-                unit.step.pending = 0  # no backward will come to the forwards that have been
-            if not self.step.running:
-                unit.step.to_run = []
-            unit.hold_at_rest()
+            unit.end_backward(in_forward=bool(self.step.running), goes_on=following is not None)
             if following is None or unit not in following.last:
                 unit.free()
         if not self.step.running and BY_HAND in self.units[0].kept_by:
@@ -1019,12 +937,10 @@ class Root:
         if self.phase is not Phase.LOST:
             return  # a forward has reset this step already, or another backward has begun
         for unit in self.units:
-            hear_arrivals(unit.gradients.arrivals.values())  # undoes what `PostBackward.enter` did
-            if not unit.step.depth:
-                unit.swap_out()
-                # with an accelerator a thread of autograd is here, beside the caller's next forward
-                if self._streams.here() is None and unit.is_unsharded:
-                    unit.free()
+            unit.lose_backward()
+            # with an accelerator a thread of autograd is here, beside the caller's next forward
+            if not unit.step.depth and self._streams.here() is None and unit.is_unsharded:
+                unit.free()
         if not self.step.running:
             release_idle_memory(self)
 
@@ -1049,7 +965,7 @@ class Root:
                 held[0],
             )
         for unit in dict.fromkeys([*due.over_replicas, *due.in_flight, *self.units]):
-            unit.kept_by.pop(BY_HAND, None)
+            unit.end_split()
             unit.drop_step()
             begun = unit in due.to_reduce
             gradients: list[Callable[[], None]] = [
@@ -1075,7 +991,7 @@ class Root:
         All ranks call it outside of forward and backward, before the first of these backwards.
         """
         for unit in self.units:
-            unit.kept_by[BY_HAND] = None
+            unit.keep(BY_HAND)
             unit.unshard()
         for unit in self.units:
             unit.wait_for_unshard()
@@ -1097,8 +1013,7 @@ class Root:
         """As after `unshard()`, which ends with every forward and backward."""
         for unit in self.units:
             if unit.is_unsharded:
-                unit.kept_by[EXPLICIT] = None
-                unit.show()
+                unit.reveal()
 
     # --- without a backward ----------------------------------------------------------------------
 
@@ -1127,18 +1042,6 @@ class Root:
         wait_for_traffic()
 
 
-Root.in_use = Root
-
-
-def use_roots_of(kind: type[Root]) -> None:
-    """From now on let all roots be of this class: of one that does more in each step, or `Root`
-    again.
-    """
-    Root.in_use = kind
-    for root in ROOTS:
-        root.__class__ = kind
-
-
 def _drop(unit: Unit, drop: Callable[[], None]) -> None:
     """Give up a part of a step; what failed in flight must not keep the rest."""
     try:
@@ -1156,14 +1059,32 @@ def _related_to(top: Unit) -> set[int]:
     return {relations.number, *relations.around, *inside}
 
 
-def root_of(unit: Unit) -> Root | None:
-    """The root of the unit's last forward; None before the first, and after the tree changed."""
-    assert unit.root is None or isinstance(unit.root, Root)
-    return unit.root
+def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
+    """The root of a forward of `module` that begins."""
+    root = unit.root
+    if root is not None and root.step.running:
+        forward = root.step.forward
+        if forward is None or forward.module is not module or not computes:
+            return root
+        if _is_called_inside_its_call(module):
+            return root
+        # Entered again from outside: an interrupt ended the last forward without a word.
+        drop_open_calls(root, entering=module)
+        root.reset("its forward did not end")
+    elif root is not None and root.phase in (Phase.BACKWARD, Phase.LOST):
+        root.reset("its backward did not finish")
+    if root is not None and not root._gone and any(tree.changed() for tree in root._trees):
+        # from where it was planned, as on ranks whose modules are as before
+        if Root.plan(root.units[0], root.modules[0]) is not root:
+            root.forget()
+        root = unit.root
+    if root is None or root._gone:
+        root = Root.plan(unit, module)
+    return root
 
 
-def _roots_of(units: Iterable[Unit]) -> list[Root]:
-    return [root for root in dict.fromkeys(map(root_of, units)) if root is not None]
+def roots_of(units: Iterable[Unit]) -> list[Root]:
+    return [root for root in dict.fromkeys(unit.root for unit in units) if root is not None]
 
 
 def planned_roots(units: Sequence[Unit]) -> list[Root]:
@@ -1171,7 +1092,7 @@ def planned_roots(units: Sequence[Unit]) -> list[Root]:
     for unit in units:
         if unit.root is None:
             Root.plan(unit, unit.modules[0])
-    return _roots_of(units)
+    return roots_of(units)
 
 
 def _is_called_inside_its_call(module: nn.Module) -> bool:
@@ -1198,7 +1119,7 @@ def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:
 
 def reset(modules: Sequence[nn.Module]) -> None:
     """Give up the step that the roots of these modules are in."""
-    for root in _roots_of(units_below(modules)):
+    for root in roots_of(units_below(modules)):
         drop_open_calls(root)
         root.reset()
 
@@ -1223,4 +1144,4 @@ def land_held(roots: Sequence[Root] = UNLANDED) -> None:
         if root in UNLANDED:  # no hook of a user's has stepped an optimizer, which lands all
             root.land_held()
     if unlanded:
-        all_landed()
+        gradients_landed()

@@ -1,25 +1,23 @@
-"""What one call of a verb leaves on its modules: the parameter groups, their gradient buckets, and
-the four hooks.
+"""What one call of a verb leaves on its modules: the parameter groups, and their gradient buckets.
 
 `fully_shard` and `replicate` make the same class. They differ in the mesh info (over which ranks
 parameters are sharded and gradients summed) and, for a model that is only replicated, in when
 gradients are reduced (`arrival.py`).
 
 In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`,
-`Gradients`), what it asks of its root (`Schedule`), and `Unit`: construction, which parameters
-modules hold, unshard and reshard, the four hooks, gradients. Offload to the host, removal and
-copies come last; no step needs them.
+`Gradients`), and `Unit`: construction, which parameters
+modules hold, unshard and reshard, what a step does to it, gradients. It is passive: `visit.py` and
+`root.py` say what happens. Offload to the host, removal and copies come last; no step needs them.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import ref
 
 import torch
@@ -31,8 +29,6 @@ from torch.distributed.tensor import DTensor
 from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
 from composable.compilation import (
-    backward_is_compiled,
-    backward_will_be_compiled,
     traceable,
     untraced,
 )
@@ -41,7 +37,6 @@ from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.edits.copies import attach_copying, detach_copying, twin_of
-from composable.engine.edits.explain import explain
 from composable.engine.edits.loading import StateDictHook, warn_of_other_groups
 from composable.engine.edits.removal import Whole, gather_whole, restore
 from composable.engine.gradients.grad_bucket import GradBucket
@@ -70,13 +65,10 @@ from composable.engine.params.precision import (
     BufferHolder,
     ExactModule,
     Precision,
-    cast,
-    moved,
     resolve,
 )
 from composable.engine.step.agreed import Agreed
-from composable.engine.step.outputs import refuse_compiled, watch
-from composable.errors import AnnotationError, OutputError, PhaseError, unit_name
+from composable.errors import AnnotationError, PhaseError, unit_name
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     can_take_data,
@@ -85,6 +77,9 @@ from composable.memory.torch_private import (
     local_of,
     next_node,
 )
+
+if TYPE_CHECKING:
+    from composable.engine.step.root import Root  # which a unit tells what changed, and no more
 
 # The reason for modules to hold whole parameters outside of forwards, after `unshard` or in
 # `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
@@ -130,80 +125,10 @@ class UnitSpec:
     left_alone: tuple[Place, ...] = ()
 
 
-class Schedule(Protocol):
-    """The order of a step, which the hooks of units call: `Root`, which does not stand here because
-    it knows units.
+class Counted(Protocol):
+    """What counts the forwards that are trained on: the iteration."""
 
-    Attributes:
-        units: all that are below the outermost annotated module that was called.
-        eager_because: why the engine, and not the compiler, reduces the gradients of the last
-            forward; empty if it does not.
-        split_by: the pipeline schedule that called the last forward, if it splits backwards and
-            nothing reduces what these bring.
-    """
-
-    units: list[Unit]
-    eager_because: str
-    split_by: str
-
-    @staticmethod
-    def for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Schedule:
-        """The schedule of a forward of `module` that begins."""
-
-    @staticmethod
-    def plan(unit: Unit, module: nn.Module) -> Schedule:
-        """A new one for `module` and what is below it."""
-
-    @property
-    def running(self) -> list[Unit]:
-        """Units whose forward is under way, outermost first."""
-
-    @property
-    def in_step(self) -> bool:
-        """Whether forwards or a backward are under way, or forwards wait for their backward."""
-
-    def needs(self, unit: Unit) -> bool:
-        """Whether a backward needs the unit's parameters to stay as they are."""
-
-    def shows(self, unit: Unit) -> bool:
-        """Whether the unit's modules hold compute parameters for longer than its own forward."""
-
-    def trained(self) -> Any:
-        """What counts a call that is trained on; None if there is none."""
-
-    def enter_forward(self, call: UnitCall, inputs: object) -> None: ...
-
-    def leave_forward(self, call: UnitCall, *, keep: bool) -> None: ...
-
-    def on_error(self, unit: Unit) -> None: ...
-
-    def before_recomputation(self, again: UnitCall) -> UnitCall | None:
-        """Returns the call that is about to run again, if it is known."""
-
-    def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None: ...
-
-    def on_gradient(self, unit: Unit, param: ManagedParam) -> None: ...
-
-    def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None: ...
-
-    def refuse_compiled(self) -> NoReturn: ...
-
-    def hold_by_hand(self) -> None:
-        """Split backwards assign gradients to what `parameters()` gives."""
-
-    def end_by_hand(self) -> None:
-        """They do so no more."""
-
-    def make_buckets(self) -> None:
-        """Parameters of a unit were replaced."""
-
-    def follow_comm_hooks(self) -> None:
-        """Communication hooks of a unit were changed."""
-
-    def forget(self) -> None:
-        """A unit came or went below."""
-
-    def reset(self, why: str = "") -> None: ...
+    def count(self, more: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -213,14 +138,14 @@ class UnitCall:
     Attributes:
         step: of the unit; a backward that comes after it was lost counts nowhere.
         since: the number of autograd's next node when the call began.
-        root: None if the call recomputes what checkpointing dropped.
+        root: of the forward; None if the call recomputes what checkpointing dropped.
         outermost: of the root.
         inside: another forward runs around the call, so backward must enter the unit on all ranks
             or on none. The kind ARRIVAL does not need that, unless roots share the unit.
-        entered: `enter` did not raise.
+        entered: the module computes.
         anchors: outputs get a node also where this rank used no parameter, because other ranks may
             have. A recomputation repeats what its forward did.
-        watched: backward comes to its outputs, and calls `Unit.pre_backward` with it.
+        watched: backward comes to its outputs, and is heard there.
         waits: backward has not come to them yet. Several outputs count once.
         forward: `Forward.number` of the root's; None for a recomputation, which does not count.
         trained: the iteration, of a call of the outermost module in training mode.
@@ -230,7 +155,7 @@ class UnitCall:
     step: UnitStep
     module: nn.Module
     since: int
-    root: Schedule | None
+    root: Root | None
     outermost: bool = False
     inside: bool = False
     entered: bool = False
@@ -238,7 +163,39 @@ class UnitCall:
     watched: bool = False
     waits: bool = False
     forward: int | None = None
-    trained: Any = None
+    trained: Counted | None = None
+
+    def take_place(self, forward: int, *, outermost: bool, inside: bool) -> None:
+        """It begins in a forward of the root, and it is known what ranks give the unit."""
+        self.forward, self.outermost, self.inside = forward, outermost, inside
+        unit = self.unit
+        needs = inside and (unit.trains or unit.given == 2)
+        unit.anchors = self.anchors = needs and unit.mesh_info.all.size > 1
+
+    def repeat(self, before: UnitCall | None) -> None:
+        """It recomputes what `before` did, or the last forward."""
+        self.anchors = self.unit.anchors if before is None else before.anchors
+
+    def wait(self, trained: Counted | None) -> None:
+        """Backward will come to its outputs."""
+        self.watched = self.waits = True
+        self.trained = trained
+        self.step.pending += 1
+        if trained is not None:
+            trained.count(1)
+
+    def come_back(self) -> None:
+        """Backward has come to an output."""
+        if self.waits:
+            self.waits = False
+            self.step.pending -= 1
+            if self.trained is not None:
+                self.trained.count(-1)
+
+
+# Reasons for a unit's parameters to stay as they are for a backward, `UnitStep.needed_by`.
+BACKWARD: Final = "backward is in the unit"
+UNSEEN: Final = "backward may come to the unit unseen"
 
 
 class UnitStep:
@@ -252,17 +209,30 @@ class UnitStep:
             Until all have, modules hold compute parameters: code between two of them reads the
             weight of the next (losses that are fused with the head do).
         pinned: a graph of `create_graph=True` needs the parameters.
+        needed_by: why a backward needs them, as far as it does.
+        shown: a forward or backward of the root is under way, during all of which modules hold
+            compute parameters (replicated units next to shards).
         unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are
             still to be called.
     """
 
-    __slots__ = ("calls", "depth", "pending", "pinned", "to_run", "unhooked")
+    __slots__ = (
+        "calls",
+        "depth",
+        "needed_by",
+        "pending",
+        "pinned",
+        "shown",
+        "to_run",
+        "unhooked",
+    )
 
     def __init__(self) -> None:
         self.calls: list[UnitCall] = []
         self.depth = self.pending = 0
         self.to_run: list[nn.Module] = []
-        self.pinned = False
+        self.pinned = self.shown = False
+        self.needed_by: dict[str, None] = {}
         self.unhooked: dict[ManagedParam, None] = {}
 
 
@@ -290,6 +260,14 @@ class Relations:
     ran_around: dict[Unit, None] = field(default_factory=dict)
     is_shared: bool = False
     model_group: ref[dist.ProcessGroup] | None = None
+
+    def run_around(self, unit: Unit) -> None:
+        """The forward of `unit` began while one of this one was running."""
+        self.ran_around[unit] = None
+
+    def share(self) -> None:
+        """It lies below several annotated models."""
+        self.is_shared = True
 
     def units_around(self) -> list[Unit]:
         """Those of `around` that are alive."""
@@ -348,7 +326,8 @@ class Unit:
     """
 
     spec: UnitSpec  # what the annotation asks for
-    root_class: type[Schedule]  # makes the root when a forward begins without one
+    # told of gradients that autograd has accumulated on what modules compute with, and at rest
+    hears: tuple[Callable[[Unit, ManagedParam], None], Callable[[Unit, ManagedParam], None]]
     mesh_info: MeshInfo  # the ranks over which parameters are sharded, and gradients summed
 
     def __init__(self) -> None:
@@ -372,7 +351,7 @@ class Unit:
         self._buffers: BufferCasts | None = None  # the same for buffers that are cast
 
         # --- a step
-        self.root: Schedule | None = None  # of the last forward; None after the tree changed
+        self.root: Root | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
         # Of a frozen unit, how it was last computed: 0 without autograd, 1 with inputs that require
         # no gradients, 2 with inputs that do; None: not known. Backward enters it in case 2 only,
@@ -381,7 +360,7 @@ class Unit:
         self.given: int | None = None
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
-        self._anchors = False  # `UnitCall.anchors` of the last forward
+        self.anchors = False  # `UnitCall.anchors` of the last forward
 
         # --- what users have asked for
         self.kept_by: dict[object, None] = {}  # scopes that ask for it to stay unsharded
@@ -399,9 +378,13 @@ class Unit:
 
     # --- construction ----------------------------------------------------------------------------
 
-    def initialize(self, spec: UnitSpec, root_class: type[Schedule]) -> None:
+    def initialize(
+        self,
+        spec: UnitSpec,
+        hears: tuple[Callable[[Unit, ManagedParam], None], Callable[[Unit, ManagedParam], None]],
+    ) -> None:
         """Take charge of the parameters that `spec` names."""
-        self.root_class = root_class
+        self.hears = hears
         self._take(spec, [ManagedParam(info) for info in spec.params])
         low = spec.mp_policy.param_dtype
         if low is not None:
@@ -552,7 +535,7 @@ class Unit:
         self._build_buckets()
         self.rename(self.name)
         if self.root is not None:
-            self.root.make_buckets()
+            self.root.unit_rebuilt()
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
@@ -655,7 +638,7 @@ class Unit:
             sparse = None if to_sparse is None else to_sparse()
             if sparse is not None:
                 sparse.arrived(param)
-            (unit.root or unit.root_class.plan(unit, unit.modules[0])).on_gradient(unit, param)
+            unit.hears[0](unit, param)
 
         if param.compute is param.at_rest:
             # Autograd would call users' hooks with the local gradient. `defer_hooks` moves them out
@@ -738,12 +721,18 @@ class Unit:
 
     def hold_at_rest(self) -> None:
         """Modules hold at-rest parameters again, unless they are to hold compute parameters: in a
-        call, until all modules of the unit have run, after `unshard()`, and where the root says so.
+        call, until all modules of the unit have run, after `unshard()`, while a backward is in it,
+        and next to shards for as long as the root computes.
         """
         step = self.step
-        if not self._is_in or step.depth or step.to_run or EXPLICIT in self.kept_by:
-            return
-        if self.root is None or not self.root.shows(self):
+        if not (
+            not self._is_in
+            or step.depth
+            or step.to_run
+            or step.shown
+            or BACKWARD in step.needed_by
+            or EXPLICIT in self.kept_by
+        ):
             self.swap_out()
 
     # --- unshard and reshard ---------------------------------------------------------------------
@@ -774,10 +763,8 @@ class Unit:
     @property
     def must_stay(self) -> bool:
         """Whether the parameters may not be freed now."""
-        step = self.step
-        if self.kept_by or step.depth or step.to_run or step.pinned:
-            return True  # for a scope, a forward that is under way, or a graph of create_graph=True
-        return self.root is not None and self.root.needs(self)
+        step = self.step  # a scope, a forward, a graph of create_graph=True, or a backward
+        return bool(self.kept_by or step.depth or step.to_run or step.pinned or step.needed_by)
 
     def free(self) -> None:
         """Reshard, unless the parameters must stay."""
@@ -818,6 +805,24 @@ class Unit:
             self.free()  # see `keep`
             self.step.pinned = True
 
+    def unpin(self) -> None:
+        """No backward can go through that graph any more."""
+        self.step.pinned = False
+        self.free()
+
+    def end_split(self) -> None:
+        """No split backwards bring gradients any more."""
+        self.kept_by.pop(BY_HAND, None)
+
+    def reveal(self) -> None:
+        """As after `unshard()`."""
+        self.kept_by[EXPLICIT] = None
+        self.show()
+
+    def end_explicit(self) -> None:
+        """A step uses what `unshard()` has gathered, and frees it as usual."""
+        self.kept_by.pop(EXPLICIT, None)
+
     def show(self) -> None:
         """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask,
         unless these are out of date.
@@ -850,48 +855,106 @@ class Unit:
             self.reshard()
             self.build()
 
-    # --- the four hooks --------------------------------------------------------------------------
+    # --- a step (`visit.py` and `root.py` say what happens) --------------------------------------
 
-    @untraced
-    def enter(
-        self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True
-    ) -> tuple[Any, Any]:
-        """Pre-forward. Not `computes`: the unit takes part in communication only."""
-        # A forward inside of a backward recomputes what checkpointing dropped. The second half of a
-        # split backward runs outside of a step.
-        root, recomputes = self.root, in_backward()
-        if root is not None and not root.eager_because:
-            # the compiler reduces the gradients: then backwards have no iteration
-            recomputes = recomputes or backward_is_compiled()
-        elif recomputes:
-            recomputes = root is not None and (root.in_step or BY_HAND in self.kept_by)
-        # may reset, which forgets all calls
-        root = None if recomputes else self.root_class.for_call(self, module, computes=computes)
+    def begin(self, module: nn.Module, root: Root | None) -> UnitCall:
+        """A module of the unit was called."""
         # `next_node`: what autograd's next node will have as its number
         call = UnitCall(self, self.step, module, next_node(), root)
-        # before anything else that may raise: `on_error` takes it back
         self.step.calls.append(call)
-        if root is None:
-            if self.root is not None and self.root.in_step:
-                before = self.root.before_recomputation(call)
-                call.anchors = self._anchors if before is None else before.anchors
-            # Checkpointing runs this forward again: no order is recorded and nothing resharded,
-            # backward needs it next.
-            self.unshard()
-            self.wait_for_unshard()
-        else:
-            root.enter_forward(call, (args, kwargs) if computes else None)
+        return call
+
+    def compute(self, call: UnitCall) -> None:
+        """The unit is gathered, and the module computes."""
         call.entered, step = True, self.step
         if not step.to_run and len(self.modules) > 1:
             step.to_run = list(self.modules)
         step.depth += 1
         self.swap_in()
-        policy, device = self.spec.mp_policy, self.mesh_info.device
-        if call.outermost and device.type not in ("cpu", "meta"):
-            args, kwargs = moved((args, kwargs), device)
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = cast((args, kwargs), policy.param_dtype)
-        return args, kwargs
+
+    def end(self) -> UnitCall:
+        """The innermost call has computed, or raised."""
+        call = self.step.calls.pop()
+        if call.entered:
+            self.step.depth -= 1
+        return call
+
+    def has_run(self, module: nn.Module) -> None:
+        """A call of `module` has ended."""
+        if module in self.step.to_run:
+            self.step.to_run.remove(module)
+        self.hold_at_rest()
+
+    def end_forward(self) -> None:
+        """The root's forward, or a backward, ends, or raised: modules that have not run do not run
+        any more.
+        """
+        self.step.to_run = []
+        self.hold_at_rest()
+
+    def count(self, more: int, trained: Counted | None) -> None:
+        """More outputs wait for backward, or fewer; those of `trained` count there, too."""
+        self.step.pending += more
+        if trained is not None:
+            trained.count(more)
+
+    def need(self, why: str) -> None:
+        """A backward needs the parameters as they are."""
+        self.step.needed_by[why] = None
+
+    def leave_backward(self, *, in_forward: bool) -> None:
+        """Backward has gone through the unit.
+
+        Args:
+            in_forward: a forward runs around the backward.
+        """
+        self.step.needed_by.pop(BACKWARD, None)
+        if not in_forward:
+            self.step.to_run = []  # a recomputation ran some of its modules only
+        self.hold_at_rest()
+
+    def end_backward(self, *, in_forward: bool, goes_on: bool) -> None:
+        """The backward has ended.
+
+        Args:
+            goes_on: a forward around it, or a graph, waits for another one.
+        """
+        if not goes_on:
+            self.step.needed_by = {}
+            self.step.pending = 0  # none will come to the forwards that have been
+        self.step.shown = self.step.shown and in_forward
+        self.leave_backward(in_forward=in_forward)
+
+    def lose_backward(self) -> None:
+        """The backward raised: nothing needs the parameters. Modules hold at-rest ones."""
+        self.step.needed_by, self.step.shown = {}, False
+        hear_arrivals(self.gradients.arrivals.values())  # undoes what `PostBackward.enter` did
+        if not self.step.depth:
+            self.swap_out()
+
+    def show_in_root(self) -> None:
+        """A forward or backward of the root begins, and may read the parameters at any time."""
+        self.step.shown = True
+        self.unshard()
+        self.wait_for_unshard()
+        self.swap_in()
+
+    def end_show(self) -> None:
+        """It has ended."""
+        self.step.shown = False
+        self.hold_at_rest()
+
+    def follow_root(self, root: Root | None) -> None:
+        """`root` is told of changes from now on."""
+        self.root = root
+
+    def follow_given(self, given: int | None) -> None:
+        """What ranks have agreed on in a forward, see `given`."""
+        self.given = given
+
+    def pass_comparison(self) -> None:
+        """All ranks were seen to enter it in one place."""
+        self.compared = True
 
     def describe_inputs(self, inputs: object) -> int:
         """What `given` says of a forward with these inputs."""
@@ -899,77 +962,7 @@ class Unit:
             return 0
         return 2 if any(tensor.requires_grad for tensor in tensors_in(inputs)) else 1
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
-        """Post-forward."""
-        call = self.step.calls.pop()
-        root, grad = call.root, torch.is_grad_enabled()
-        self.step.depth -= 1
-        try:
-            if self.spec.mp_policy.output_dtype is not None:
-                output = cast(output, self.spec.mp_policy.output_dtype)
-            if grad:
-                output, keep = self._watch(output, call)
-            else:  # until the root's forward ends
-                keep = any(map(self._aliases, tensors_in(output)))
-            self.end_call(call, keep=keep)
-        except BaseException:
-            if root is not None and (self in root.running or not root.running):
-                root.on_error(self)  # of the outermost forward, also if its end raised
-            raise
-        return output
-
-    def end_call(self, call: UnitCall, *, keep: bool) -> None:
-        """A call has computed. `keep`: parameters must outlive forward."""
-        if call.module in self.step.to_run:
-            self.step.to_run.remove(call.module)
-        self.hold_at_rest()
-        root = call.root or self.root
-        if root is not None:
-            root.leave_forward(call, keep=keep)
-
-    def end_forward(self) -> None:
-        """The root's forward, or a backward, ends: modules that have not run do not run any
-        more.
-        """
-        if self.step.to_run:
-            self.step.to_run = []
-            self.hold_at_rest()
-
-    def _watch(self, output: Any, call: UnitCall) -> tuple[Any, bool]:
-        """Let `pre_backward` be called before backward goes through `output`. Returns it, and
-        whether parameters must outlive forward.
-        """
-        root = call.root
-        if root is not None and not root.eager_because:
-            return output, False
-        if root is not None:
-            if call.outermost and call.module.training:
-                call.trained = root.trained()
-            needs = self.trains or self.given == 2
-            self._anchors = call.anchors = call.inside and needs and self.mesh_info.all.size > 1
-        entry, counted = partial(self.pre_backward, call), root is not None and bool(self.params)
-        output, found, aliases, opaque = watch(
-            output, call.since, entry, self._aliases, counted=counted, anchors=call.anchors
-        )
-        if not found:
-            if opaque and self.trains and self.is_sharded:
-                raise OutputError(
-                    f"unit '{self.name}': forward returned {', '.join(opaque)}, in which no tensor"
-                    " that requires grad was found, so backward cannot be followed to the unit."
-                    " Return tensors, containers, dataclasses or objects with attributes"
-                )
-            return output, aliases or self.trains
-        if root is not None:
-            call.watched = call.waits = True
-            self.step.pending += 1
-            if call.trained is not None:
-                call.trained.due.forwards += 1
-                call.trained.due.forwards_left += 1
-            if backward_will_be_compiled():
-                output = refuse_compiled(output, root.refuse_compiled)
-        return output, aliases
-
-    def _aliases(self, tensor: Tensor) -> bool:
+    def aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
         # `detach()` and `.data` are no views to autograd
         if type(tensor) is Tensor and tensor.grad_fn is not None and not tensor._is_view():
@@ -978,40 +971,6 @@ class Unit:
             return any(group.aliases(tensor) for group in self.groups if group.gathers)
         except (NotImplementedError, RuntimeError):
             return False  # tensors without storage: nested, sparse, wrappers
-
-    @untraced
-    def on_error(self, module: nn.Module) -> None:
-        """Forward, or a hook around it, raised."""
-        if not self.step.calls:
-            return  # a reset has forgotten the call
-        call = self.step.calls.pop()
-        if not call.entered:
-            return  # `enter` raised, and `Root.enter_forward` has cleaned up
-        if self.root is not None:
-            explain(self, self.root.units, module, sys.exception())  # adds a note to torch's error
-        self.step.depth -= 1
-        # checkpointing stops a recomputation by an exception when it has what it needs
-        if call.root is None:
-            self.end_call(call, keep=False)
-            return
-        self.step.to_run = []
-        self.hold_at_rest()
-        call.root.on_error(self)
-
-    @untraced
-    def pre_backward(self, call: UnitCall | None = None, *_: object) -> None:
-        """Backward is about to go through an output that `call` made."""
-        if not self.modules:
-            if self.is_sharded and self.spec.params:
-                raise PhaseError(
-                    f"fully_shard was removed from unit '{self.name}' between a forward and its"
-                    " backward: the parameters that this backward goes to are no longer the"
-                    " module's. Run the backward first, or the forward again"
-                )
-            return
-        # anew, if a unit came or went since the forward
-        root = self.root or self.root_class.plan(self, self.modules[0])
-        root.enter_backward(self, call)
 
     def drop_step(self) -> None:
         """The step is lost."""
@@ -1053,7 +1012,7 @@ class Unit:
             self.comm_hooks[stage] = hook
         attach_comm_hooks(self, self.gradients.buckets)
         if self.root is not None:
-            self.root.follow_comm_hooks()
+            self.root.hooks_changed()
 
     def set_mesh_info(self, mesh_info: MeshInfo) -> None:
         """Reduce gradients over other ranks; those that hold the shards together stay the same.
@@ -1074,7 +1033,7 @@ class Unit:
             PhaseError: a step is under way, gradients wait to be reduced, or modules hold whole
                 parameters.
         """
-        shown = bool(self.shown_by) or (self.root is not None and self.root.shows(self))
+        shown = self.shown_by or self.step.shown or BACKWARD in self.step.needed_by
         if self.in_step or shown:
             raise PhaseError(
                 f"the communication of unit '{self.name}' was changed in the middle of a step: in a"
@@ -1300,7 +1259,7 @@ class Unit:
             plain: as far as it takes to remove the annotation.
         """
         self._undo = copy.deepcopy(unit._undo, memo)
-        self.name, self.root_class = unit.name, unit.root_class
+        self.name, self.hears = unit.name, unit.hears
         if plain:
             return
         pairs = [
@@ -1401,8 +1360,7 @@ def _at_rest_gradient(
     def arrived(at_rest: Tensor) -> None:
         unit, param = to_unit(), to_param()
         if unit is not None and param is not None and param.at_rest is at_rest:
-            if unit.root is not None:
-                unit.root.on_gradient_at_rest(unit, param)
+            unit.hears[1](unit, param)
             run_post_accumulate_hooks(param.at_rest)
 
     return arrived

@@ -1,0 +1,133 @@
+"""Where others hear of steps, and answer for the engine: `join`, reductions that a compiler makes,
+optimizers in backward, pipelines.
+
+An `Observer` hears what the engine is about to do. A decision has an ordinary answer, and may be
+answered by somebody else while a scope is open. Both are of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from composable.engine.step.root import Root
+    from composable.engine.step.unit import Unit, UnitCall
+
+
+class Observer:
+    """Hears what it overrides. Nothing is called for the rest: most events come for each unit.
+
+    Each is called before the engine does it, but for `gradient_came` and `gradients_landed`.
+    """
+
+    def enters(self, root: Root, call: UnitCall) -> None:
+        """A call of a unit gathers it, and computes or recomputes."""
+
+    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+        """It has computed; `keep`: parameters outlive the forward."""
+
+    def opens_backward(self, root: Root) -> None:
+        """A backward begins in a root."""
+
+    def comes_back(self, root: Root, unit: Unit, call: UnitCall | None) -> None:
+        """Backward has come to an output that `call` made."""
+
+    def goes_into(self, root: Root, unit: Unit) -> None:
+        """Backward enters a unit, or gathers it again."""
+
+    def gradient_came(self, unit: Unit) -> None:
+        """Of a parameter whose unit backward had not entered."""
+
+    def ends_backward(self, root: Root) -> None:
+        """A backward is at its end: its root launches what is left."""
+
+    def lands_backward(self, root: Root) -> None:
+        """It has: its root waits for what it launched."""
+
+    def gradients_landed(self) -> None:
+        """Of a backward, or of `reduce_gradients`, on all parameters."""
+
+    def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        """A function communicates over gradients outside of forward and backward: "reduce",
+        "clip", "unscale".
+        """
+
+    def splits_backwards(self) -> None:
+        """A pipeline schedule that splits backwards calls a forward."""
+
+
+class Hearers:
+    """The observers' methods, by event."""
+
+    def __init__(self) -> None:
+        self.enters: list[Callable[[Root, UnitCall], None]] = []
+        self.leaves: list[Callable[[Root, UnitCall, bool], None]] = []
+        self.opens_backward: list[Callable[[Root], None]] = []
+        self.comes_back: list[Callable[[Root, Unit, UnitCall | None], None]] = []
+        self.goes_into: list[Callable[[Root, Unit], None]] = []
+        self.gradient_came: list[Callable[[Unit], None]] = []
+        self.ends_backward: list[Callable[[Root], None]] = []
+        self.lands_backward: list[Callable[[Root], None]] = []
+        self.gradients_landed: list[Callable[[], None]] = []
+        self.communicates: list[Callable[..., None]] = []
+        self.splits_backwards: list[Callable[[], None]] = []
+
+    def add(self, observer: Observer) -> Callable[[], None]:
+        """Let `observer` hear from now on; returns what ends it."""
+        added: list[tuple[list[Any], Any]] = [
+            (hearers, getattr(observer, event))
+            for event, hearers in vars(self).items()
+            if getattr(type(observer), event) is not getattr(Observer, event)
+        ]
+        for hearers, hear in added:
+            hearers.append(hear)
+
+        def remove() -> None:
+            for hearers, hear in added:
+                hearers.remove(hear)
+
+        return remove
+
+
+HEARERS: Final = Hearers()
+
+
+def announce(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+    """A function is about to communicate over the gradients of `parameters`."""
+    for hear in HEARERS.communicates:
+        hear(what, parameters, *args)
+
+
+def gradients_landed() -> None:
+    for hear in HEARERS.gradients_landed:
+        hear()
+
+
+@dataclass
+class Decisions:
+    """What somebody else may answer in place of the engine.
+
+    Attributes:
+        source: the rank that buffers of replicated units follow.
+        by_arrival: whether buckets may be launched while gradients arrive, where no other root
+            takes part in the backward.
+        traced: asked when a forward begins under compiled autograd: lets the compiler reduce the
+            gradients, or returns why it cannot.
+    """
+
+    source: Callable[[], int] = int
+    by_arrival: Callable[[], bool] = lambda: True
+    traced: Callable[[Root], str] = lambda _: "nothing was set up for it"
+
+    def answer(self, **answers: Any) -> Callable[[], None]:
+        """Give other answers from now on; returns what takes them back."""
+        before = {name: getattr(self, name) for name in answers}
+        vars(self).update(answers)
+        return lambda: vars(self).update(before)
+
+
+DECISIONS: Final = Decisions()

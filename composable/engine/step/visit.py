@@ -1,0 +1,262 @@
+"""The hooks around forwards of a unit's modules, and those through which backward comes back to it.
+
+They stand above `Unit`, which holds what the verb left on its modules, and `Root`, which decides on
+the order of the step; they ask both, and neither calls the other's hooks.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from functools import partial
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
+from composable.contract.values import tensors_in
+from composable.engine.params.param import ManagedParam
+from composable.engine.params.precision import cast, moved
+from composable.engine.step.explain import explain
+from composable.engine.step.observer import HEARERS
+from composable.engine.step.outputs import refuse_compiled, watch
+from composable.engine.step.root import Root, root_for_call
+from composable.engine.step.unit import BY_HAND, Unit, UnitCall
+from composable.errors import OutputError, PhaseError
+from composable.memory.torch_private import current_node, in_backward
+
+
+class Visit:
+    """The bracket around forwards of one unit's modules (`composable.contract.hooks`)."""
+
+    __slots__ = ("unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    @untraced
+    def enter(
+        self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True
+    ) -> tuple[Any, Any]:
+        """Pre-forward. Not `computes`: the unit takes part in communication only."""
+        unit = self.unit
+        # A forward inside of a backward recomputes what checkpointing dropped. The second half of a
+        # split backward runs outside of a step.
+        root, recomputes = unit.root, in_backward()
+        if root is not None and not root.eager_because:
+            # the compiler reduces the gradients: then backwards have no iteration
+            recomputes = recomputes or backward_is_compiled()
+        elif recomputes:
+            recomputes = root is not None and (root.in_step or BY_HAND in unit.kept_by)
+        # `root_for_call` may reset, which forgets all calls
+        of_forward = None if recomputes else root_for_call(unit, module, computes=computes)
+        # before anything else that may raise: `on_error` takes it back
+        call = unit.begin(module, of_forward)
+        if of_forward is not None:
+            for hear in HEARERS.enters:
+                hear(of_forward, call)
+            of_forward.enter_forward(call, (args, kwargs) if computes else None)
+        else:
+            if root is not None and root.in_step:
+                call.repeat(_before_recomputation(root, call))
+                for hear in HEARERS.enters:
+                    hear(root, call)
+            # Checkpointing runs this forward again: no order is recorded and nothing resharded,
+            # backward needs it next.
+            unit.unshard()
+            unit.wait_for_unshard()
+        unit.compute(call)
+        policy, device = unit.spec.mp_policy, unit.mesh_info.device
+        if call.outermost and device.type not in ("cpu", "meta"):
+            args, kwargs = moved((args, kwargs), device)
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast((args, kwargs), policy.param_dtype)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        """Post-forward."""
+        unit = self.unit
+        call, grad = unit.end(), torch.is_grad_enabled()
+        try:
+            if unit.spec.mp_policy.output_dtype is not None:
+                output = cast(output, unit.spec.mp_policy.output_dtype)
+            if grad:
+                output, keep = self._watch(output, call)
+            else:  # until the root's forward ends
+                keep = any(map(unit.aliases, tensors_in(output)))
+            end_call(call, keep=keep)
+        except BaseException:
+            root = call.root
+            if root is not None and (unit in root.running or not root.running):
+                root.on_error(unit)  # of the outermost forward, also if its end raised
+            raise
+        return output
+
+    def _watch(self, output: Any, call: UnitCall) -> tuple[Any, bool]:
+        """Let `come_back` be called before backward goes through `output`. Returns it, and whether
+        parameters must outlive forward.
+        """
+        unit = self.unit
+        root = call.root
+        if root is not None and not root.eager_because:
+            return output, False
+        counted = root is not None and bool(unit.params)
+        output, found, aliases, opaque = watch(
+            output, call.since, partial(come_back, unit, call), unit.aliases,
+            counted=counted, anchors=call.anchors,
+        )  # fmt: skip
+        if not found:
+            if opaque and unit.trains and unit.is_sharded:
+                raise OutputError(
+                    f"unit '{unit.name}': forward returned {', '.join(opaque)}, in which no tensor"
+                    " that requires grad was found, so backward cannot be followed to the unit."
+                    " Return tensors, containers, dataclasses or objects with attributes"
+                )
+            return output, aliases or unit.trains
+        if root is not None:
+            call.wait(root.trained() if call.outermost and call.module.training else None)
+            if backward_will_be_compiled():
+                output = refuse_compiled(output, root.refuse_compiled)
+        return output, aliases
+
+    @untraced
+    def on_error(self, module: nn.Module) -> None:
+        """Forward, or a hook around it, raised."""
+        unit = self.unit
+        if not unit.step.calls:
+            return  # a reset has forgotten the call
+        call = unit.end()
+        if not call.entered:
+            return  # `enter` raised, and `Root.enter_forward` has cleaned up
+        if (root := unit.root) is not None:
+            explain(unit, root.units, module, sys.exception())  # adds a note to torch's error
+        if (root := call.root) is not None:
+            unit.end_forward()
+            root.on_error(unit)
+        else:  # checkpointing stops a recomputation by an exception when it has what it needs
+            end_call(call, keep=False)
+
+
+def end_call(call: UnitCall, *, keep: bool) -> None:
+    """A call has computed. `keep`: parameters must outlive forward."""
+    call.unit.has_run(call.module)
+    root = call.root or call.unit.root
+    if root is not None:
+        for hear in HEARERS.leaves:
+            hear(root, call, keep)
+        if call.root is root:  # otherwise it recomputes, and backward needs the unit next
+            root.leave_forward(call, keep=keep)
+
+
+# --- a rank that has no data of its own ----------------------------------------------------------
+
+
+class Driver:
+    """Makes the visits of a unit on a rank that computes none of it, as another rank says that it
+    does (`join`): the unit is gathered, reduced and freed. Its gradients are those of a rank on
+    which every parameter is unused.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def enter(self, module: int) -> None:
+        """A forward of the module with that index, or its recomputation, begins."""
+        Visit(self._unit).enter(self._unit.modules[module], (), {}, computes=False)
+
+    def leave(self, *, keep: bool) -> None:
+        """It ends."""
+        end_call(self._unit.end(), keep=keep)
+
+    def count(self, outputs: int, *, trained: bool) -> None:
+        """So many outputs of a call wait for backward from now on, or fewer.
+
+        Args:
+            trained: of a call that counts as trained on, in this iteration.
+        """
+        iteration = self._root.trained() if trained else None
+        self._unit.count(outputs, iteration)
+
+    def open_backward(self) -> None:
+        """A backward begins in the unit's root."""
+        self._root.open_backward()
+
+    def go_into(self) -> None:
+        """It enters the unit."""
+        come_back(self._unit)
+
+    def bring_gradient(self) -> None:
+        """A parameter has a gradient, and its unit was not entered."""
+        self._root.on_gradient(self._unit, self._unit.params[0])
+
+    def end_backward(self) -> None:
+        """It is at its end: the root launches what is left."""
+        self._root.launch_rest()
+
+    def land_backward(self) -> None:
+        """The root waits for what it launched."""
+        self._root.finish_backward()
+
+    @property
+    def _root(self) -> Root:
+        root = self._unit.root
+        assert root is not None
+        return root
+
+
+# --- backward ------------------------------------------------------------------------------------
+
+
+@untraced
+def come_back(unit: Unit, call: UnitCall | None = None, *_: object) -> None:
+    """Backward is about to go through an output that `call` made."""
+    if unit.modules:
+        # anew, if a unit came or went since the forward
+        root = unit.root or Root.plan(unit, unit.modules[0])
+        root.enter_backward(unit, call)
+    elif unit.is_sharded and unit.spec.params:
+        raise PhaseError(
+            f"fully_shard was removed from unit '{unit.name}' between a forward and its backward:"
+            " the parameters that this backward goes to are no longer the module's. Run the"
+            " backward first, or the forward again"
+        )
+
+
+def _before_recomputation(root: Root, again: UnitCall) -> UnitCall | None:
+    """Checkpointing is about to run a forward again, for the node that backward is at.
+
+    Whether this is a node of the last unit in the checkpointed part, or one behind it, differs
+    between ranks if some skip that unit. So backward enters the unit now, and before it those
+    around it: on all ranks in one order, before the recomputation gathers others.
+
+    Returns:
+        The call that is run again; None if it ran without gradients (reentrant checkpointing).
+    """
+    calls, inside = root.step.calls, list[UnitCall]()  # the last call, and those around it
+    for index in range(bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1):
+        call = calls[index]
+        if call.watched and (not inside or inside[-1].unit in call.unit.relations.ran_around):
+            inside.append(call)
+        if call.unit is again.unit:
+            with torch.no_grad():  # of the backward; recomputations have gradients
+                for entered in reversed(inside):
+                    come_back(entered.unit, entered)
+            return call
+    return None
+
+
+def _gradient_arrived(unit: Unit, param: ManagedParam) -> None:
+    """Autograd has accumulated a gradient on what modules compute with."""
+    (unit.root or Root.plan(unit, unit.modules[0])).on_gradient(unit, param)
+
+
+def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
+    """Autograd has accumulated on an at-rest parameter that modules do not compute with."""
+    root = unit.root
+    if root is not None:
+        root.on_gradient_at_rest(unit, param)
+
+
+HEARS: Final = (_gradient_arrived, _gradient_arrived_at_rest)  # `Unit.hears`
