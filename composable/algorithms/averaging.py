@@ -143,7 +143,7 @@ def _memory_of(unit: Unit) -> Iterator[Tensor]:
     unit.refuse_extended("averages of parameters")
     for group in unit.groups:
         if group.precision.original.is_floating_point or group.precision.original.is_complex:
-            if group.is_sharded:
+            if group.shard is not None:
                 yield group.shard.detach()
             else:
                 at_rest = [param.at_rest for param in group.params]

@@ -332,7 +332,7 @@ def warn_of_padding(units: Iterable[Unit]) -> None:
     """
     groups = [(unit, group) for unit in units for group in unit.groups]
     for unit, group in groups:
-        for slot in group.slots if group.is_sharded and not group.extended else ():
+        for slot in group.slots if group.shard is not None else ():
             shape, ranks = slot.shape, slot.num_shards
             if not shape or not slot.numel:
                 continue

@@ -36,15 +36,17 @@ from typing_extensions import override
 
 from composable.comm.base import Comm, Work
 from composable.comm.mesh_info import MeshInfo
-from composable.config import MixedPrecisionPolicy
+from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot, round_up
 from composable.engine.params.param import ManagedParam, cut, memory_order
 from composable.engine.params.param_group import ParamGroup
+from composable.engine.params.precision import Precision
 from composable.engine.params.protocol import POST, PRE, has_protocol, shard_of
+from composable.engine.params.sharded import ShardedGroup
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import local_of, storage_key, up_to_collectives
+from composable.memory.torch_private import local_of, locals_of, storage_key, up_to_collectives
 
 _ALIGN: Final = 16  # bytes; casts of bytes to any dtype start at multiples of it
 
@@ -253,7 +255,7 @@ class ExtendedGather(Gather):
         for param, said in zip(self._params, made, strict=True):
             _refuse(param, said)
         for param, sends in zip(self._params, largest, strict=True):
-            param.param.sends = sends
+            param.param.agree(sends)
 
     @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()
@@ -357,16 +359,6 @@ def _refuse(param: _Extended, said: _Said) -> None:
         )
 
 
-def travelling_together(
-    params: Sequence[ManagedParam],
-) -> tuple[list[ManagedParam], list[ManagedParam]]:
-    """Parameters with the protocol, with plain ones that can share their message; and the rest."""
-    if not any(map(_is_extended, params)):
-        return [], list(params)
-    together = [param for param in params if _is_extended(param) or _may_join(param)]
-    return together, [param for param in params if param not in together]
-
-
 def _is_extended(param: ManagedParam) -> bool:
     """A plain parameter's attributes are not its shards', so that it has no protocol."""
     registered = param.registered
@@ -383,17 +375,24 @@ def _may_join(param: ManagedParam) -> bool:
     return rows and registered is not None and not memory_order(registered)
 
 
-class ExtendedGroup(ParamGroup):
+class ExtendedGroup(ShardedGroup):
     """A group of parameters with the protocol, and others. They have memory of their own."""
 
     extended = True
 
-    def __init__(self, *args: Any, policy: MixedPrecisionPolicy, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        precision: Precision,
+        device: torch.device,
+        mesh_info: MeshInfo,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
         self._policy = policy
-        super().__init__(*args, **options)
+        super().__init__(params, precision, device, mesh_info)
 
     @override
-    def _make_shards(self) -> None:
+    def _make_memory(self) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
         for param, slot in zip(self.params, self.slots, strict=True):
             registered = param.registered
@@ -404,37 +403,40 @@ class ExtendedGroup(ParamGroup):
                 found.append(cut(registered.data, slot, self.comm.rank).clone())
             else:
                 found.append(shard_of(registered, self.comm.size, self.comm.rank))
-        self._memory = tuple(found)
+        return tuple(found)
 
     @override
     def _local(self, slot: Slot) -> Tensor:
         return self._memory[self.slots.index(slot)]
 
     @override
-    def _make_gather(self) -> None:
-        self._post_forward_shard = None
+    def _make_gather(self) -> Gather:
         mesh = _mesh_of_shards(self.mesh_info)
         self._extended = [
             _Extended(param, slot, local, self.precision.compute, mesh, self._policy)
             for param, slot, local in zip(self.params, self.slots, self._memory, strict=True)
         ]
-        self.gather = ExtendedGather(self._extended, self.comm, self.device)
+        return ExtendedGather(self._extended, self.comm, self.device)
 
     @override
     def _aliased(self, slot: Slot) -> bool:
         return False
 
     @override
-    def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+    def _make_compute(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         compute = self._extended[self.slots.index(slot)].compute
         if compute is not None:
             return compute
         dtype = self.precision.compute
         return nn.Parameter(torch.empty(slot.shape, dtype=dtype, device="meta"), False)
 
-    def has_moved(self, param: ManagedParam, local: Tensor) -> bool:
-        """Whether the user has given the at-rest parameter another local tensor."""
-        return local is not self._memory[self.params.index(param)]
+    @override
+    def recast(self) -> list[ManagedParam]:
+        return []  # their class says in which dtype they compute
+
+    @override
+    def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
+        return locals_of([param.at_rest])[0] is not self._local(slot)
 
 
 def _mesh_of_shards(info: MeshInfo) -> DeviceMesh:
@@ -446,3 +448,22 @@ def _mesh_of_shards(info: MeshInfo) -> DeviceMesh:
     if mesh.mesh_dim_names:
         return mesh[mesh.mesh_dim_names[info.shard_dim]]
     return DeviceMesh.from_group(mesh.get_group(info.shard_dim), mesh.device_type)
+
+
+def sharded_groups(
+    params: Sequence[ManagedParam],
+    precision: Precision,
+    device: torch.device,
+    mesh_info: MeshInfo,
+    policy: MixedPrecisionPolicy,
+    offload: CPUOffloadPolicy | None,
+) -> list[ParamGroup]:
+    """One group, or two where some parameters have the protocol: these, with plain ones that can
+    share their message, and the rest.
+    """
+    args, together = (precision, device, mesh_info), list[ManagedParam]()
+    if any(map(_is_extended, params)):
+        together = [param for param in params if _is_extended(param) or _may_join(param)]
+    rest = [param for param in params if param not in together]
+    groups: list[ParamGroup] = [ExtendedGroup(together, *args, policy)] if together else []
+    return [*groups, ShardedGroup(rest, *args, offload)] if rest else groups

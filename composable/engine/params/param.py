@@ -286,6 +286,31 @@ class ManagedParam:
     def agree_anew(self) -> None:
         self.sends = None
 
+    def agree(self, sends: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self.sends = sends
+
+    def keep(self, own: nn.Parameter) -> None:
+        """The user's parameter stays where it is."""
+        self.own = own
+
+    def rest_as(self, at_rest: nn.Parameter) -> None:
+        if self.registered is not at_rest:
+            self.register(at_rest)
+        self.at_rest = at_rest
+
+    def compute_with(self, compute: nn.Parameter) -> None:
+        self.compute = compute
+
+    def follow_grad_dtype(self, parameter: nn.Parameter) -> None:
+        self.grad_dtype = chosen_grad_dtype(parameter)
+
+    def follow(self, newcomer: nn.Parameter) -> None:
+        """The user registered another parameter at one of the places."""
+        self.grad_dtype = chosen_grad_dtype(newcomer) or self.grad_dtype
+        if not isinstance(newcomer, DTensor):
+            self.original = ref(newcomer)  # an optimizer that was made before now may hold it
+        self.register(newcomer)
+
     @property
     def fqn(self) -> str:
         return self.info.fqn
@@ -307,13 +332,15 @@ class ManagedParam:
         return self.info.form.given(registered)
 
     def move(self, move: Callable[[Tensor], Tensor], shard: Tensor | None = None) -> None:
-        """Let the at-rest parameter and its gradient be on another device.
+        """Let the at-rest parameter and its gradient be on another device, and modules compute with
+        nothing else.
 
         Args:
             move: makes a copy there.
             shard: the copy of its shard; None for a parameter that has memory of its own.
         """
-        at_rest, own = self.at_rest, self.own
+        self.compute = at_rest = self.at_rest
+        own = self.own
         gradient, at_rest.grad = at_rest.grad, None
         if own is not None:
             own.data = move(own.data)

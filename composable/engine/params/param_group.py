@@ -39,39 +39,24 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Comm, Work
 from composable.comm.mesh_info import MeshInfo
-from composable.config import CPUOffloadPolicy
-from composable.engine.params.dtensors import dtensor_parameter, gradient_like, shard_placements
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
 from composable.engine.params.param import (
     ManagedParam,
-    as_parameter,
-    at_home,
     copy_attributes,
-    cut,
     keep_gradients_in,
     memory_order,
     whole_shape,
 )
-from composable.engine.params.param_hooks import move_hooks
 from composable.engine.params.precision import Precision
 from composable.errors import few
-from composable.memory.elastic import ElasticBuffer, with_own_storage
+from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome
-from composable.memory.streams import has_streams
-from composable.memory.torch_private import (
-    as_tensors,
-    local_of,
-    locals_of,
-    outside_transforms,
-    set_versions,
-    take_hooks,
-)
+from composable.memory.torch_private import as_tensors, locals_of, outside_transforms, set_versions
 
 logger = logging.getLogger("composable")
 
@@ -107,26 +92,26 @@ class Kind(enum.Enum):
 
 
 class ParamGroup:
-    """See the top of this file.
+    """See the top of this file. How its parameters rest is the matter of `ShardedGroup`
+    (`sharded.py`) and `ReplicatedGroup` (`replicated.py`).
 
     Args:
-        params: as they are registered now: plain parameters, or `DTensor`s of an earlier group of
+        params: as they are registered now: as users made them, or at rest in an earlier group of
             the same unit.
-        rest_mesh: on which parameters of the kind BESIDE rest as `DTensor(Replicate)`, if any.
-        read_apart: modules of other units compute with some of them, in calls that this unit does
-            not hear of.
 
     Attributes:
         unit: its name, for messages.
-        is_sharded: at-rest parameters are views of a shard buffer; otherwise they are the users'
-            own.
+        extended: its parameters are gathered in a form of their own, see `extension.py`.
+        home: where they rest under CPU offload.
+        shard: the memory of shards; None if there is no one buffer of them.
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.
         takes_message: unsharding takes a message, so that all ranks take part.
-        extended: its parameters are gathered in a form of their own, see `extension.py`.
     """
 
     extended = False
+    home: HostHome | None = None
+    shard: Tensor | None = None
 
     def __init__(
         self,
@@ -134,36 +119,27 @@ class ParamGroup:
         precision: Precision,
         device: torch.device,
         mesh_info: MeshInfo,
-        *,
-        kind: Kind,
-        rest_mesh: DeviceMesh | None = None,
-        read_apart: bool = False,
-        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.params = tuple(params)
-        self._read_apart = read_apart
         self.precision = precision
         self.device = device
         self.mesh_info = mesh_info
-        self.is_sharded = kind is Kind.SHARDED
         self.comm: Comm = mesh_info.shard
         self.unit = ""
         self._label = ""
         self._work: Work | None = None
         self._warned = False
-        self.home = (
-            HostHome(device, pin_memory=offload.pin_memory)
-            if self.is_sharded and offload and has_streams(device)
-            else None
-        )
         self.layout = self._plan()
         self.slots = self.layout.slots
-        self.takes_message = self.is_sharded and (self.layout.gathered or self.extended)
+        self.takes_message = self.layout.gathered or self.extended
         self.gathers = self.takes_message or precision.casts or self.home is not None
+        self._post_forward_shard: ElasticBuffer | None = None
         with torch.no_grad(), torch.inference_mode(False):
-            self._make_shards() if self.is_sharded else self._adopt_own(rest_mesh)
-            self._make_gather()
-            self._make_forms()
+            self._memory = self._make_memory()
+            self.gather = self._make_gather() if self.gathers else None
+            for param, slot in zip(self.params, self.slots, strict=True):
+                self._make_forms(param, slot)
+            self._watch()
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
 
     # --- construction ----------------------------------------------------------------------------
@@ -176,7 +152,7 @@ class ParamGroup:
             tensor = param.info.form.local_like(param.registered)
             # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out
             # as the parameter is.
-            order, dim = memory_order(tensor), param.info.shard_dim if self.is_sharded else None
+            order, dim = memory_order(tensor), param.info.shard_dim
             shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
             specs.append(
                 ParamShape(
@@ -188,7 +164,7 @@ class ParamGroup:
         )
         return plan_layout(
             specs,
-            num_shards=self.comm.size if self.is_sharded else 1,
+            num_shards=self.comm.size,
             direct_numel=-(-traits.direct_bytes // precision.compute.itemsize),
             max_direct=traits.max_direct,
             align=max(1, _CACHE_LINE // smallest),
@@ -196,142 +172,63 @@ class ParamGroup:
             late=self.mesh_info.post_forward is None,
         )
 
-    def _make_shards(self) -> None:
-        """The shard buffer, filled from what is registered now."""
-        dtype, numel = self.precision.original, self.layout.shard_numel
-        if self.home is not None:
-            self.shard = self.home.zeros(numel, dtype)
-        else:
-            self.shard = torch.zeros(numel, dtype=dtype, device=self.device)
-        for param, slot in zip(self.params, self.slots, strict=True):
-            view, given = self.shard_view(slot).data, param.given
-            if given is None:
-                view.copy_(local_of(param.registered).reshape(view.shape))  # type: ignore[arg-type]
-            elif self.device.type != "meta":
-                view.copy_(cut(given.data, slot, self.comm.rank))
-        self._memory: tuple[Tensor, ...] = (self.shard,)  # of at-rest parameters
+    def _make_memory(self) -> tuple[Tensor, ...]:
+        """The memory that at-rest parameters are views of."""
+        raise NotImplementedError
 
-    def shard_view(self, slot: Slot) -> Tensor:
-        shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
-        return as_parameter(shard.view(slot.local_shape(self.comm.rank)), slot)
+    def _make_at_rest(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        """The at-rest parameter over that memory."""
+        raise NotImplementedError
 
-    def _local(self, slot: Slot) -> Tensor:
-        """A shard as the at-rest parameter holds it: the buffer's memory and version counter, and a
-        storage of its own.
+    def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
+        """See `is_changed`.
 
-        What `torch.save` writes is storages, and a view of the buffer would take the whole buffer
-        with it.
+        Args:
+            address: of the local tensor when the group was made.
         """
-        shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
-        local = shard.detach()
-        local.data = as_parameter(
-            with_own_storage(shard).view(slot.local_shape(self.comm.rank)), slot
-        )
-        return local
+        raise NotImplementedError
 
-    def leave(self, home: HostHome) -> None:
-        """Let at-rest parameters and gradients be on the host; the unit drops the group."""
-        if self.is_sharded:
-            (self.shard,) = home.take([self.shard])
-        for param, slot in zip(self.params, self.slots, strict=True):
-            param.move(
-                lambda tensor: home.take([tensor])[0],
-                self._local(slot) if self.is_sharded else None,
-            )
-            param.compute = param.at_rest
-
-    def _adopt_own(self, rest_mesh: DeviceMesh | None) -> None:
-        """The users' parameters stay where they are; with `rest_mesh` they rest as
-        `DTensor(Replicate)` over the same memory.
-        """
-        for param in self.params:
-            registered, known = param.registered, False
-            assert registered is not None
-            if not param.info.form.is_whole:  # it rests as the user made it, next to shards, too
-                own = registered
-                param.drop_original()
-            elif param.own is not None and registered is param.at_rest:
-                own, known = param.own, True
-                local = local_of(registered) if isinstance(registered, DTensor) else own
-                # torch gives no memory to what was made on the meta device
-                if own.is_meta and not local.is_meta:
-                    own = nn.Parameter(local.detach(), requires_grad=registered.requires_grad)
-                elif local.data_ptr() != own.data_ptr():
-                    own.data = local  # the at-rest parameter was moved
-            elif isinstance(registered, DTensor):  # loaded with assign=True
-                own = nn.Parameter(local_of(registered), requires_grad=registered.requires_grad)
-            else:
-                own = registered
-            param.own = own
-            if rest_mesh is None:
-                at_rest = own
-                if known and param.at_rest is not own:  # the shards around it were removed
-                    move_hooks(param.at_rest, own)
-                    if isinstance(param.at_rest.grad, DTensor):
-                        own.grad = local_of(param.at_rest.grad)
-            elif isinstance(registered, DTensor) and registered.device_mesh == rest_mesh:
-                at_rest = at_home(registered, own.detach())
-            else:
-                at_rest = dtensor_parameter(
-                    own.detach(), rest_mesh, [Replicate()] * rest_mesh.ndim,
-                    own.shape, own.stride(), requires_grad=own.requires_grad,
-                )  # fmt: skip
-                copy_attributes(own, at_rest)
-                # autograd accumulates on `own`, and users mean the reduced gradient
-                move_hooks(own, at_rest)
-                if own.grad is not None:
-                    at_rest.grad = gradient_like(own.grad, at_rest)
-                    own.grad = None
-            if param.registered is not at_rest:
-                param.register(at_rest)
-            param.at_rest = at_rest
-        self._memory = tuple(param.own for param in self.params if param.own is not None)
-
-    def _make_gather(self) -> None:
-        self.gather: Gather | None = None
-        self._post_forward_shard: ElasticBuffer | None = None
-        if not self.gathers:
-            return
-        self.gather = Gather(
-            self.params, self.layout, self.precision, self.device, self.comm,
-            self.shard if self.is_sharded else None, self.home, sends=self.takes_message,
-        )  # fmt: skip
+    def _make_gather(self) -> Gather:
         if self.mesh_info.post_forward is not None and self.takes_message:
             numel = self.layout.full_numel // self.mesh_info.post_forward.size
             self._post_forward_shard = ElasticBuffer(numel, self.precision.compute, self.device)
+        return Gather(
+            self.params, self.layout, self.precision, self.device, self.comm,
+            self.shard, self.home, sends=self.takes_message,
+        )  # fmt: skip
 
-    def _make_forms(self) -> None:
-        """Give each parameter its at-rest and its compute form."""
-        mesh = self.mesh_info.mesh
-        for param, slot in zip(self.params, self.slots, strict=True):
-            registered = param.registered
-            assert registered is not None
-            if self.is_sharded:
-                assert mesh is not None
-                form = param.info.form
-                if param.given is None:
-                    param.at_rest = at_home(registered, self._local(slot))
-                else:
-                    whole, over = form.like(whole_shape(slot)), form.mesh_at_rest(mesh)
-                    assert over is not None
-                    placements = shard_placements(slot, mesh, self.mesh_info.shard_dim)
-                    param.at_rest = dtensor_parameter(
-                        self._local(slot), over, [*form.kept, *placements],
-                        whole.shape, whole.stride(), requires_grad=registered.requires_grad,
-                    )  # fmt: skip
-                    take_hooks(registered, param.at_rest)
-                    copy_attributes(registered, param.at_rest)
-                if param.registered is not param.at_rest:
-                    param.register(param.at_rest)
-            keep_gradients_in(self.precision.gradient, param.at_rest)
-            param.compute = self._compute_form(param, slot)
-            if param.compute is not param.at_rest:
-                copy_attributes(param.at_rest, param.compute)
-                if self.precision.accumulate is not None:
-                    keep_gradients_in(self.precision.accumulate, param.compute)
+    def _make_forms(self, param: ManagedParam, slot: Slot) -> None:
+        """Give a parameter its at-rest and its compute form."""
+        param.rest_as(self._make_at_rest(param, slot))
+        keep_gradients_in(self.precision.gradient, param.at_rest)
+        param.compute_with(self._make_compute(param, slot))
+        if param.compute is not param.at_rest:
+            copy_attributes(param.at_rest, param.compute)
+            if self.precision.accumulate is not None:
+                keep_gradients_in(self.precision.accumulate, param.compute)
+
+    def _make_compute(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        """The compute parameter, whose memory may come later."""
+        return param.info.form.compute_parameter(
+            self._local_compute(slot), requires_grad=self._differentiable
+        )
+
+    def _local_compute(self, slot: Slot) -> Tensor:
+        assert self.gather is not None
+        buffer, shape = self.gather.buffer_of(slot), whole_shape(slot)
+        if buffer is None:  # the group has no elements
+            return torch.empty_like(shape, dtype=self.precision.compute, device=self.device)
+        return buffer.part(slot.full_start, shape.shape, shape.stride()).data
+
+    @property
+    def _differentiable(self) -> bool:
+        return self.precision.compute.is_floating_point or self.precision.compute.is_complex
+
+    def _watch(self) -> None:
+        """Note the versions of parameters, and where they are."""
         self._comes = tuple(self.gathers and not self._aliased(slot) for slot in self.slots)
         coming = [param.compute for param in compress(self.params, self._comes)]
-        # Autograd may have saved a tensor-parallel parameter, or its local tensor.
+        # Autograd may have saved a `DTensor`, or its local tensor.
         self._inside = tuple(isinstance(param, DTensor) for param in coming)
         self._counters = (*coming, *locals_of(list(compress(coming, self._inside))))
         self._versions = tuple(map(version_of, self._counters))
@@ -342,7 +239,7 @@ class ParamGroup:
         self._regather = False  # writes were noted, and the gather is to be repeated
         self._loads = False  # writes to local tensors count, too
         locals_ = locals_of([param.at_rest for param in self.params])
-        self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
+        self._addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
             set_versions(self._counters, self._absent)
 
@@ -352,35 +249,34 @@ class ParamGroup:
         """
         return slot.route is Route.WHOLE and not self.precision.casts and self.home is None
 
-    def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        if self.is_sharded or self.precision.casts:
-            return param.info.form.compute_parameter(
-                self._local_compute(slot), requires_grad=self._differentiable
-            )
-        assert param.own is not None
-        summed_apart = self.precision.changes and param.at_rest is param.own
-        if self._read_apart or not summed_apart:
-            return param.own
-        # Gradients are summed in another dtype. Autograd must not add to the user's gradient, which
-        # would be rounded again. Of what is read apart it must: no unit would show another form in
-        # all calls that read it.
-        (own,) = locals_of([param.own])
-        return param.info.form.compute_parameter(own.detach(), requires_grad=self._differentiable)
+    def is_changed(self) -> bool:
+        """Whether users have moved or cast parameters at rest, or asked for gradients of another
+        dtype, so that the group has to be made anew.
 
-    def _local_compute(self, slot: Slot) -> Tensor:
-        """The local tensor that modules compute with, whose memory may come later."""
-        if self.is_sharded and self._aliased(slot):
-            # It shares the shards' version counter; torch.compile refuses views.
-            return self.shard_view(slot).detach()
-        assert self.gather is not None
-        buffer, shape = self.gather.buffer_of(slot), whole_shape(slot)
-        if buffer is None:  # the group has no elements
-            return torch.empty_like(shape, dtype=self.precision.compute, device=self.device)
-        return buffer.part(slot.full_start, shape.shape, shape.stride()).data
+        Raises:
+            ForeignParameterError: what they did cannot be followed.
+        """
+        changed = False
+        for param, slot, address in zip(self.params, self.slots, self._addresses, strict=True):
+            asked = param.at_rest.grad_dtype
+            if param.at_rest.dtype == self.precision.original and asked not in (
+                None,
+                self.precision.gradient,
+            ):
+                param.follow_grad_dtype(param.at_rest)
+                changed = True
+            changed = self._is_changed(param, slot, address) or changed
+        return changed
 
-    @property
-    def _differentiable(self) -> bool:
-        return self.precision.compute.is_floating_point or self.precision.compute.is_complex
+    def recast(self) -> list[ManagedParam]:
+        """Parameters of which users have cast or moved what modules compute with."""
+        expected = self.precision.compute, self.device
+        return [p for p in self.params if (p.compute.dtype, p.compute.device) != expected]
+
+    def leave(self, home: HostHome) -> None:
+        """Let at-rest parameters and gradients be on the host; the unit drops the group."""
+        for param in self.params:
+            param.move(lambda tensor: home.take([tensor])[0])
 
     def rename(self, unit: str) -> None:
         self.unit = unit

@@ -32,15 +32,12 @@ from composable.contract.tree import (
 )
 from composable.engine.gradients.post_backward import PostBackward
 from composable.engine.params.dtensors import describe_mesh
-from composable.engine.params.extension import ExtendedGroup
 from composable.engine.params.param import (
     ManagedParam,
-    chosen_grad_dtype,
     label_of,
     set_label,
     trainability,
 )
-from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.protocol import has_protocol
 from composable.engine.step.observer import HEARERS
 from composable.engine.step.ties import follow_ties
@@ -59,7 +56,6 @@ from composable.memory.torch_private import (
     as_tensors,
     innermost,
     local_of,
-    locals_of,
     outside_transforms,
     split_backward_schedule,
 )
@@ -370,9 +366,9 @@ def _refuse_cast_in_forward(unit: Unit) -> None:
     gathered out of its memory.
     """
     for group in unit.groups:
-        for param in group.params:
+        for param in group.recast():
             dtype, expected = param.compute.dtype, group.precision.compute
-            if param.compute is not param.own and dtype != expected and not group.extended:
+            if param.compute is not param.own and dtype != expected:
                 unit.reshard()
                 unit.build()
                 raise ForeignParameterError(
@@ -381,15 +377,6 @@ def _refuse_cast_in_forward(unit: Unit) -> None:
                     " reach it. The parameter is as before. Cast the module before annotating it,"
                     " pass mp_policy=, or cast a copy in forward"
                 )
-
-
-def _asks_for_other_gradients(at_rest: nn.Parameter, group: ParamGroup) -> bool:
-    """Whether the user has set `grad_dtype` since the group was made."""
-    asked = at_rest.grad_dtype
-    return at_rest.dtype == group.precision.original and asked not in (
-        None,
-        group.precision.gradient,
-    )
 
 
 def _refuse_cleared_hooks(unit: Unit) -> None:
@@ -448,64 +435,12 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
             tied.append(param)  # managed where it was before
     changed = bool(replaced)
     for group in unit.groups:
-        for param, slot, address in zip(group.params, group.slots, group.addresses, strict=True):
-            at_rest, own = param.at_rest, param.own
-            local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
-            if _asks_for_other_gradients(at_rest, group):
-                param.grad_dtype, changed = chosen_grad_dtype(at_rest), True
-            if own is not None:
-                (own_local,) = locals_of([own])
-                changed = changed or not local.data_ptr() == own_local.data_ptr() == address
-                changed = (
-                    changed
-                    or local.device != group.device
-                    or at_rest.dtype != group.precision.original
-                )
-            elif isinstance(group, ExtendedGroup):
-                changed = changed or group.has_moved(param, local)
-            elif isinstance(at_rest, DTensor):
-                _refuse_moved_off_the_host(unit, param, local)
-                changed = changed or has_protocol(local)  # given to it after the annotation
-                if param.registered is at_rest and local.data_ptr() == address:
-                    _refuse_resized(unit, param, local, group.shard_view(slot))
-                changed = changed or (local._base is None and local.data_ptr() != address)
-                # An empty shard has no address, wherever it is.
-                changed = changed or (local.device, local.dtype) != (
-                    group.shard.device,
-                    group.shard.dtype,
-                )
+        changed = group.is_changed() or changed
     for param, newcomer in replaced:
-        param.grad_dtype = chosen_grad_dtype(newcomer) or param.grad_dtype
         set_label(param.at_rest, param.info, unit.name, "replaced")
-        if not isinstance(newcomer, DTensor):
-            param.original = ref(newcomer)  # an optimizer that was made before now may hold it
-        param.register(newcomer)
+        param.follow(newcomer)
     unit.params = [param for param in unit.params if param not in tied]
     return changed
-
-
-def _refuse_resized(unit: Unit, param: ManagedParam, local: Tensor, right: Tensor) -> None:
-    """An operator with `out=` resizes a shard to the whole, and fails. The next write would go
-    behind the shard's memory.
-    """
-    if local.numel() != right.numel():
-        local.as_strided_(right.shape, right.stride())
-        raise ForeignParameterError(
-            f"parameter '{param.fqn}' of unit '{unit.name}': its shard was resized by an operator"
-            " with out=, as torch.nn.init.eye_ calls one. The shard has its shape and its values"
-            " again. Initialise the parameter before fully_shard, or load_state_dict() the whole"
-            " tensor"
-        )
-
-
-def _refuse_moved_off_the_host(unit: Unit, param: ManagedParam, local: Tensor) -> None:
-    assert isinstance(param.at_rest, DTensor)
-    if param.at_rest.device_mesh.device_type == "cpu" and local.device.type not in ("cpu", "meta"):
-        raise ForeignParameterError(
-            f"parameter '{param.fqn}' of unit '{unit.name}' was moved to {local.device}, and the"
-            f" ranks of its mesh communicate on cpu. Call module.to('{local.device.type}') before"
-            f" fully_shard, or pass it a mesh of {local.device.type}"
-        )
 
 
 def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:

@@ -43,7 +43,7 @@ from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.hook_stages import CommHook, attach_comm_hooks
 from composable.engine.gradients.sparse import SparseGradients, only_looked_up
 from composable.engine.gradients.unreduced import Accumulation
-from composable.engine.params.extension import ExtendedGroup, travelling_together
+from composable.engine.params.extension import sharded_groups
 from composable.engine.params.param import (
     ManagedParam,
     ParameterSwap,
@@ -67,6 +67,7 @@ from composable.engine.params.precision import (
     Precision,
     resolve,
 )
+from composable.engine.params.replicated import ReplicatedGroup
 from composable.engine.step.agreed import Agreed
 from composable.errors import AnnotationError, PhaseError, unit_name
 from composable.memory.offload import HostHome
@@ -510,26 +511,20 @@ class Unit:
             alike.setdefault(key, []).append(param)
         self.groups = []
         for (precision, device, sparse, spread, _), members in alike.items():
-            extended, plain = travelling_together(members) if self.is_sharded else ([], members)
             mesh_info = self.mesh_info_of(members[0])
-            if extended:
-                self.groups.append(
-                    ExtendedGroup(
-                        extended, precision, device, mesh_info,
-                        kind=self.kind, policy=spec.mp_policy,
-                    )
-                )  # fmt: skip
-            if plain:
-                self.groups.append(
-                    ParamGroup(
-                        plain, precision, device, mesh_info,
-                        kind=self.kind,
-                        rest_mesh=None if sparse or spread else self.rest_mesh,
-                        # the root shows those next to shards as long as it computes
-                        read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
-                        offload=spec.offload,
-                    )
-                )  # fmt: skip
+            if self.is_sharded:
+                self.groups += sharded_groups(
+                    members, precision, device, mesh_info, spec.mp_policy, spec.offload
+                )
+                continue
+            self.groups.append(
+                ReplicatedGroup(
+                    members, precision, device, mesh_info,
+                    rest_mesh=None if sparse or spread else self.rest_mesh,
+                    # the root shows those next to shards as long as it computes
+                    read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
+                )
+            )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
         self._build_buckets()
@@ -842,13 +837,7 @@ class Unit:
         """Modules held compute parameters for longer than a forward: `model.to(...)` in that time
         means the at-rest ones.
         """
-        groups = [group for group in self.groups if not group.extended]
-        members = [(param, group) for group in groups for param in group.params]
-        changed = [
-            p
-            for p, g in members
-            if (p.compute.dtype, p.compute.device) != (g.precision.compute, g.device)
-        ]
+        changed = [param for group in self.groups for param in group.recast()]
         for param in changed:
             param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
         if changed:
