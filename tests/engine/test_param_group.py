@@ -225,7 +225,8 @@ def test_packed_parameters_get_their_memory_when_their_message_has_landed() -> N
     assert _nbytes(ranks[0]) >= 27 * 4
     group = ranks[0].group
     assert not any(
-        buffer is not None and buffer.held for buffer in (group.gather._staging, group.gather._sent)
+        buffer is not None and buffer.held
+        for buffer in (*group.gather._stagings, group.gather._sent)
     )
     each(ranks, lambda rank: rank.group.reshard())
     assert all(storage.nbytes() == 0 for storage in before), (
@@ -293,7 +294,7 @@ def test_a_gather_that_cannot_be_launched_leaves_no_memory_behind() -> None:
         group.unshard()
     assert group.state is SHARDED
     assert _nbytes(ranks[0]) == 0
-    held = [each.held for each in (group.gather._sent, group.gather._staging) if each is not None]
+    held = [each.held for each in (group.gather._sent, *group.gather._stagings) if each is not None]
     assert not any(held)
 
 

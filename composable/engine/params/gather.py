@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -70,14 +71,17 @@ class Gather:
             self.full = ElasticBuffer(0, dtype, device)
         self.buffers = tuple(each for each in (self.full, self.late) if each is not None)
         # where packed shards arrive; cast shards that are sent: while a gather is in flight
-        self._staging = buffer(layout.num_shards * layout.packed_numel)
+        self._stagings: list[ElasticBuffer] = []
         self._sent = (
             ElasticBuffer(layout.cut_numel, dtype, device) if sends and precision.casts else None
         )
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        # Of each kernel that copies packed parameters out: rows, their sizes and targets.
+        self._columns: list[tuple[Tensor, list[int], list[Tensor]]] = []
+        self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._plan_packed(layout, dtype, device)
         self._plan_sending(params, layout)
-        self._plan_copy_out(layout)
 
     # --- made once -------------------------------------------------------------------------------
 
@@ -97,17 +101,15 @@ class Gather:
         assert self._shard is not None
         return self._shard.data[start : start + numel]
 
-    def _plan_sending(self, params: Sequence[ManagedParam], layout: Layout) -> None:
+    def _send(self, start: int, numel: int, into: Tensor) -> None:
+        """Let a stretch of all ranks' shard buffers arrive in `into`."""
         sent = self._sent
+        mine = self._read(start, numel) if sent is None else sent.stretch(start, numel).data
+        self._pairs.append((into, mine))
 
-        def mine(start: int, numel: int) -> Tensor:
-            return self._read(start, numel) if sent is None else sent.stretch(start, numel).data
-
-        if self._staging is not None:
-            packed = mine(layout.packed_start, layout.packed_numel)
-            self._pairs.append((self._staging.tensor.data, packed))
+    def _plan_sending(self, params: Sequence[ManagedParam], layout: Layout) -> None:
         for slot in layout.of(Route.DIRECT):
-            self._pairs.append((self._room(slot), mine(slot.shard_start, slot.chunk_numel)))
+            self._send(slot.shard_start, slot.chunk_numel, self._room(slot))
         targets, sources = self._casts
         for param, slot in zip(params, layout.slots, strict=True):
             if slot.route is not Route.WHOLE or not slot.numel or not self.copies:
@@ -120,62 +122,71 @@ class Gather:
                 targets.append(self._room(slot).view(slot.shape))
                 (own,) = locals_of([param.own.data])
                 sources.append(own.permute(slot.order) if slot.order else own)
-        if sent is not None:
-            targets.append(sent.tensor.data)
+        if self._sent is not None:
+            targets.append(self._sent.tensor.data)
             sources.append(self._read(0, layout.cut_numel))
 
-    def _plan_copy_out(self, layout: Layout) -> None:
-        """How packed parameters get from the staging buffer, a row per rank, to their place."""
-        self._columns: tuple[list[int], list[Tensor]] | None = None
-        self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
-        staging, ranks, row = self._staging, layout.num_shards, layout.packed_numel
-        if staging is None:
-            return
-        self._rows = staging.tensor.data.view(ranks, -1)
-        packed = [slot for slot in layout.of(Route.PACKED) if slot.chunk_numel]
-        straight = [slot for slot in packed if slot.dim == 0]
-        if self._comm.traits.on_stream and straight == packed:
-            # On an accelerator one kernel. A host does the same in half of the time without it:
-            # `split_with_sizes_copy` makes views.
-            self._plan_columns(packed, layout)
-            return
-        targets, sources = self._copies
-        for chunk, slots in groupby(straight, key=lambda slot: slot.chunk_numel):
-            alike = list(slots)
-            into = self.buffer_of(alike[0])
-            assert into is not None
-            full = [slot.full_start for slot in alike]
-            sent = [slot.shard_start - layout.packed_start for slot in alike]
-            targets.append(_stacked(into, full, ranks, chunk, chunk))
-            sources.append(_stacked(staging, sent, ranks, row, chunk))
-        for slot in packed:
-            into, start = self.buffer_of(slot), slot.shard_start - layout.packed_start
-            assert into is not None
-            for each in _across(slot, row):
-                at = slot.full_start + each.at
-                targets.append(into.part(at, each.shape, each.strides).data)
-                sources.append(staging.part(start + each.row_at, each.shape, each.row_strides).data)
+    def _plan_packed(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        """Packed parameters arrive in staging buffers, a row per rank, and are copied out.
 
-    def _plan_columns(self, packed: Sequence[Slot], layout: Layout) -> None:
-        ranks, sizes, targets = layout.num_shards, list[int](), list[Tensor]()
-        ends = [
-            *(slot.shard_start for slot in packed[1:]),
-            layout.packed_start + layout.packed_numel,
-        ]
-        for slot, end in zip(packed, ends, strict=False):
+        On an accelerator one kernel copies all that are cut along their first dimension, if nothing
+        else is in their rows: then the others have a message of their own. A host does the same in
+        half of the time without it: `split_with_sizes_copy` makes views.
+        """
+        packed = [slot for slot in layout.of(Route.PACKED) if slot.chunk_numel]
+        ranks, start = layout.num_shards, layout.packed_start
+        ends = [slot.shard_start for slot in packed[1:]] + [layout.cut_numel]
+        in_columns = [slot.dim == 0 and self._comm.traits.on_stream for slot in packed]
+        for by_columns, part in groupby(zip(in_columns, packed, ends, strict=False), itemgetter(0)):
+            _, slots, part_ends = zip(*part, strict=True)
+            numel = part_ends[-1] - start
+            staging = ElasticBuffer(ranks * numel, dtype, device)
+            self._stagings.append(staging)
+            self._send(start, numel, staging.tensor.data)
+            if by_columns:
+                self._copy_columns(slots, part_ends, staging.tensor.data.view(ranks, -1))
+            else:
+                self._copy_parts(slots, staging, start, numel)
+            start = part_ends[-1]
+
+    def _copy_columns(self, slots: Sequence[Slot], ends: Sequence[int], rows: Tensor) -> None:
+        ranks, sizes, targets = len(rows), list[int](), list[Tensor]()
+        for slot, end in zip(slots, ends, strict=True):
             sizes.append(slot.chunk_numel)
             targets.append(self._room(slot).view(ranks, slot.chunk_numel))
             if padding := end - slot.shard_start - slot.chunk_numel:
                 sizes.append(padding)
-                targets.append(self._rows.new_empty(ranks, padding))
-        self._columns = (sizes, targets)
+                targets.append(rows.new_empty(ranks, padding))
+        self._columns.append((rows, sizes, targets))
+
+    def _copy_parts(
+        self, slots: Sequence[Slot], staging: ElasticBuffer, start: int, row: int
+    ) -> None:
+        targets, sources = self._copies
+        straight = [slot for slot in slots if slot.dim == 0]
+        for chunk, alike in groupby(straight, key=lambda slot: slot.chunk_numel):
+            members = list(alike)
+            into = self.buffer_of(members[0])
+            assert into is not None
+            ranks = members[0].num_shards
+            full = [slot.full_start for slot in members]
+            sent = [slot.shard_start - start for slot in members]
+            targets.append(_stacked(into, full, ranks, chunk, chunk))
+            sources.append(_stacked(staging, sent, ranks, row, chunk))
+        for slot in slots:
+            into = self.buffer_of(slot)
+            assert into is not None
+            for each in _across(slot, row):
+                at, row_at = slot.full_start + each.at, slot.shard_start - start + each.row_at
+                targets.append(into.part(at, each.shape, each.strides).data)
+                sources.append(staging.part(row_at, each.shape, each.row_strides).data)
 
     # --- in every step ---------------------------------------------------------------------------
 
     def launch(self, label: str) -> Work | None:
         """Allocate, cast and send. Returns what to wait for, if anything is sent."""
         try:
-            for buffer in (self._staging, self._sent, self.full):
+            for buffer in (*self._stagings, self._sent, self.full):
                 if buffer is not None:
                     buffer.allocate()
             targets, sources = self._casts
@@ -198,16 +209,17 @@ class Gather:
         """The message is there: put packed parameters where they are computed with."""
         if self._sent is not None or self._coming is not None:
             self.end_sending()  # frees what was sent before `late` gets its memory
-        if self._staging is not None:
+        if self._stagings:
             if self.late is not None:
                 self.late.allocate()
             self.copy_out()
-            self._staging.free()
+            for staging in self._stagings:
+                staging.free()
 
     def copy_out(self) -> None:
-        if self._columns is not None:
-            torch.split_with_sizes_copy(self._rows, self._columns[0], dim=1, out=self._columns[1])
-        else:
+        for rows, sizes, targets in self._columns:
+            torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets)
+        if self._copies[0]:
             torch._foreach_copy_(*self._copies)
 
     def end_sending(self) -> None:
@@ -221,8 +233,8 @@ class Gather:
         """Give all memory back. Nothing is in flight."""
         if self._sent is not None or self._coming is not None:
             self.end_sending()
-        for buffer in (self._staging, *self.buffers):
-            if buffer is not None and buffer.held:
+        for buffer in (*self._stagings, *self.buffers):
+            if buffer.held:
                 buffer.free()
 
     def aliases(self, tensor: Tensor) -> bool:
