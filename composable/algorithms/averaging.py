@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.compilation import untraced, unwrapped
+from composable.engine.edits.host import refuse_extended
 from composable.engine.gradients.hook_stages import cut_flat
 from composable.engine.params.dtensors import describe_mesh
 from composable.engine.step.unit import Unit
@@ -140,7 +141,7 @@ def _memory_of(unit: Unit) -> Iterator[Tensor]:
 
     It is the shard buffer of a group that has shards, and otherwise every parameter.
     """
-    unit.refuse_extended("averages of parameters")
+    refuse_extended("averages of parameters", unit)
     for group in unit.groups:
         if group.precision.original.is_floating_point or group.precision.original.is_complex:
             if group.shard is not None:

@@ -54,8 +54,8 @@ from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.dtensors import is_unreduced
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step import root as roots
+from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.observer import DECISIONS, HEARERS
-from composable.engine.step.prepare import broadcast_buffers
 from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError

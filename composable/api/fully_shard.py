@@ -12,6 +12,7 @@ from composable.api.mesh import Mesh, spread_of_dims
 from composable.api.units import annotate
 from composable.config import GradReduce
 from composable.contract.contract import contract
+from composable.engine.edits.removal import before_removal
 from composable.engine.step.unit import Unit
 from composable.policies import PolicyLike
 
@@ -50,6 +51,7 @@ _EQUIVALENTS: Final = {
 
 @contract(
     state_cls=Unit,
+    before_removal=before_removal,
     clashes={
         "replicate": (
             "a module can be sharded or replicated, not both. Call remove(module, replicate) first"

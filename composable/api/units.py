@@ -76,9 +76,14 @@ from composable.contract.tree import (
     registered_parameters,
     walk,
 )
+from composable.engine.edits.copies import attach_copying, detach_copying
+from composable.engine.edits.loading import StateDictHooks
+from composable.engine.edits.removal import restore
+from composable.engine.edits.tree import settle
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.param_group import Kind
-from composable.engine.step.unit import Unit, UnitSpec, settle
+from composable.engine.params.precision import ExactModule
+from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import HEARS, Visit
 from composable.errors import AnnotationError, unit_name
 from composable.policies import PolicyLike
@@ -361,8 +366,18 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
         exact=exact_modules(plan.modules, plan.precision),
         **plan.settings,
     )
-    on_undo(unit.restore)
-    unit.initialize(spec, HEARS)
+    on_undo(partial(restore, unit))
+    low, hooks = spec.mp_policy.param_dtype, StateDictHooks(unit)
+    unit.initialize(spec, HEARS, hooks.watch)
+    for exact in spec.exact if low is not None else ():
+        on_undo(ExactModule(exact, low).remove)
+    holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
+    for undo in hooks.watch(holders):
+        on_undo(undo)
+    for module in plan.modules:
+        attach_copying(module)  # `copy.deepcopy` and pickle
+        on_undo(partial(detach_copying, module))
+    unit.build()
     if mesh_info.mesh is not None:
         for module in dict.fromkeys(
             each for top in plan.modules for _, each in walk(top, stop=(SHARD, REPLICATE))

@@ -93,9 +93,11 @@ class Annotation:
         nested: annotations made inside this one, with their (first) modules.
         callbacks: those of `on_undo` and of nested annotations.
         copied: it is a copy, and its callbacks are not.
+        before_removal: see `contract`.
     """
 
     __slots__ = (
+        "before_removal",
         "call_site",
         "callbacks",
         "copied",
@@ -109,6 +111,7 @@ class Annotation:
 
     callbacks: list[Callable[[], object]]
     modules: tuple[nn.Module, ...]
+    before_removal: Callable[[list[Any]], object] | None
 
     def __init__(
         self,
@@ -117,9 +120,10 @@ class Annotation:
         call_site: str,
         state: Any,
         modules: tuple[nn.Module, ...],
+        before_removal: Callable[[list[Any]], object] | None = None,
     ) -> None:
         self.__setstate__((name, kwargs, call_site, None, state))
-        self.modules, self.copied = modules, False
+        self.modules, self.copied, self.before_removal = modules, False, before_removal
 
     def __repr__(self) -> str:
         given = ", ".join(f"{key}={value!r}" for key, value in _in_words(self.kwargs).items())
@@ -129,12 +133,12 @@ class Annotation:
         """Whether this is a running call of the verb `name` on `module`."""
         return self.name == name and any(module is other for other in self.modules)
 
-    def states(self) -> Iterator[Any]:
-        """The state of this annotation and of the nested ones that were not removed separately."""
-        yield self.state
+    def records(self) -> Iterator[Annotation]:
+        """This one and the nested ones that were not removed separately."""
+        yield self
         for module, record in self.nested:
             if record.is_on(module):
-                yield from record.states()
+                yield from record.records()
 
     def is_on(self, module: nn.Module) -> bool:
         """Whether this is the record of its verb on `module`."""
@@ -177,15 +181,17 @@ class Annotation:
                     vars(other).pop(_RECORDS, None)
 
     def remove_from(self, module: nn.Module) -> None:
-        """`remove`: ask the states whether they can be undone, then undo."""
+        """`remove`: call `before_removal`, which may refuse, then undo."""
         if self.copied:
             raise AnnotationError(
                 f"{self.name} cannot be removed from a copy of a module. Remove it before copying"
             )
-        states = list(self.states())
-        for cls in dict.fromkeys(map(type, states)):
-            if hasattr(cls, "before_removal"):
-                cls.before_removal([state for state in states if type(state) is cls])
+        states: dict[Callable[[list[Any]], object], list[Any]] = {}
+        for record in self.records():
+            if record.before_removal is not None:
+                states.setdefault(record.before_removal, []).append(record.state)
+        for before_removal, asked in states.items():
+            before_removal(asked)
         self.undo_on(module)
 
     def roll_back(self, error: BaseException) -> None:
@@ -206,11 +212,12 @@ class Annotation:
         self.kwargs: Mapping[str, Any] = MappingProxyType(kwargs)
         self.nested: list[tuple[nn.Module, Annotation]] = []
         self.modules, self.copied = (), True
-        self.callbacks = []
+        self.callbacks, self.before_removal = [], None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Annotation:
         twin = memo[id(self)] = Annotation.__new__(Annotation)
         twin.__setstate__((*self.__getstate__()[:-1], copy.deepcopy(self.state, memo)))
+        twin.before_removal = self.before_removal
         twin.modules = copy.deepcopy(self.modules, memo)
         twin.nested = copy.deepcopy(self.nested, memo)
         if all(map(_is_copied_whole, self.callbacks)):
@@ -384,6 +391,7 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
 def contract(
     *,
     state_cls: Callable[[], S] | None = None,
+    before_removal: Callable[[list[S]], object] | None = None,
     clashes: Mapping[str, str] | Sequence[str] = (),
     equivalents: Mapping[str, str] | None = None,
     only_submodules_with: str | None = None,
@@ -399,9 +407,10 @@ def contract(
     Args:
         state_cls: called without arguments for every call of the verb; `verb.state(module)` returns
             the result, already while the function runs. Default: `types.SimpleNamespace`. It is
-            copied and pickled with the module. If the class has a static method
-            `before_removal(states)`, `remove` calls it first, with the states of this class in the
-            annotation and in those nested in it; it may raise, and nothing is changed then.
+            copied and pickled with the module.
+        before_removal: `remove` calls it first, with the states of the annotation and of those
+            nested in it that were made with the same function. It may raise, and nothing is changed
+            then.
         clashes: names of verbs that cannot be on the same module, perhaps with a sentence that says
             what to do instead.
         equivalents: keywords of other libraries and what to write instead: a keyword such as
@@ -447,7 +456,12 @@ def contract(
             outer = _running.get()
             call_site = outer[-1].call_site if outer else calling_site()
             record = Annotation(
-                name, arguments, call_site, make_state(), () if spreads else modules
+                name,
+                arguments,
+                call_site,
+                make_state(),
+                () if spreads else modules,
+                before_removal,
             )
             # The target of the outermost verb gives the names for everything inside.
             with naming(target) if isinstance(target, nn.Module) and not outer else nullcontext():

@@ -247,7 +247,6 @@ def _pretended(machine: Machine) -> Iterator[None]:
         mock.patch.object(param_group, "with_own_storage", _with_own_storage),
         mock.patch.object(Reduction, "land", _land),
         mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
-        mock.patch.object(engine_root, "warn_of_equal_shards", return_value=None),
         mock.patch.object(engine_root, "release_idle_memory", machine.release_idle),
         mock.patch.object(clip, "changes_nothing", return_value=False),
         mock.patch.object(DistributedDataParallel, "__init__", _refuse_torchs),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
-from composable.engine.edits.loading import warn_of_other_groups
+from composable.engine.edits.loading import show_at_rest, warn_of_other_groups
 from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import units_below
@@ -94,7 +94,7 @@ class EMA:
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters at rest, and buffers that are in the state dict; tied ones once."""
         for unit in units_below([self._model]):
-            unit.before_state_dict()
+            show_at_rest(unit)
         buffers: dict[int, tuple[str, Tensor]] = {}
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():

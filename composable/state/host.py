@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.values import map_tensors
+from composable.engine.edits.host import refuse_sleep, sleep
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError
 from composable.memory.offload import HostHome, free_cached_memory, wait_for_traffic
@@ -64,7 +65,7 @@ class HostOffload:
             device: HostHome(device, pin_memory=True) for device in devices if has_streams(device)
         }
         for unit in self._units:
-            unit.sleep(homes.get(unit.mesh_info.device))
+            sleep(unit, homes.get(unit.mesh_info.device))
         copies: dict[int, tuple[Tensor, Tensor]] = {}  # shared tensors stay shared
 
         def to_host(tensor: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
                 f"offload_to_host takes the model's optimizers, got a {type(given).__name__}"
             )
     for unit in units:
-        unit.refuse_sleep()
+        refuse_sleep(unit)
     require_at_rest("offload_to_host", units)
     offload = HostOffload(model, units, optimizers)
     offload.leave()

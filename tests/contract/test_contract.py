@@ -299,7 +299,7 @@ class Asked(Level):
             raise ArithmeticError("not now")
 
 
-@contract(state_cls=Asked)
+@contract(state_cls=Asked, before_removal=Asked.before_removal)
 def ask(module, *, inside=()):
     on_undo(lambda: Asked.log.append("undone"))
     for child in inside:
@@ -312,7 +312,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return Asked.log
 
 
-def test_before_removal_gets_all_states_of_its_class_once_and_before_anything_is_undone(
+def test_before_removal_gets_all_states_once_and_before_anything_is_undone(
     asked: list[Any],
 ):
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))

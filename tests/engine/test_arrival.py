@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from composable import fully_shard, replicate
 from composable.comm import LocalComm, MeshInfo, ledger_of
 from composable.contract.tree import Place
+from composable.engine.edits.loading import StateDictHooks
 from composable.engine.gradients.arrival import FIRST_BYTES, Buckets
 from composable.engine.params.param import ParamInfo
 from composable.engine.step.agreed import Agreed
@@ -40,10 +41,9 @@ def _unit(
         module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(size, dtype=_DTYPES[kind])))
     params = tuple(ParamInfo(name, (Place(module, name),)) for name in module._parameters)
     unit = Unit()
-    unit.initialize(
-        UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes),
-        HEARS,
-    )
+    spec = UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes)
+    unit.initialize(spec, HEARS, StateDictHooks(unit).watch)
+    unit.build()
     return unit, Buckets([unit], lambda: None, Agreed((ref(unit),)))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -21,7 +20,6 @@ from composable.errors import (
     PhaseError,
     RanksDisagreeError,
 )
-from tests.helpers.logged import logged
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, initialise, plain, tokens
 
@@ -383,50 +381,6 @@ def test_a_rank_of_which_all_shards_are_empty_follows_too() -> None:
         [5.0],
         [5.0],
     ]
-
-
-@spmd(ranks=2)
-def test_random_numbers_drawn_shard_by_shard_are_told_once() -> None:
-    model = _on_meta("fully_shard")
-    torch.manual_seed(0)
-    materialize(model)
-    with warnings.catch_warnings(), logged() as lines:
-        warnings.simplefilter("ignore")  # torch's own, about random operators on hosts
-        torch.manual_seed(0)
-        model.blocks[1].up.apply(initialise)
-        for _ in range(2):
-            model(tokens(0)).sum().backward()
-    if current_device().type == "cpu":
-        (line,) = lines
-        assert (
-            "'up.weight' of unit 'blocks.1': the shards of all ranks have the same values" in line
-        )
-        assert "materialize(model, init)" in line
-
-
-class _Structured(nn.Module):
-    """Parameters of which every row is the same, or the rows' first elements are the same numbers
-    in another order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a_log = nn.Parameter(torch.log(torch.arange(1.0, 9.0)).repeat(6, 1))
-        self.columns = nn.Parameter(torch.arange(1.0, 9.0).repeat(4, 1).t().contiguous().t())
-        self.turned = torch.nn.utils.parametrizations.orthogonal(nn.Linear(4, 4, bias=False))
-        self.square = nn.Parameter(-torch.eye(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.turned(x) @ self.square @ self.columns
-        return output + self.a_log.sum()
-
-
-@spmd(ranks=[2, 4])
-def test_equal_shards_of_what_is_structured_are_not_told() -> None:
-    model = fully_shard(_Structured().to(current_device()))
-    with logged() as lines:
-        model(torch.ones(2, 4, device=current_device())).sum().backward()
-    assert not lines
 
 
 @spmd(ranks=1)

@@ -15,68 +15,44 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.contract.contract import drop_attribute, registry, remove
 from composable.contract.naming import module_name
 from composable.contract.tree import REPLICATE, SHARD, states_below
+from composable.engine.edits.loading import refuse_pickling
+from composable.engine.edits.tree import choose_rest
 from composable.engine.params.dtensors import dtensor_parameter
-from composable.engine.params.param import ManagedParam, copy_attributes
+from composable.engine.params.param import copy_attributes
 from composable.engine.params.protocol import cloned
-from composable.errors import AnnotationError
+from composable.engine.step.unit import RANK0_ONLY, Unit
+from composable.errors import AnnotationError, PhaseError
 from composable.memory.torch_private import local_of
 
 _KEY: Final = "composable"  # in the memo of a deepcopy, beside ids
-
-
-class Copied(Protocol):
-    """A unit that is copied with its modules, as far as this file looks."""
-
-    modules: tuple[nn.Module, ...]
-    params: list[ManagedParam]
-
-    @property
-    def is_sharded(self) -> bool: ...
-
-    def refuse_copy(self) -> None: ...
-
-    def refuse_pickling(self) -> None: ...
-
-    def buffers_shown(self) -> list[tuple[Tensor, Tensor]]: ...
-
-    def relate(self, unit: Any, twins: Mapping[Any, Any]) -> None: ...
-
-    def fill(self, unit: Any, memo: dict[Any, Any], *, plain: bool) -> None: ...
-
-    def follow_places(self, unit: Any, memo: dict[Any, Any]) -> None: ...
-
-    def choose_rest(self) -> None: ...
-
-
-C = TypeVar("C", bound=Copied)
 
 
 class _Copies:
     """What one `copy.deepcopy` has copied. It may meet several annotated modules that lie apart.
 
     Attributes:
-        twins: the copies of units.
+        prepared: units of annotated modules that were met.
         depth: annotated modules whose copying is under way.
         plain: the copy shares the tensors and is about to lose its annotations.
     """
 
     def __init__(self, *, plain: bool = False) -> None:
-        self.twins: dict[Copied, Any] = {}
-        self.prepared: dict[Copied, None] = {}
+        self.prepared: dict[Unit, None] = {}
         self.depth = 0
         self.plain = plain
 
-    def prepare(self, units: Iterable[Copied], memo: dict[Any, Any]) -> None:
+    def prepare(self, units: Iterable[Unit], memo: dict[Any, Any]) -> None:
         """Before tables are copied: whichever form of a parameter they hold now, the copy gets the
         at-rest one.
         """
@@ -84,7 +60,7 @@ class _Copies:
             if unit in self.prepared:
                 continue
             self.prepared[unit] = None
-            unit.refuse_copy()
+            _refuse_copy(unit)
             for cast, buffer in unit.buffers_shown():
                 memo[id(cast)] = buffer if self.plain else copy.deepcopy(buffer, memo)
             for param in unit.params:
@@ -106,20 +82,69 @@ class _Copies:
 
     def finish(self, memo: dict[Any, Any]) -> None:
         """After tables were copied: fill the units all of whose modules have a copy now."""
-        copied = {
-            unit: twin
-            for unit, twin in self.twins.items()
+        copied: dict[Unit, Unit] = {
+            unit: memo[id(unit)]
+            for unit in self.prepared
             if unit.modules and all(id(each) in memo for each in unit.modules)
         }
         for unit, twin in copied.items():
-            twin.relate(unit, copied)
+            twin.relations.resemble(unit.relations, copied)
         # Sharded units first: they decide how others rest.
         for unit, twin in sorted(copied.items(), key=lambda pair: not pair[0].is_sharded):
-            if not twin.modules:
-                twin.fill(unit, memo, plain=self.plain)
-            elif not self.plain:
-                twin.follow_places(unit, memo)
-                twin.choose_rest()  # what is around it may have been copied later
+            if twin.modules:
+                _follow_places(unit, twin, memo)
+                choose_rest(twin)  # what is around it may have been copied later
+            elif self.plain:  # only to be removed
+                twin.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
+            else:
+                _fill(unit, twin, memo)
+
+
+def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
+    """Make `twin` a unit of the copies of all modules of `unit`."""
+    twin.is_copy(unit.name, copy.deepcopy(unit.undo, memo))
+    pairs = [
+        (param, copy.deepcopy(param, memo)) for param in unit.params if param.registered is not None
+    ]
+    for param, other in pairs:
+        places = tuple(place for place in param.info.places if id(place.module) in memo)
+        other.start_as(param, copy.deepcopy(replace(param.info, places=places), memo))
+    params = [other for _, other in pairs]
+    spec = copy.deepcopy(replace(unit.spec, params=(), mesh_info=unit.mesh_info), memo)
+    spec = replace(spec, params=tuple(param.info for param in params))
+    twin.initialize(spec, unit.hears, copy.deepcopy(unit.watch, memo), params)
+    for module in twin.modules:
+        attach_copying(module)
+    choose_rest(twin)
+    if not twin.groups:
+        twin.build()
+    for stage, hook in copy.deepcopy(unit.comm_hooks, memo).items():
+        twin.set_comm_hook(stage, hook)
+    for param, other in pairs:
+        other.at_rest.grad = None
+        memo[id(param.at_rest)] = other.at_rest
+
+
+def _follow_places(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
+    """Places of tied parameters were copied after the unit's own modules."""
+    params, grew = [param for param in unit.params if param.registered is not None], False
+    for param, other in zip(params, twin.params, strict=False):
+        places = tuple(place for place in param.info.places if id(place.module) in memo)
+        if len(places) > len(other.info.places):
+            other.set_info(replace(other.info, places=copy.deepcopy(places, memo)))
+            grew = True
+    if grew:
+        twin.build()  # others read it now
+
+
+def _refuse_copy(unit: Unit) -> None:
+    unit.refuse_asleep("copy.deepcopy")
+    if unit.shown_by == RANK0_ONLY:
+        raise PhaseError(
+            f"copy.deepcopy of unit '{unit.name}' inside of {unit.shown_by}: the other ranks"
+            " would copy what they had before the edits of rank 0. Copy the model outside of"
+            " the scope"
+        )
 
 
 def attach_copying(module: nn.Module) -> None:
@@ -133,16 +158,6 @@ def detach_copying(module: nn.Module) -> None:
     """The inverse of `attach_copying`."""
     for name in ("__deepcopy__", "__reduce_ex__"):
         drop_attribute(module, name)
-
-
-def twin_of(unit: C, twin: C, memo: dict[Any, Any]) -> C:
-    """Note that `twin`, still empty, is the copy of `unit`.
-
-    It stays empty, and its hooks do nothing, where only a part of the unit's module is copied.
-    """
-    copies: _Copies = memo.setdefault(_KEY, _Copies())
-    noted: C = copies.twins.setdefault(unit, twin)
-    return noted
 
 
 def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
@@ -170,7 +185,7 @@ def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle a copy without annotations, around the same parameters and buffers."""
     for unit in states_below([module]):
-        unit.refuse_pickling()
+        refuse_pickling(unit)
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     plain = copy.deepcopy(module, {**shared, _KEY: _Copies(plain=True)})  # type: ignore[dict-item]
     for below in plain.modules():

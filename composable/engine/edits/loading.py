@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final
 from weakref import WeakSet
 
 import torch
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.compilation import untraced
+from composable.contract.contract import drop_attribute
 from composable.engine.params.dtensors import describe_mesh, dtensor_parameter
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import (
@@ -36,7 +39,9 @@ from composable.engine.params.param import (
     owner_of,
 )
 from composable.engine.params.protocol import as_class_of, cloned
-from composable.memory.torch_private import local_of
+from composable.engine.step.unit import EXPLICIT, Unit
+from composable.errors import AnnotationError
+from composable.memory.torch_private import in_backward, local_of
 
 logger = logging.getLogger("composable")
 
@@ -44,21 +49,13 @@ _TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `warn_of_other_g
 _SILENT: Final = ContextVar("_SILENT", default=False)
 
 
-class Loaded(Protocol):
-    """The unit whose parameters are loaded, as far as this file looks."""
+class StateDictHooks:
+    """The hooks of modules that hold parameters of a unit, for state dicts that are made or loaded.
 
-    params: list[ManagedParam]
+    A state dict in an `except` block after a failed step is one of at-rest parameters.
+    """
 
-    @property
-    def rest_device(self) -> torch.device: ...
-
-    def before_state_dict(self) -> None: ...
-
-
-class StateDictHook:
-    """Runs before each module that holds parameters of a unit takes its entries."""
-
-    def __init__(self, unit: Loaded) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
         # by module id: parameters, and their names there
@@ -66,13 +63,42 @@ class StateDictHook:
         # what was registered in this call, for which key
         self._assigned: dict[ManagedParam, tuple[str, nn.Parameter]] = {}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHook:
-        return StateDictHook(copy.deepcopy(self._unit, memo))
+    def watch(self, modules: Iterable[nn.Module]) -> list[Callable[[], object]]:
+        """Prepare modules that hold parameters of the unit, and let RNN weights stay in place;
+        returns what undoes it.
+        """
+        undo: list[Callable[[], object]] = []
+        unit = self._unit
+        for module in modules:
+            undo.append(module.register_state_dict_pre_hook(self._before).remove)
+            undo.append(module.register_state_dict_post_hook(partial(self._after)).remove)
+            if unit.mesh_info.mesh is not None:
+                undo.append(module.register_load_state_dict_pre_hook(self._load).remove)
+            casts = unit.spec.mp_policy.param_dtype is not None
+            if isinstance(module, nn.RNNBase) and (unit.is_sharded or casts):
+                # cuDNN's weights are moved next to each other by `flatten_parameters`, away from
+                # the buffers that are filled.
+                module.flatten_parameters = lambda: None  # type: ignore[method-assign]
+                undo.append(partial(drop_attribute, module, "flatten_parameters"))
+        return undo
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHooks:
+        return StateDictHooks(copy.deepcopy(self._unit, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StateDictHook, (self._unit,)
+        refuse_pickling(self._unit)
+        return _without_unit, ()
 
-    def __call__(
+    def _before(self, *_: object) -> None:
+        show_at_rest(self._unit)
+
+    @untraced
+    def _after(self, module: nn.Module, _: object, prefix: str, *__: object) -> None:
+        warn_of_other_groups(module, prefix)
+        if EXPLICIT in self._unit.kept_by and not self._unit.step.depth:
+            self._unit.show()
+
+    def _load(
         self,
         module: nn.Module,
         state_dict: dict[str, Any],
@@ -87,7 +113,7 @@ class StateDictHook:
             for param in self._unit.params:
                 for place in param.info.places:
                     self._here.setdefault(id(place.module), []).append((param, place.name))
-        self._unit.before_state_dict()
+        show_at_rest(self._unit)
         assign = metadata.get("assign_to_params_buffers", False)
         for param, name in self._here.get(id(module), ()):
             value = state_dict.get(prefix + name)
@@ -143,6 +169,30 @@ class StateDictHook:
                 " for them"
             )
         return parameter
+
+
+def _without_unit() -> StateDictHooks:
+    """Hooks in a pickled part of a replicated module have nothing to do."""
+    return StateDictHooks(Unit())
+
+
+@untraced
+def show_at_rest(unit: Unit) -> None:
+    """Before a state dict is made or loaded: modules hold at-rest parameters."""
+    if not unit.step.depth and not in_backward():
+        unit.swap_out()
+    for group in unit.groups:
+        group.expect_load()
+
+
+def refuse_pickling(unit: Unit) -> None:
+    if unit.is_sharded or unit.rest_mesh is not None:
+        raise AnnotationError(
+            f"the annotated unit '{unit.name}' is spread over process groups, and cannot be"
+            " pickled. Save its state_dict() (torch.distributed.checkpoint writes it from all"
+            " ranks), or full_state_dict(model); copy.deepcopy(model) copies the model on all"
+            " ranks"
+        )
 
 
 @contextmanager

@@ -7,11 +7,14 @@ parameters: gradients, attributes and hooks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.engine.edits.tree import leave_tree
 from composable.engine.params.param import (
     ManagedParam,
     copy_attributes,
@@ -21,27 +24,45 @@ from composable.engine.params.param import (
 )
 from composable.engine.params.param_hooks import move_hooks
 from composable.engine.params.protocol import as_class_of
+from composable.engine.step.unit import Unit
+from composable.errors import PhaseError
 from composable.memory.torch_private import local_of
 
 # A value and its gradient.
-Whole = tuple[Tensor, Tensor | None]
+_Whole = tuple[Tensor, Tensor | None]
+# between `before_removal` and `restore`
+_gathered: Final[WeakKeyDictionary[Unit, list[_Whole]]] = WeakKeyDictionary()
 
 
-def gather_whole(params: Sequence[ManagedParam]) -> list[Whole]:
-    """Values and gradients of sharded parameters; all ranks call this."""
-    return [
-        (form.unsharded(at_rest), None if at_rest.grad is None else form.unsharded(at_rest.grad))
-        for form, at_rest in ((param.info.form, param.at_rest) for param in params)
-    ]
+def before_removal(units: Sequence[Unit]) -> None:
+    """Gather whole parameters and gradients, on all ranks, before anything changes."""
+    for unit in units:
+        unit.refuse_asleep("remove")
+    for unit in units:
+        if unit.has_unreduced:
+            raise PhaseError(
+                f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync"
+                " and not reduced. Call reduce_gradients(model) first, on all ranks, or"
+                " zero_grad()"
+            )
+    for unit in units:
+        if unit.root is not None and unit.root.in_step and not unit.root.running:
+            unit.root.reset()
+        unit.swap_out()
+        unit.reshard()
+        _gathered[unit] = _gather_whole(unit.params) if unit.is_sharded else []
 
 
-def restore(unit: str, params: Sequence[ManagedParam], whole: Sequence[Whole]) -> None:
-    """Register plain parameters, in the modules of the unit with this name.
-
-    Args:
-        whole: of sharded ones, what `gather_whole` returned; empty if nothing was gathered.
+def restore(unit: Unit) -> None:
+    """Undo the annotation: register plain parameters; those of a sharded unit if they were
+    gathered.
     """
-    for index, param in enumerate(params):
+    # readers that still have its parameters are refused in their next forward
+    for each in (unit, *unit.relations.readers):
+        if each.root is not None:
+            each.root.forget()
+    whole = _gathered.pop(unit, [])
+    for index, param in enumerate(unit.dissolve()):
         if param.own is not None:
             gradient = param.at_rest.grad
             if isinstance(gradient, DTensor):
@@ -49,11 +70,20 @@ def restore(unit: str, params: Sequence[ManagedParam], whole: Sequence[Whole]) -
             _restore(param, param.own, gradient)
         elif whole:
             _restore_whole(param, *whole[index])
-        set_label(param.at_rest, param.info, unit, "removed")
+        set_label(param.at_rest, param.info, unit.name, "removed")
         registered = param.registered
         if registered is not None:
             drop_label(registered)
             keep_gradients_in(param.grad_dtype or registered.dtype, registered)
+    leave_tree(unit)
+
+
+def _gather_whole(params: Sequence[ManagedParam]) -> list[_Whole]:
+    """Values and gradients of sharded parameters; all ranks call this."""
+    return [
+        (form.unsharded(at_rest), None if at_rest.grad is None else form.unsharded(at_rest.grad))
+        for form, at_rest in ((param.info.form, param.at_rest) for param in params)
+    ]
 
 
 @torch.no_grad()

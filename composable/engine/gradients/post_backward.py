@@ -68,6 +68,10 @@ class Due:
     forwards: int = 0
     forwards_left: int = 0
 
+    def build_graph(self) -> None:
+        """The backward makes nodes of its own."""
+        self.builds_graph = True
+
     def count(self, more: int) -> None:
         """More forwards wait for this backward, or fewer."""
         self.forwards += max(more, 0)

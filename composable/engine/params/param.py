@@ -267,6 +267,12 @@ class ManagedParam:
         self.sends: Sequence[tuple[tuple[int, ...], torch.dtype]] | None = None
         self.set_info(info)
 
+    def start_as(self, original: ManagedParam, info: ParamInfo) -> None:
+        """As the copy of `original`."""
+        self.start(info)
+        self.grad_dtype = original.grad_dtype  # copy.deepcopy drops it
+        self.sends = original.sends
+
     def set_info(self, info: ParamInfo) -> None:
         self.info = info
         # RNNs keep a list of their own of their parameters, which only `setattr` updates.

@@ -61,6 +61,18 @@ class Agreed:
         """The members; one of a dropped model has no root that would ask."""
         return [member() for member in self.members]
 
+    def follow(self, order: tuple[int, ...]) -> None:
+        """Forwards gather ahead in this order from now on."""
+        self.order = order
+
+    def stop_tracing(self, why: str) -> None:
+        """The compiler reduces no gradients any more."""
+        self.untraced = why
+
+    def end_backward(self, when: int) -> None:
+        """A backward has landed."""
+        self.last_backward = when
+
 
 def agreed_by(units: Sequence[Any]) -> Agreed:
     """The agreement of these units, in whatever order the modules of this rank have them now."""

@@ -19,13 +19,11 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
-from composable.comm import Comm, is_distributed
+from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
 from composable.contract.tree import (
-    Place,
     get_all_sharded_states,
     get_replicated_states,
     registered_parameters,
@@ -38,7 +36,6 @@ from composable.engine.params.param import (
     set_label,
     trainability,
 )
-from composable.engine.params.protocol import has_protocol
 from composable.engine.step.observer import HEARERS
 from composable.engine.step.ties import follow_ties
 from composable.engine.step.unit import BY_HAND, Unit, unit_of, units_below
@@ -492,101 +489,3 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
                 " Register its full_tensor(), or load it with load_state_dict()"
             )
     return other
-
-
-@torch.no_grad()
-def warn_of_equal_shards(units: Sequence[Unit]) -> None:
-    """Once, on hosts: torch draws the same random numbers for the shards of all ranks there, as in
-    `model.apply(init)`.
-    """
-    sharded = [
-        (unit, param, unit.mesh_info_of(param))
-        for unit in units
-        if unit.is_sharded
-        for param in unit.params
-    ]
-    for comm in dict.fromkeys(info.shard for _, _, info in sharded if info.shard.size > 1):
-        if comm.traits.on_stream:
-            continue  # on an accelerator torch draws other numbers for each shard
-        found, sums = [], []
-        for unit, param, info in sharded:
-            if info.shard is comm and info.mesh is not None:
-                at_rest = param.at_rest
-                assert isinstance(at_rest, DTensor)
-                local = local_of(at_rest)
-                if has_protocol(local):
-                    continue  # its class may not know how to be read
-                # A few, which a shard that another rank has in another size begins with, too; the
-                # sum tells their order.
-                first = local.flatten()[: 8 if at_rest.is_floating_point() else 0].double()
-                whole = param.info.form.local_like(at_rest)
-                placements = at_rest.placements[-info.mesh.ndim :]
-                varies = local.numel() < whole.numel() and bool((first[1:] != first[:1]).any())
-                varies = varies and not _repeats(local, placements)
-                found.append(f"'{param.fqn}' of unit '{unit.name}'")
-                sums.append(
-                    int((first * torch.arange(1, len(first) + 1)).sum().view(torch.int64))
-                    if varies
-                    else comm.rank
-                )
-        said = comm.all_gather_ints(sums, "comparison of shards")
-        same = [
-            name for index, name in enumerate(found) if len({each[index] for each in said}) == 1
-        ]
-        if same:
-            logger.warning(
-                "%s: the shards of all ranks have the same values, as if initialised shard by shard"
-                " (model.apply(init)). To initialise whole parameters as one process does, call"
-                " materialize(model, init) on a model of the meta device, or edit them inside"
-                " unsharded(model)",
-                few(same),
-            )  # fmt: skip
-
-
-def _repeats(local: Tensor, placements: Sequence[Placement]) -> bool:
-    """Whether all rows of a shard may be one row, as of Mamba's `A_log`: then ranks have equal
-    shards of what is whole as meant.
-    """
-    dim = next(placement.dim for placement in placements if isinstance(placement, Shard))
-    return local.shape[dim] < 2 or torch.equal(local.select(dim, 0), local.select(dim, 1))
-
-
-@outside_transforms
-def broadcast_buffers(units: Sequence[Unit], source: int = 0, *, saved: bool) -> None:
-    """Buffers of replicated units follow one rank, in training forwards only, as with DDP.
-
-    The values are written into the tensors that users hold, on hosts only where they differ.
-
-    Args:
-        saved: an earlier forward waits for its backward, and may have saved the buffers. Then a
-            buffer is replaced.
-    """
-    # One message per kind; a buffer that modules share stays one.
-    messages: dict[
-        tuple[Comm, torch.dtype, torch.device], dict[int, tuple[Tensor, list[Place]]]
-    ] = {}
-    for unit in units:
-        comm = unit.mesh_info.all
-        for place in unit.spec.broadcast_buffers if comm.size > 1 else ():
-            buffer = place.module._buffers.get(place.name)
-            if buffer is not None and buffer.numel():
-                members = messages.setdefault((comm, buffer.dtype, buffer.device), {})
-                members.setdefault(id(buffer), (buffer, []))[1].append(place)
-    for (comm, _, _), members in messages.items():
-        with torch.no_grad(), torch.inference_mode(False):
-            message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members.values()])
-            comm.broadcast([message], "broadcast of buffers", source)
-        pieces = message.split([buffer.numel() for buffer, _ in members.values()])
-        for (buffer, places), piece in (
-            zip(members.values(), pieces, strict=True) if comm.rank != source else ()
-        ):
-            received = piece.view(buffer.shape)
-            if not comm.traits.on_stream and torch.equal(buffer, received):
-                continue  # where a stream is, to compare would make the host wait
-            if saved:
-                received = received.clone()  # no view of the message, which other buffers share
-                for place in places:
-                    place.module._buffers[place.name] = received
-            else:
-                with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                    buffer.copy_(received)

@@ -64,8 +64,9 @@ from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.param_group import Kind
 from composable.engine.step.agreed import agreed_by
+from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.observer import DECISIONS, HEARERS, announce, gradients_landed
-from composable.engine.step.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
+from composable.engine.step.prepare import Preparation
 from composable.engine.step.unit import (
     BACKWARD,
     BY_HAND,
@@ -375,7 +376,8 @@ class Root:
 
     def stop_tracing(self, why: str) -> None:
         """The compiler does not reduce gradients any more."""
-        self.eager_because = self.agreed.untraced = why
+        self.eager_because = why
+        self.agreed.stop_tracing(why)
 
     def unit_rebuilt(self) -> None:
         """Parameters of a unit were replaced."""
@@ -487,7 +489,7 @@ class Root:
         saved = iteration is not None
         if iteration is None:
             iteration = self.step.iteration = Iteration(None)
-            iteration.due.forwards = iteration.due.forwards_left = self._lost
+            iteration.due.count(self._lost)
         for unit in explicit if not grad else ():
             unit.show()
         iteration.stream = self._streams.here()
@@ -611,7 +613,6 @@ class Root:
         if forward.compared:
             for comm in dict.fromkeys(unit.mesh_info.all for unit in forward.compared):
                 self._compare_place(comm, None, -1)
-            warn_of_equal_shards(forward.compared)
             for unit in forward.compared:
                 unit.pass_comparison()
         if forward.order and not self._is_kept:
@@ -653,7 +654,7 @@ class Root:
     def _follow(self, order: Sequence[Unit]) -> None:
         """From now on gather ahead in this order."""
         self.order = list(order)
-        self.agreed.order = tuple(map(self.units.index, order))
+        self.agreed.follow(tuple(map(self.units.index, order)))
 
     def _check_order(self, unit: Unit, given: int | None, forward: Forward) -> int | None:
         """When a unit is first entered: all ranks do. Returns `Unit.given` as ranks that compute
@@ -814,7 +815,7 @@ class Root:
 
     def _note_graph(self, unit: Unit, iteration: Iteration) -> None:
         """create_graph=True: the new nodes need the parameters, and lie in no call."""
-        iteration.due.builds_graph = True
+        iteration.due.build_graph()
         unit.pin()
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
@@ -900,7 +901,8 @@ class Root:
                 ledger_of(comm.group).compare(comm)  # did all ranks launch the same?
 
     def _conclude(self, iteration: Iteration) -> None:
-        following, self.agreed.last_backward, self._lost = None, next(CLOCK), 0
+        following, self._lost = None, 0
+        self.agreed.end_backward(next(CLOCK))
         if iteration.order and iteration.order != self.order:
             self._follow(iteration.order)
         if self.step.running or iteration.due.builds_graph:

@@ -5,14 +5,13 @@ parameters are sharded and gradients summed) and, for a model that is only repli
 gradients are reduced (`arrival.py`).
 
 In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`,
-`Gradients`), and `Unit`: construction, which parameters
-modules hold, unshard and reshard, what a step does to it, gradients. It is passive: `visit.py` and
-`root.py` say what happens. Offload to the host, removal and copies come last; no step needs them.
+`Gradients`), and `Unit`: construction, which parameters modules hold, unshard and reshard, what a
+step does to it, gradients. It is passive: `visit.py` and `root.py` say what happens in a step, and
+`engine/edits/` between steps (state dicts, removal, copies, rest on the host).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,12 +32,8 @@ from composable.compilation import (
     untraced,
 )
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.contract.contract import drop_attribute, on_undo
-from composable.contract.tree import SHARD, Place, names_below, states_below
+from composable.contract.tree import SHARD, Place, states_below
 from composable.contract.values import tensors_in
-from composable.engine.edits.copies import attach_copying, detach_copying, twin_of
-from composable.engine.edits.loading import StateDictHook, warn_of_other_groups
-from composable.engine.edits.removal import Whole, gather_whole, restore
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.hook_stages import CommHook, attach_comm_hooks
 from composable.engine.gradients.sparse import SparseGradients, only_looked_up
@@ -63,16 +58,14 @@ from composable.engine.params.param_hooks import (
 from composable.engine.params.precision import (
     BufferCasts,
     BufferHolder,
-    ExactModule,
     Precision,
     resolve,
 )
 from composable.engine.params.replicated import ReplicatedGroup
 from composable.engine.step.agreed import Agreed
-from composable.errors import AnnotationError, PhaseError, unit_name
+from composable.errors import PhaseError, unit_name
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
-    can_take_data,
     hooks_after_accumulation,
     in_backward,
     local_of,
@@ -274,6 +267,37 @@ class Relations:
         """Those of `around` that are alive."""
         return [unit for to_unit in self.around.values() if (unit := to_unit()) is not None]
 
+    def surround(self, own: Unit, below: Sequence[Unit]) -> None:
+        """`own`, whose relations these are, was annotated around `below`."""
+        self.below = dict.fromkeys(below)
+        for unit in (own, *below):
+            unit.relations.around[self.number] = ref(own)
+
+    def leave(self, own: Unit) -> list[Unit]:
+        """`own` is no unit any more. Returns those around it and below, and what is below these."""
+        around, below = self.units_around(), [*self.below]
+        self.around, self.below = {}, {}
+        for unit in below:
+            unit.relations.around.pop(self.number, None)
+        for unit in around:
+            unit.relations.below.pop(own, None)
+            unit.relations.ran_around.pop(own, None)
+        return [
+            *dict.fromkeys((*below, *around, *(each for u in around for each in u.relations.below)))
+        ]
+
+    def resemble(self, original: Relations, twins: Mapping[Unit, Unit]) -> None:
+        """Those of a copy, among the units that were copied with it."""
+        self.below, self.readers = (
+            {twins[unit]: None for unit in related if unit in twins}
+            for related in (original.below, original.readers)
+        )
+        around = [unit for unit in original.units_around() if unit in twins]
+        self.around = {twins[unit].relations.number: ref(twins[unit]) for unit in around}
+        group = original.model_group
+        known = group is not None and group() in [unit.mesh_info.all.group for unit in around]
+        self.model_group = group if known else None
+
 
 @dataclass(slots=True)
 class Gradients:
@@ -329,6 +353,8 @@ class Unit:
     spec: UnitSpec  # what the annotation asks for
     # told of gradients that autograd has accumulated on what modules compute with, and at rest
     hears: tuple[Callable[[Unit, ManagedParam], None], Callable[[Unit, ManagedParam], None]]
+    # prepares modules that hold its parameters for state dicts; returns what undoes it
+    watch: Callable[[Iterable[nn.Module]], list[Callable[[], object]]]
     mesh_info: MeshInfo  # the ranks over which parameters are sharded, and gradients summed
 
     def __init__(self) -> None:
@@ -372,10 +398,7 @@ class Unit:
         self.accumulation = Accumulation()  # `no_sync`
         self.comm_hooks: dict[str, CommHook] = {}  # by the stage that they replace
 
-        # --- removal
-        self._undo: list[Callable[[], object]] = []
-        # values and gradients, between `before_removal` and `restore`
-        self._whole: list[Whole] = []
+        self.undo: list[Callable[[], object]] = []  # of `watch`, for parameters that came later
 
     # --- construction ----------------------------------------------------------------------------
 
@@ -383,108 +406,44 @@ class Unit:
         self,
         spec: UnitSpec,
         hears: tuple[Callable[[Unit, ManagedParam], None], Callable[[Unit, ManagedParam], None]],
+        watch: Callable[[Iterable[nn.Module]], list[Callable[[], object]]],
+        params: Sequence[ManagedParam] | None = None,
     ) -> None:
-        """Take charge of the parameters that `spec` names."""
-        self.hears = hears
-        self._take(spec, [ManagedParam(info) for info in spec.params])
-        low = spec.mp_policy.param_dtype
-        if low is not None:
-            self._undo += [ExactModule(module, low).remove for module in spec.exact]
-        self._load_hook = StateDictHook(self)  # cuts what `load_state_dict` brings into shards
-        self._undo += self._watch_modules(
-            dict.fromkeys(place.module for param in self.params for place in param.info.places)
-        )
-        for module in self.modules:
-            attach_copying(module)  # `copy.deepcopy` and pickle
-            self._undo.append(partial(detach_copying, module))
-        self.build()
+        """Take charge of the parameters that `spec` names; `build` follows.
 
-    def _take(self, spec: UnitSpec, params: Sequence[ManagedParam]) -> None:
-        self.spec = spec
+        Args:
+            params: of a copy, which were copied.
+        """
+        self.spec, self.hears, self.watch = spec, hears, watch
         self.modules = spec.modules
         self.mesh_info = spec.mesh_info
-        self.params = list(params)
+        self.params = list(map(ManagedParam, spec.params) if params is None else params)
         self.kind = (
             Kind.SHARDED
             if spec.verb == SHARD and spec.mesh_info.mesh is not None
-            else _without_shards(spec.mesh_info)  # until `choose_rest` finds some around it
+            else without_shards(spec.mesh_info)  # until shards around it are found (`rest`)
         )
         self._buffers = BufferCasts(spec.buffer_holders) if spec.buffer_holders else None
-
-    def _watch_modules(self, holders: Iterable[nn.Module]) -> list[Callable[[], object]]:
-        """Prepare modules that hold parameters for state dicts, and let RNN weights stay in place;
-        returns what undoes it.
-        """
-        undo: list[Callable[[], object]] = []
-        for module in holders:
-            undo.append(module.register_state_dict_pre_hook(self.before_state_dict).remove)
-            undo.append(module.register_state_dict_post_hook(partial(self.after_state_dict)).remove)
-            if self.mesh_info.mesh is not None:
-                undo.append(module.register_load_state_dict_pre_hook(self._load_hook).remove)
-            casts = self.spec.mp_policy.param_dtype is not None
-            if isinstance(module, nn.RNNBase) and (self.is_sharded or casts):
-                # cuDNN's weights are moved next to each other by `flatten_parameters`, away from
-                # the buffers that are filled.
-                module.flatten_parameters = lambda: None  # type: ignore[method-assign]
-                undo.append(partial(drop_attribute, module, "flatten_parameters"))
-        return undo
 
     def take(self, param: ManagedParam, places: tuple[Place, ...]) -> None:
         """Manage a parameter that was another unit's, or is at more places; `build` follows."""
         watched = {id(place.module) for info in self.spec.params for place in info.places}
         more = [place.module for place in places if id(place.module) not in watched]
-        self._undo += self._watch_modules(dict.fromkeys(more))
+        self.undo += self.watch(dict.fromkeys(more))
         param.set_info(replace(param.info, fqn=places[0].fqn, places=places))
         self.spec = replace(self.spec, params=(*self.spec.params, param.info))
         self.params.append(param)
 
-    def tie(self, param: ManagedParam, places: Sequence[Place]) -> Callable[[], None]:
-        """Register a replicated parameter at places in other units, too; returns the inverse."""
-        info = param.info
-        more = [place for place in places if place not in info.places]
-        plain = [place for place in more if place.registered is param.own]
-        param.set_info(replace(info, places=(*info.places, *more)))
-        if param.registered is not None:
-            param.register(param.registered)
-        return partial(
-            self._untie,
-            param,
-            info,
-            plain,
-            self._watch_modules(dict.fromkeys(place.module for place in more)),
-        )
+    def rest(self, kind: Kind, mesh: DeviceMesh | None) -> None:
+        """Units with shards came around it, or went: how its parameters rest, see `Kind`."""
+        if (kind, mesh) != (self.kind, self.rest_mesh):
+            self.kind, self.rest_mesh = kind, mesh
+            self.build()
+            if self.root is not None:
+                self.root.forget()
 
-    def _untie(
-        self,
-        param: ManagedParam,
-        info: ParamInfo,
-        plain: list[Place],
-        undo: list[Callable[[], object]],
-    ) -> None:
-        for each in undo:
-            each()
-        if not self.params:
-            return  # it has been removed itself
-        param.set_info(info)
-        for place in plain:
-            if param.own is not None:
-                place.register(param.own)
-
-    @untraced
-    def before_state_dict(self, *_: object) -> None:
-        """A state dict that is made or loaded in an `except` block after a failed step is one of
-        at-rest parameters.
-        """
-        if not self.step.depth and not in_backward():
-            self.swap_out()
-        for group in self.groups:
-            group.expect_load()
-
-    @untraced
-    def after_state_dict(self, module: nn.Module, _: object, prefix: str, *__: object) -> None:
-        warn_of_other_groups(module, prefix)
-        if EXPLICIT in self.kept_by and not self.step.depth:
-            self.show()
+    def note_model_group(self, group: ref[dist.ProcessGroup] | None) -> None:
+        self.relations.model_group = group
 
     def build(self) -> None:
         """(Re)build groups and buckets around the parameters that are registered now."""
@@ -1009,7 +968,7 @@ class Unit:
         """
         self.mesh_info = mesh_info
         if self.kind in (Kind.ARRIVAL, Kind.LOCAL):
-            self.kind = _without_shards(mesh_info)
+            self.kind = without_shards(mesh_info)
         self._build_buckets()
         self.rename(self.name)
         if self.root is not None:
@@ -1059,57 +1018,17 @@ class Unit:
         self.spec = replace(self.spec, divisor=divisor)
         self.set_mesh_info(self.mesh_info)  # builds the buckets anew
 
-    # What follows is not part of a step.
+    # --- between steps: what `engine/edits/` tells it --------------------------------------------
 
-    # --- on the host between two phases ----------------------------------------------------------
-
-    def refuse_extended(self, what: str) -> None:
-        """Raise if parameters are gathered in a form of their own, and have no shard buffer."""
-        for group in self.groups:
-            if group.extended:
-                raise AnnotationError(
-                    f"{what}: unit '{self.name}' gathers parameters in a form of their own"
-                    f" (fsdp_pre_all_gather), '{group.params[0].fqn}' among them; {what} takes"
-                    " plain parameters only. Leave it out for this model"
-                )
-
-    def refuse_sleep(self) -> None:
-        """Raise where `sleep` may not be called."""
-        self.refuse_extended("offload_to_host")
-        if self.shown_by or self.has_unreduced:
-            what = (
-                f"inside of {self.shown_by}"
-                if self.shown_by
-                else "with accumulated gradients; call reduce_gradients(model) first, or"
-                " zero_grad()"
-            )
+    def refuse_asleep(self, what: str) -> None:
+        if self.asleep:
             raise PhaseError(
-                f"offload_to_host was called on unit '{self.name}' {what}. Call it between two"
-                " steps"
+                f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call wake()"
+                " on what that returned first, on all ranks"
             )
-        if self.is_sharded or self.mesh_info.device.type == "cpu":
-            return
-        for param in self.params:
-            own = param.own
-            if own is not None and not can_take_data(own, torch.empty(0, device="cpu")):
-                raise AnnotationError(
-                    f"offload_to_host: parameter '{param.fqn}' of unit '{self.name}' is replicated"
-                    f" on {own.device}, whose tensors torch cannot move in place. Shard it, or"
-                    " leave the model where it is"
-                )
 
     def sleep(self, home: HostHome | None) -> None:
-        """Let parameters and gradients rest on the host, and give up what the device holds.
-
-        Args:
-            home: None: they are on the host already.
-        """
-        if self.root is not None:
-            if self.root.in_step and not self.root.running:
-                self.root.reset()
-            self.root.forget()  # it holds shards
-        self.hide()
-        self.reshard()
+        """Rest in `home`, without groups; None: there is nothing to move."""
         self.asleep = True
         if home is None or self.spec.offload is not None:
             return
@@ -1128,201 +1047,31 @@ class Unit:
                     param.move(lambda tensor: tensor.to(self.mesh_info.device))
             self.build()
 
-    # --- removal ---------------------------------------------------------------------------------
-
-    @staticmethod
-    def before_removal(units: Sequence[Unit]) -> None:
-        """Gather whole parameters and gradients, on all ranks, before anything changes."""
-        for unit in units:
-            unit.refuse_asleep("remove")
-        for unit in units:
-            if unit.has_unreduced:
-                raise PhaseError(
-                    f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync"
-                    " and not reduced. Call reduce_gradients(model) first, on all ranks, or"
-                    " zero_grad()"
-                )
-        for unit in units:
-            if unit.root is not None and unit.root.in_step and not unit.root.running:
-                unit.root.reset()
-            unit.swap_out()
-            unit.reshard()
-            unit._whole = gather_whole(unit.params) if unit.is_sharded else []
-
-    def restore(self) -> None:
-        """Undo the annotation: whole plain parameters are registered again, the original objects
-        where they still exist.
-        """
+    def dissolve(self) -> list[ManagedParam]:
+        """It is removed: it gives up hooks, groups and modules. Returns its parameters."""
         self._drop_gradients()
-        for undo in reversed(self._undo):
+        for undo in reversed(self.undo):
             undo()
-        self._undo = []
         self.drop_step()
         self.swap_out()
-        # readers that still have its parameters are refused in their next forward
-        for unit in (self, *self.relations.readers):
-            if unit.root is not None:
-                unit.root.forget()
-        whole, self._whole = self._whole, []
-        restore(self.name, self.params, whole)
-        self.groups, self.params, self.root = [], [], None
-        self.modules = ()
-        self._leave_tree()
-
-    def _leave_tree(self) -> None:
-        """Replicated units around which there are no shards any more rest as plain parameters
-        again.
-        """
-        around, found = self.relations.units_around(), [*self.relations.below]
-        self.relations.around, self.relations.below = {}, {}
-        for unit in found:
-            unit.relations.around.pop(self.relations.number, None)
-        for unit in around:
-            unit.relations.below.pop(self, None)
-            unit.relations.ran_around.pop(self, None)
-        for other in dict.fromkeys(
-            [*found, *around, *(other for unit in around for other in unit.relations.below)]
-        ):
-            other.choose_rest()
-
-    def choose_rest(self) -> None:
-        """Decide the kind of a replicated unit and how its parameters rest, see `Kind`."""
-        if self.is_sharded or not self.params or self.mesh_info.mesh is None:
-            return
-        kind, rest_mesh, mesh = _without_shards(self.mesh_info), None, None
-        for to_unit in reversed(self.relations.around.values()):
-            around = to_unit()
-            if around is None:
-                return  # it was dropped, maybe not yet on other ranks: what it has decided stays
-            mesh = around._mesh_of_shards()
-            if mesh is not None:
-                break
-        if mesh is not None:
-            kind = Kind.BESIDE
-            if sorted(mesh.mesh.flatten().tolist()) == sorted(self.mesh_info.mesh.mesh.tolist()):
-                rest_mesh = mesh
-        if (kind, rest_mesh) != (self.kind, self.rest_mesh):
-            self.kind, self.rest_mesh = kind, rest_mesh
-            self.build()
-            if self.root is not None:
-                self.root.forget()
-
-    def _mesh_of_shards(self) -> DeviceMesh | None:
-        return next(
-            (
-                unit.mesh_info.mesh
-                for unit in (self, *self.relations.below)
-                if unit.is_sharded and unit.params
-            ),
-            None,
-        )
-
-    # --- copies (see `copies.py`) ----------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> Unit:
-        return twin_of(self, Unit(), memo)
-
-    def relate(self, unit: Unit, twins: Mapping[Unit, Unit]) -> None:
-        """The relations of `unit`, of which this is the copy, among the units that were copied with
-        it.
-        """
-        self.relations.below, self.relations.readers = (
-            {twins[other]: None for other in related if other in twins}
-            for related in (unit.relations.below, unit.relations.readers)
-        )
-        around = [other for other in unit.relations.units_around() if other in twins]
-        self.relations.around = {
-            twin.relations.number: ref(twin) for twin in (twins[other] for other in around)
-        }
-        groups = [other.mesh_info.all.group for other in around]
-        self.relations.model_group = (
-            group
-            if (group := unit.relations.model_group) is not None and group() in groups
-            else None
-        )
-
-    def fill(self, unit: Unit, memo: dict[Any, Any], *, plain: bool) -> None:
-        """All modules of `unit`, of which this is the copy, were copied.
-
-        Args:
-            plain: as far as it takes to remove the annotation.
-        """
-        self._undo = copy.deepcopy(unit._undo, memo)
-        self.name, self.hears = unit.name, unit.hears
-        if plain:
-            return
-        pairs = [
-            (param, copy.deepcopy(param, memo))
-            for param in unit.params
-            if param.registered is not None
-        ]
-        for param, twin in pairs:
-            places = tuple(place for place in param.info.places if id(place.module) in memo)
-            twin.start(copy.deepcopy(replace(param.info, places=places), memo))
-            twin.grad_dtype = param.grad_dtype  # copy.deepcopy drops it
-            twin.sends = param.sends
-        params = [twin for _, twin in pairs]
-        spec = replace(unit.spec, params=(), mesh_info=unit.mesh_info)
-        self._take(
-            replace(copy.deepcopy(spec, memo), params=tuple(param.info for param in params)), params
-        )
-        self._load_hook = copy.deepcopy(unit._load_hook, memo)
-        self.comm_hooks = copy.deepcopy(unit.comm_hooks, memo)
-        for module in self.modules:
-            attach_copying(module)
-        self.choose_rest()
-        if not self.groups:
-            self.build()
-        for param, twin in pairs:
-            twin.at_rest.grad = None
-            memo[id(param.at_rest)] = twin.at_rest
-
-    def follow_places(self, unit: Unit, memo: dict[Any, Any]) -> None:
-        """Places of tied parameters of `unit`, of which this is the copy, were copied later."""
-        params, grew = [param for param in unit.params if param.registered is not None], False
-        for param, twin in zip(params, self.params, strict=False):
-            places = tuple(place for place in param.info.places if id(place.module) in memo)
-            if len(places) > len(twin.info.places):
-                twin.set_info(replace(twin.info, places=copy.deepcopy(places, memo)))
-                grew = True
-        if grew:
-            self.build()  # others read it now
+        params = self.params
+        self.undo, self.params, self.groups = [], [], []
+        self.root, self.modules = None, ()
+        return params
 
     def buffers_shown(self) -> list[tuple[Tensor, Tensor]]:
         """Casts of buffers that modules hold now, each with the buffer itself."""
         return [] if self._buffers is None else self._buffers.pairs()
 
-    def refuse_asleep(self, what: str) -> None:
-        if self.asleep:
-            raise PhaseError(
-                f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call wake()"
-                " on what that returned first, on all ranks"
-            )
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Unit:
+        return Unit()  # if all its modules are copied, `edits/copies.py` fills it
 
-    def refuse_copy(self) -> None:
-        self.refuse_asleep("copy.deepcopy")
-        if self.shown_by == RANK0_ONLY:
-            raise PhaseError(
-                f"copy.deepcopy of unit '{self.name}' inside of {self.shown_by}: the other ranks"
-                " would copy what they had before the edits of rank 0. Copy the model outside of"
-                " the scope"
-            )
-
-    def refuse_pickling(self) -> None:
-        if self.is_sharded or self.rest_mesh is not None:
-            raise AnnotationError(
-                f"the annotated unit '{self.name}' is spread over process groups, and cannot be"
-                " pickled. Save its state_dict() (torch.distributed.checkpoint writes it from all"
-                " ranks), or full_state_dict(model); copy.deepcopy(model) copies the model on all"
-                " ranks"
-            )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        self.refuse_pickling()
-        return Unit, ()  # hooks for state dicts in a part of a replicated module have nothing to do
+    def is_copy(self, name: str, undo: list[Callable[[], object]]) -> None:
+        """Of a unit with this name; `undo` is the copy of that unit's."""
+        self.name, self.undo = name, undo
 
 
-def _without_shards(mesh_info: MeshInfo) -> Kind:
+def without_shards(mesh_info: MeshInfo) -> Kind:
     return Kind.ARRIVAL if mesh_info.all.size > 1 else Kind.LOCAL
 
 
@@ -1353,49 +1102,3 @@ def _at_rest_gradient(
             run_post_accumulate_hooks(param.at_rest)
 
     return arrived
-
-
-def _set_model_group(unit: Unit, group: ref[dist.ProcessGroup] | None) -> None:
-    unit.relations.model_group = group
-
-
-def settle(
-    modules: Sequence[nn.Module],
-    own: Unit,
-    tied: Sequence[tuple[Unit, nn.Parameter, tuple[Place, ...]]] = (),
-) -> None:
-    """At the end of an annotation: decide how replicated parameters in the tree rest, and who owns
-    tied ones.
-
-    Args:
-        own: the unit that is being made, whose record is not in the registry yet.
-        tied: replicated units that own a parameter which is registered at more places of the
-            annotated modules.
-    """
-    units = [own, *(unit for unit in units_below(modules) if unit is not own)]
-    for unit, parameter, places in tied:
-        for param in unit.params:
-            if any(parameter is form for form in (param.at_rest, param.own, param.compute)):
-                on_undo(unit.tie(param, places))
-                unit.relations.readers[own] = None
-    for unit in units:
-        if unit.mesh_info.all.size < own.mesh_info.all.size and own.mesh_info.all.group is not None:
-            on_undo(partial(_set_model_group, unit, unit.relations.model_group))
-            unit.relations.model_group = ref(own.mesh_info.all.group)
-    own.relations.below = dict.fromkeys(units[1:])
-    on_undo(own._leave_tree)  # before ties are undone: all places of a tied parameter get its form
-    for unit in units:
-        unit.relations.around[own.relations.number] = ref(own)
-    for unit in units:
-        unit.choose_rest()
-    for unit in dict.fromkeys(unit for unit, _, _ in tied):
-        unit.build()
-    # until the first forward plans the tree, units have their FQNs below what was annotated last
-    for module in modules:
-        names = names_below(module)
-        for unit in units:
-            if unit.modules and id(unit.modules[0]) in names:
-                unit.rename(names[id(unit.modules[0])])
-    for unit in units:
-        if unit.root is not None:
-            unit.root.forget()

@@ -1,0 +1,117 @@
+"""Units that come and go around others: who owns tied parameters, and how replicated ones rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from weakref import ref
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.contract.contract import on_undo
+from composable.contract.tree import Place, names_below
+from composable.engine.params.param import ManagedParam, ParamInfo
+from composable.engine.params.param_group import Kind
+from composable.engine.step.unit import Unit, units_below, without_shards
+
+
+def settle(
+    modules: Sequence[nn.Module],
+    own: Unit,
+    tied: Sequence[tuple[Unit, nn.Parameter, tuple[Place, ...]]] = (),
+) -> None:
+    """At the end of an annotation: decide how replicated parameters in the tree rest, and who owns
+    tied ones.
+
+    Args:
+        own: the unit that is being made, whose record is not in the registry yet.
+        tied: replicated units that own a parameter which is registered at more places of the
+            annotated modules.
+    """
+    below = [unit for unit in units_below(modules) if unit is not own]
+    for unit, parameter, places in tied:
+        for param in unit.params:
+            if any(parameter is form for form in (param.at_rest, param.own, param.compute)):
+                on_undo(_tie(unit, param, places))
+                unit.relations.readers[own] = None
+    group = own.mesh_info.all.group
+    for unit in below:
+        if unit.mesh_info.all.size < own.mesh_info.all.size and group is not None:
+            on_undo(partial(unit.note_model_group, unit.relations.model_group))
+            unit.note_model_group(ref(group))
+    on_undo(partial(leave_tree, own))  # before ties are undone: all places get the form of one
+    own.relations.surround(own, below)
+    for unit in (own, *below):
+        choose_rest(unit)
+    for unit in dict.fromkeys(unit for unit, _, _ in tied):
+        unit.build()
+    # until the first forward plans the tree, units have their FQNs below what was annotated last
+    for module in modules:
+        names = names_below(module)
+        for unit in (own, *below):
+            if unit.modules and id(unit.modules[0]) in names:
+                unit.rename(names[id(unit.modules[0])])
+    for unit in (own, *below):
+        if unit.root is not None:
+            unit.root.forget()
+
+
+def leave_tree(unit: Unit) -> None:
+    """Replicated units around which there are no shards any more rest as plain parameters again."""
+    for other in unit.relations.leave(unit):
+        choose_rest(other)
+
+
+def choose_rest(unit: Unit) -> None:
+    """Decide the kind of a replicated unit and how its parameters rest, see `Kind`."""
+    if unit.is_sharded or not unit.params or unit.mesh_info.mesh is None:
+        return
+    mesh = None
+    for to_unit in reversed(unit.relations.around.values()):
+        around = to_unit()
+        if around is None:
+            return  # it was dropped, maybe not yet on other ranks: what it has decided stays
+        mesh = _mesh_of_shards(around)
+        if mesh is not None:
+            break
+    if mesh is None:
+        unit.rest(without_shards(unit.mesh_info), None)
+        return
+    ranks = sorted(unit.mesh_info.mesh.mesh.tolist())
+    unit.rest(Kind.BESIDE, mesh if sorted(mesh.mesh.flatten().tolist()) == ranks else None)
+
+
+def _mesh_of_shards(around: Unit) -> DeviceMesh | None:
+    units = (around, *around.relations.below)
+    return next((unit.mesh_info.mesh for unit in units if unit.is_sharded and unit.params), None)
+
+
+def _tie(unit: Unit, param: ManagedParam, places: Sequence[Place]) -> Callable[[], None]:
+    """Register a replicated parameter at places in other units, too; returns the inverse."""
+    info = param.info
+    more = [place for place in places if place not in info.places]
+    plain = [place for place in more if place.registered is param.own]
+    param.set_info(replace(info, places=(*info.places, *more)))
+    if param.registered is not None:
+        param.register(param.registered)
+    undo = unit.watch(dict.fromkeys(place.module for place in more))
+    return partial(_untie, unit, param, info, plain, undo)
+
+
+def _untie(
+    unit: Unit,
+    param: ManagedParam,
+    info: ParamInfo,
+    plain: list[Place],
+    undo: list[Callable[[], object]],
+) -> None:
+    for each in undo:
+        each()
+    if not unit.params:
+        return  # it has been removed itself
+    param.set_info(info)
+    for place in plain:
+        if param.own is not None:
+            place.register(param.own)
