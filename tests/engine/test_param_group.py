@@ -244,6 +244,21 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_on_a_device_one_kernel_copies_what_is_cut_along_rows_whatever_else_is_cut_otherwise() -> (
+    None
+):
+    on_device = Traits(direct_bytes=1 << 60, max_direct=0, align=1, on_stream=True)
+    shapes_ = [ParamShape("", (4, 3)), ParamShape("", (3, 6)), ParamShape("", (8,))]
+    ranks = ranks_of(values_of(shapes_), [0, 1, 0], infos_of_shards(2, traits=on_device))
+    each(ranks, lambda rank: rank.group.unshard())
+    with _Operators() as seen:
+        each(ranks[:1], lambda rank: rank.group.wait_for_unshard())
+    copies = [name for name in seen.names if "copy" in name]
+    assert copies == ["split_with_sizes_copy", "_foreach_copy_"]
+    (sizes,) = [sizes for _, sizes, _ in ranks[0].group.gather._columns]
+    assert sizes == [6, 4], "both matrices of rows, and not the one of columns"
+
+
 @pytest.mark.parametrize("number", [2, 4])  # the columns are cut evenly, or not
 def test_packed_parameters_are_put_in_their_place_by_one_operator_whatever_dimension_is_cut(
     number: int,

@@ -21,10 +21,15 @@ through tensors made from `.data`, whose version counters are their own.
 
 Versions. Autograd refuses a backward if the version counter of a saved tensor has moved. Graphs
 save compute parameters, and users write to at-rest ones, so `unshard` looks for such writes and
-moves the counters of the compute parameters (`_note_writes`). A write moves one of two counters: an
+moves the counters of the compute parameters (`_note`). A write moves one of two counters: an
 operator on a `DTensor` moves the at-rest parameter's own, a write to its local tensor that of the
 shard buffer, which all local tensors share. While the memory is gone, the counters have the value
 `ABSENT`, which no graph has saved: autograd raises its error and does not read freed memory.
+
+Writes. Parameters that are there are gathered again by the next `unshard` if all ranks have written
+to them: by an operator on a `DTensor`, as steps of optimizers do; in any way after a state dict was
+made (`expect_load`); or in any way before a step (`note_writes(by_all=True)`). Another write to a
+local tensor may be this rank's alone. No message may depend on it, so that a warning tells of it.
 """
 
 from __future__ import annotations
@@ -237,7 +242,7 @@ class ParamGroup:
         self._counted = (*[param.at_rest for param in self.params], *self._memory) if apart else ()
         self._seen = self._versions_now()
         self._regather = False  # writes were noted, and the gather is to be repeated
-        self._loads = False  # writes to local tensors count, too
+        self._loads = False  # see `expect_load`
         locals_ = locals_of([param.at_rest for param in self.params])
         self._addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
@@ -293,16 +298,23 @@ class ParamGroup:
         """Whether at-rest parameters were written to since they were gathered."""
         return self._regather or self._seen != self._versions_now()
 
-    def _note_writes(self, now: list[int]) -> None:
+    def note_writes(self, *, by_all: bool = False) -> None:
+        """Look for writes to at-rest parameters since the last look, see the top of this file.
+
+        Args:
+            by_all: all ranks have made them.
+        """
+        if (now := self._versions_now()) != self._seen:
+            self._note(now, by_all=by_all)
+
+    def _note(self, now: list[int], *, by_all: bool = False) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, self._seen = self._seen, now
         number = len(self.params)
         changed = list(map(ne, before, now))
         at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
         if self.gather is not None:
-            # Operators on `DTensor`s, steps of optimizers and loads are common to all ranks. What
-            # else writes to a local tensor may be this rank alone.
-            self._regather = self._regather or self._loads or any(at_rest)
+            self._regather = self._regather or by_all or self._loads or any(at_rest)
             kept = self.state is not ShardedState.SHARDED and all(self._comes)
             if kept and not self._regather:
                 self._warn_of_local_writes(list(compress(self.params, memory)))
@@ -339,21 +351,10 @@ class ParamGroup:
             )
 
     def expect_load(self) -> None:
-        """A state dict is made: writes to local tensors from now on may be a checkpoint's, which
-        all ranks load.
-        """
+        """A state dict is made: all ranks may load a checkpoint into its tensors."""
         if self.state is not ShardedState.SHARDED:
-            if (now := self._versions_now()) != self._seen:
-                self._note_writes(now)  # those of before, which may be this rank's alone
+            self.note_writes()
             self._loads = True
-
-    def follow_writes(self) -> None:
-        """A step begins with parameters of an earlier one, which must stay: let the next `unshard`
-        gather again if they were written to in any way.
-        """
-        if self._counted and (now := self._versions_now()) != self._seen:
-            self._loads = True
-            self._note_writes(now)
 
     def unshard(self) -> bool:
         """Launch the all-gather, unless the parameters are there or on their way, and were not
@@ -363,7 +364,7 @@ class ParamGroup:
             with as_tensors():
                 now = list(map(version_of, self._counted))
             if now != self._seen:
-                self._note_writes(now)
+                self._note(now)
         if self.gather is None:
             return False
         if self._regather:

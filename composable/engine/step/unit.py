@@ -735,7 +735,7 @@ class Unit:
         for group in self.groups:
             if group.state is not ShardedState.SHARDED and group.gathers:
                 if self.must_stay:
-                    group.follow_writes()
+                    group.note_writes(by_all=True)
                 else:
                     group.reshard()
 
