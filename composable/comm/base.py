@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.comm.ledger import ledger_of
+from composable.comm.ledger import Ledger, ledger_of
 from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import range_label
 from composable.memory.torch_private import Launcher, as_real, launchers, profiled
@@ -301,6 +301,23 @@ class GroupComm(ABC):
         self.all_gather([(every.view(-1), numbers)], label).wait()
         rows: list[list[int]] = every.tolist()
         return rows
+
+
+def compare_launches(ledger: Ledger, comm: Comm) -> None:
+    """Check that all ranks of `comm` launched the same collectives. All of them call it at the same
+    point.
+
+    Args:
+        ledger: of a group of this rank's: the rows of a hybrid mesh are compared through all of its
+            ranks.
+
+    Raises:
+        RanksDisagreeError: they did not; names the first difference.
+    """
+    mine = (ledger.count, list(ledger.labels))  # before the exchange below adds to them
+    rows = comm.all_gather_ints([ledger.count, ledger.digest], "comparison of launches")
+    if any(row != rows[0] for row in rows):
+        ledger.refuse(comm.group, comm.all_gather_objects(mine, "exchange of launches that differ"))
 
 
 def launch_each(

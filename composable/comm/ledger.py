@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary, ref
 from zlib import crc32
 
@@ -28,9 +28,6 @@ from composable.comm.shared_launches import (
 )
 from composable.errors import RanksDisagreeError, few
 from composable.memory.torch_private import bytes_in, on_collectives, store_of
-
-if TYPE_CHECKING:
-    from composable.comm.base import Comm
 
 DEBUG_VARIABLE: Final = "COMPOSABLE_DEBUG"  # "1" in the environment of all ranks
 REPORT_SECONDS: Final = 5.0  # in which a rank that raises waits for the reports of the others
@@ -128,22 +125,11 @@ class Ledger:
                 few([str(name) for name in self._names]),
             )
 
-    def compare(self, comm: Comm) -> None:
-        """Check that all ranks of `comm` launched the same collectives. All of them call it at the
-        same point.
-
-        Each rank passes the ledger of a group of its own: the rows of a hybrid mesh are compared
-        through all of its ranks.
-
-        Raises:
-            RanksDisagreeError: they did not; names the first difference.
+    def refuse(self, group: dist.ProcessGroup | None, found: Sequence[Launches]) -> NoReturn:
+        """Raise `RanksDisagreeError`: name the first difference between the ranks of `group`,
+        by default this one's.
         """
-        mine = (self.count, list(self.labels))  # before the exchange below adds to them
-        rows = comm.all_gather_ints([self.count, self.digest], "comparison of launches")
-        if all(row == rows[0] for row in rows):
-            return
-        found: list[Launches] = comm.all_gather_objects(mine, "exchange of launches that differ")
-        names = self._names if comm.group is None else dist.get_process_group_ranks(comm.group)
+        names = self._names if group is None else dist.get_process_group_ranks(group)
         difference = _first_difference(
             dict(zip(names, found, strict=True)), until=max(count for count, _ in found)
         )

@@ -209,3 +209,8 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         if attempt:
             best = min(best, perf_counter() - start)
     return best
+
+
+def milliseconds(seconds: float, step: float) -> str:
+    """A part of a step, e.g. "12.3", in milliseconds; of short steps with more digits."""
+    return f"{seconds * 1e3:.{1 if step >= 1e-3 else 3}f}"

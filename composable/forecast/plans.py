@@ -21,9 +21,9 @@ from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
 from composable.config import MixedPrecisionPolicy
 from composable.errors import ForecastError
-from composable.forecast.devices import Device, amount, device_of, unit_for
+from composable.forecast.devices import Device, amount, device_of, milliseconds, unit_for
 from composable.forecast.forecast import forecast
-from composable.forecast.result import Forecast, milliseconds
+from composable.forecast.result import Forecast
 from composable.policies.rules import CustomPolicy
 
 WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
@@ -75,7 +75,13 @@ class Comparison:
     def plot(self, path: str | Path) -> None:
         """Draw peak and time of each plan; needs matplotlib."""
         # matplotlib is an extra
-        import_module("composable.forecast.picture").draw_comparison(Path(path), self)
+        found = self.forecasts
+        first = next(iter(found.values()))
+        import_module("composable.forecast.picture").draw_comparison(
+            Path(path),
+            {n: (each.peak, each.seconds, each.exposed, each.fits) for n, each in found.items()},
+            self.best, first.device.usable, str(first.subject),
+        )  # fmt: skip
 
 
 def compare(

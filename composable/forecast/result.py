@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from composable.forecast.devices import Device, amount
+from composable.forecast.devices import Device, amount, milliseconds
 from composable.forecast.machine import KINDS, Kind, Span
 
 NOT_KNOWN: Final = (
@@ -216,7 +216,12 @@ class Forecast:
             ModuleNotFoundError: matplotlib is not there (`pip install 'torch-composable[demo]'`).
         """
         # matplotlib is an extra
-        import_module("composable.forecast.picture").draw(Path(path), self)
+        import_module("composable.forecast.picture").draw(
+            Path(path), self.memory, self.streams,
+            seconds=self.seconds, peak=self.peak, where=self.where, device=self.device,
+            title=f"One step on {self.place}: {milliseconds(self.seconds, self.seconds)} ms",
+            subject=str(self.subject),
+        )  # fmt: skip
 
 
 def by_name(totals: Sequence[int]) -> dict[str, int]:
@@ -232,8 +237,3 @@ def _number(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.2f} {name}"
     return f"{count:,}"
-
-
-def milliseconds(seconds: float, step: float) -> str:
-    """A part of a step, e.g. "12.3", in milliseconds; of short steps with more digits."""
-    return f"{seconds * 1e3:.{1 if step >= 1e-3 else 3}f}"

@@ -29,6 +29,7 @@ from composable.comm import (
     ledger_of,
     world_group,
 )
+from composable.comm.base import compare_launches
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers.world import Pool, spmd
 
@@ -267,7 +268,7 @@ def _compared(labels_of_ranks: list[list[str]], *_: object) -> str:
     for label in ["all-gather of unit 'a'"] * 40:
         notes.note(label)
     assert notes.digest, "debug mode keeps digests"
-    notes.compare(comm)
+    compare_launches(notes, comm)
     alike = len({len(labels) for labels in labels_of_ranks}) == 1
     for label in labels_of_ranks[dist.get_rank()]:
         if alike:
@@ -276,7 +277,7 @@ def _compared(labels_of_ranks: list[list[str]], *_: object) -> str:
         else:
             notes.note(label)
     try:
-        notes.compare(comm)
+        compare_launches(notes, comm)
     except RanksDisagreeError as error:
         return str(error)
     return ""

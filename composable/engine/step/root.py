@@ -55,7 +55,7 @@ from weakref import WeakSet, WeakValueDictionary, ref
 import torch
 from torch import nn
 
-from composable.comm.base import Comm
+from composable.comm.base import Comm, compare_launches
 from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
 from composable.contract.hooks import drop_calls
@@ -898,7 +898,7 @@ class Root:
                 unit.mesh_info.all for unit in self.units if unit.mesh_info.all.size > 1
             ):
                 assert comm.group is not None
-                ledger_of(comm.group).compare(comm)  # did all ranks launch the same?
+                compare_launches(ledger_of(comm.group), comm)  # did all ranks launch the same?
 
     def _conclude(self, iteration: Iteration) -> None:
         following, self._lost = None, 0
