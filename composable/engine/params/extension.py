@@ -39,6 +39,7 @@ from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot, round_up
+from composable.engine.params.offloaded import OffloadedGroup
 from composable.engine.params.param import ManagedParam, cut, memory_order
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.precision import Precision
@@ -46,6 +47,7 @@ from composable.engine.params.protocol import POST, PRE, has_protocol, shard_of
 from composable.engine.params.sharded import ShardedGroup
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
+from composable.memory.streams import has_streams
 from composable.memory.torch_private import local_of, locals_of, storage_key, up_to_collectives
 
 _ALIGN: Final = 16  # bytes; casts of bytes to any dtype start at multiples of it
@@ -466,4 +468,8 @@ def sharded_groups(
         together = [param for param in params if _is_extended(param) or _may_join(param)]
     rest = [param for param in params if param not in together]
     groups: list[ParamGroup] = [ExtendedGroup(together, *args, policy)] if together else []
-    return [*groups, ShardedGroup(rest, *args, offload)] if rest else groups
+    if rest and offload and has_streams(device):
+        groups.append(OffloadedGroup(rest, *args, offload))
+    elif rest:
+        groups.append(ShardedGroup(rest, *args))
+    return groups

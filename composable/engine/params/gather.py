@@ -23,7 +23,6 @@ from composable.engine.params.layout import Layout, Route, Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import Precision
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.offload import ComingShards, HostHome
 from composable.memory.torch_private import innermost, locals_of, storage_key
 
 
@@ -33,7 +32,6 @@ class Gather:
     Args:
         params: of the group, with their slots in `layout`.
         shard: the shard buffer; None where parameters are whole already and are cast only.
-        home: where the shards rest under CPU offload.
         sends: whether the launch takes a message, so that all ranks take part.
 
     Attributes:
@@ -51,15 +49,12 @@ class Gather:
         device: torch.device,
         comm: Comm,
         shard: Tensor | None,
-        home: HostHome | None,
         *,
         sends: bool,
     ) -> None:
         self._comm = comm
         self._sends = sends
         self._shard = shard
-        self._coming = None if shard is None or home is None else ComingShards(shard, home)
-        self.copies = precision.casts or home is not None  # whole parameters, too
         dtype = precision.compute
 
         def buffer(numel: int) -> ElasticBuffer | None:
@@ -75,13 +70,14 @@ class Gather:
         self._sent = (
             ElasticBuffer(layout.cut_numel, dtype, device) if sends and precision.casts else None
         )
+        self._holds_input = self._sent is not None  # what is sent has memory of its own
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
         # Of each kernel that copies packed parameters out: rows, their sizes and targets.
         self._columns: list[tuple[Tensor, list[int], list[Tensor]]] = []
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._plan_packed(layout, dtype, device)
-        self._plan_sending(params, layout)
+        self._plan_sending(params if self._copies_whole(precision) else (), layout)
 
     # --- made once -------------------------------------------------------------------------------
 
@@ -96,10 +92,12 @@ class Gather:
 
     def _read(self, start: int, numel: int) -> Tensor:
         """A stretch of the shard buffer, where the message or a cast reads it."""
-        if self._coming is not None:
-            return self._coming.buffer.stretch(start, numel).data
         assert self._shard is not None
         return self._shard.data[start : start + numel]
+
+    def _copies_whole(self, precision: Precision) -> bool:
+        """Whether parameters that are whole already are copied, too."""
+        return precision.casts
 
     def _send(self, start: int, numel: int, into: Tensor) -> None:
         """Let a stretch of all ranks' shard buffers arrive in `into`."""
@@ -111,8 +109,8 @@ class Gather:
         for slot in layout.of(Route.DIRECT):
             self._send(slot.shard_start, slot.chunk_numel, self._room(slot))
         targets, sources = self._casts
-        for param, slot in zip(params, layout.slots, strict=True):
-            if slot.route is not Route.WHOLE or not slot.numel or not self.copies:
+        for param, slot in zip(params, layout.slots, strict=False):
+            if slot.route is not Route.WHOLE or not slot.numel:
                 continue
             if self._shard is not None:
                 targets.append(self._room(slot))
@@ -189,25 +187,19 @@ class Gather:
             for buffer in (*self._stagings, self._sent, self.full):
                 if buffer is not None:
                     buffer.allocate()
-            targets, sources = self._casts
-            if self._coming is not None:
-                self._coming.bring(targets, sources)
-                if self._sends:
-                    with self._coming.here():
-                        return self._comm.all_gather(self._pairs, label)
-            else:
-                if targets:
-                    torch._foreach_copy_(targets, sources)
-                if self._sends:
-                    return self._comm.all_gather(self._pairs, label)
+            return self._cast_and_send(label)
         except BaseException:  # out of memory, or the communicator refuses
             self.free()
             raise
-        return None
+
+    def _cast_and_send(self, label: str) -> Work | None:
+        if self._casts[0]:
+            torch._foreach_copy_(*self._casts)
+        return self._comm.all_gather(self._pairs, label) if self._sends else None
 
     def land(self) -> None:
         """The message is there: put packed parameters where they are computed with."""
-        if self._sent is not None or self._coming is not None:
+        if self._holds_input:
             self.end_sending()  # frees what was sent before `late` gets its memory
         if self._stagings:
             if self.late is not None:
@@ -224,14 +216,12 @@ class Gather:
 
     def end_sending(self) -> None:
         """The gather has read its input."""
-        if self._coming is not None:
-            self._coming.end()
         if self._sent is not None:
             self._sent.free()
 
     def free(self) -> None:
         """Give all memory back. Nothing is in flight."""
-        if self._sent is not None or self._coming is not None:
+        if self._holds_input:
             self.end_sending()
         for buffer in (*self._stagings, *self.buffers):
             if buffer.held:

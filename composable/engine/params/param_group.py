@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import add, attrgetter, ne, or_
 from typing import Final
@@ -107,7 +107,7 @@ class ParamGroup:
     Attributes:
         unit: its name, for messages.
         extended: its parameters are gathered in a form of their own, see `extension.py`.
-        home: where they rest under CPU offload.
+        home: where they rest, if not on the device (`offloaded.py`).
         shard: the memory of shards; None if there is no one buffer of them.
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.
@@ -142,6 +142,10 @@ class ParamGroup:
         with torch.no_grad(), torch.inference_mode(False):
             self._memory = self._make_memory()
             self.gather = self._make_gather() if self.gathers else None
+            near = mesh_info.post_forward
+            if near and self.takes_message and self.gather and self.gather.full:
+                numel = self.layout.full_numel // near.size
+                self._post_forward_shard = ElasticBuffer(numel, precision.compute, device)
             for param, slot in zip(self.params, self.slots, strict=True):
                 self._make_forms(param, slot)
             self._watch()
@@ -194,12 +198,9 @@ class ParamGroup:
         raise NotImplementedError
 
     def _make_gather(self) -> Gather:
-        if self.mesh_info.post_forward is not None and self.takes_message:
-            numel = self.layout.full_numel // self.mesh_info.post_forward.size
-            self._post_forward_shard = ElasticBuffer(numel, self.precision.compute, self.device)
         return Gather(
-            self.params, self.layout, self.precision, self.device, self.comm,
-            self.shard, self.home, sends=self.takes_message,
+            self.params, self.layout, self.precision, self.device, self.comm, self.shard,
+            sends=self.takes_message,
         )  # fmt: skip
 
     def _make_forms(self, param: ManagedParam, slot: Slot) -> None:
@@ -252,7 +253,7 @@ class ParamGroup:
         """Whether a parameter's compute form is the memory of its at-rest form, though the group
         gathers others.
         """
-        return slot.route is Route.WHOLE and not self.precision.casts and self.home is None
+        return slot.route is Route.WHOLE and not self.precision.casts
 
     def is_changed(self) -> bool:
         """Whether users have moved or cast parameters at rest, or asked for gradients of another
@@ -278,10 +279,12 @@ class ParamGroup:
         expected = self.precision.compute, self.device
         return [p for p in self.params if (p.compute.dtype, p.compute.device) != expected]
 
-    def leave(self, home: HostHome) -> None:
-        """Let at-rest parameters and gradients be on the host; the unit drops the group."""
+    def leave(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Let at-rest parameters and gradients be elsewhere, where `move` makes copies; the unit
+        drops the group.
+        """
         for param in self.params:
-            param.move(lambda tensor: home.take([tensor])[0])
+            param.move(move)
 
     def rename(self, unit: str) -> None:
         self.unit = unit

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from composable.comm.mesh_info import MeshInfo
-from composable.config import CPUOffloadPolicy
 from composable.engine.params.dtensors import dtensor_parameter, shard_placements
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import (
@@ -22,12 +20,9 @@ from composable.engine.params.param import (
     whole_shape,
 )
 from composable.engine.params.param_group import ParamGroup
-from composable.engine.params.precision import Precision
 from composable.engine.params.protocol import has_protocol
 from composable.errors import ForeignParameterError
 from composable.memory.elastic import with_own_storage
-from composable.memory.offload import HostHome
-from composable.memory.streams import has_streams
 from composable.memory.torch_private import local_of, take_hooks
 
 
@@ -36,25 +31,9 @@ class ShardedGroup(ParamGroup):
 
     shard: Tensor
 
-    def __init__(
-        self,
-        params: Sequence[ManagedParam],
-        precision: Precision,
-        device: torch.device,
-        mesh_info: MeshInfo,
-        offload: CPUOffloadPolicy | None = None,
-    ) -> None:
-        if offload and has_streams(device):
-            self.home = HostHome(device, pin_memory=offload.pin_memory)
-        super().__init__(params, precision, device, mesh_info)
-
     @override
     def _make_memory(self) -> tuple[Tensor, ...]:
-        dtype, numel = self.precision.original, self.layout.shard_numel
-        if self.home is not None:
-            self.shard = self.home.zeros(numel, dtype)
-        else:
-            self.shard = torch.zeros(numel, dtype=dtype, device=self.device)
+        self.shard = self._make_shard()
         for param, slot in zip(self.params, self.slots, strict=True):
             view, given = self.shard_view(slot).data, param.given
             if given is None:
@@ -62,6 +41,10 @@ class ShardedGroup(ParamGroup):
             elif self.device.type != "meta":
                 view.copy_(cut(given.data, slot, self.comm.rank))
         return (self.shard,)
+
+    def _make_shard(self) -> Tensor:
+        dtype = self.precision.original
+        return torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.device)
 
     def _stretch(self, slot: Slot) -> Tensor:
         return self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
@@ -138,7 +121,7 @@ class ShardedGroup(ParamGroup):
         return elsewhere or (moved and local._base is None) or has_protocol(local)
 
     @override
-    def leave(self, home: HostHome) -> None:
-        (self.shard,) = home.take([self.shard])
+    def leave(self, move: Callable[[Tensor], Tensor]) -> None:
+        self.shard = move(self.shard)
         for param, slot in zip(self.params, self.slots, strict=True):
-            param.move(lambda tensor: home.take([tensor])[0], self._local(slot))
+            param.move(move, self._local(slot))

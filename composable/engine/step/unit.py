@@ -1034,7 +1034,7 @@ class Unit:
             return
         self._drop_gradients()
         for group in self.groups:
-            group.leave(home)
+            group.leave(lambda tensor: home.take([tensor])[0])
         self.groups = []
         self._swap = ParameterSwap(())
 
