@@ -42,17 +42,18 @@ test-all: $(READY) ## run every case of every test: before a change of the engin
 # What an accelerator may do otherwise than a host: streams, memory that is gone, waits of the host.
 # Not what only the host does. tests/accelerator/README.md says which other tests have run there;
 # ON_ACCELERATOR="tests/accelerator tests/optim ..." takes them.
-ON_ACCELERATOR ?= tests/accelerator tests/engine tests/whole/test_host_waits.py \
-	tests/whole/test_recovery.py tests/whole/test_removal.py tests/whole/test_mixed_state.py \
-	tests/whole/test_hybrid_state.py tests/state/test_checkpoints.py tests/whole/test_float16.py \
+ON_ACCELERATOR ?= tests/accelerator tests/engine tests/whole/memory/test_host_waits.py \
+	tests/whole/lost_steps/test_recovery.py tests/whole/copies/test_removal.py \
+	tests/whole/replicate/test_mixed_state.py tests/whole/hybrid/test_hybrid_state.py \
+	tests/state/test_checkpoints.py tests/whole/precision/test_float16.py \
 	tests/optim/test_clipping_limits.py tests/algorithms/test_outer_steps.py \
 	tests/algorithms/test_averaging.py $(BY_CHOICES)
 
 # Then all choices of an accelerator over tensors of the host, whose numbers are compared with one
 # process's. Left out is what only a host's communicators do: tell of ranks that left, sum in the
 # order of ranks, launch before the one before is over.
-BY_CHOICES ?= tests/whole/test_parity.py tests/whole/test_hybrid.py tests/whole/test_precision.py \
-	tests/whole/test_accumulation.py
+BY_CHOICES ?= tests/whole/parity/test_parity.py tests/whole/hybrid/test_hybrid.py \
+	tests/whole/precision/test_precision.py tests/whole/accumulation/test_accumulation.py
 NOT_BY_CHOICES := not launches_do_not_depend and not told_by_its_number and not bit_by_bit
 
 # One after the other: which streams are delayed depends on the tasks before, and must not differ

@@ -89,16 +89,16 @@ CHECKS = (
     Check(
         "host-waits",
         "no step makes the host wait for the device (`torch.cuda.set_sync_debug_mode`)",
-        _tests(*_ON_CUDA, "tests/whole/test_host_waits.py"),
+        _tests(*_ON_CUDA, "tests/whole/memory/test_host_waits.py"),
         _PATIENT,
-        rehearsal=_tests("tests/whole/test_host_waits.py", "--collect-only"),
+        rehearsal=_tests("tests/whole/memory/test_host_waits.py", "--collect-only"),
     ),
     Check(
         "parity",
         "training agrees with one process, two and four ranks over NCCL",
-        _tests(*_ON_CUDA, "tests/whole/test_parity.py"),
+        _tests(*_ON_CUDA, "tests/whole/parity/test_parity.py"),
         _PATIENT,
-        rehearsal=_tests("-k", "cpu", "tests/whole/test_parity.py", "--collect-only"),
+        rehearsal=_tests("-k", "cpu", "tests/whole/parity/test_parity.py", "--collect-only"),
     ),
     Check(
         "tests",

@@ -109,7 +109,7 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
 _RUN_ELSEWHERE = {
     "docs/guides/forecast.md": (1, "tests/forecast/test_forecast.py"),
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
-    "docs/guides/pipelines.md": (1, "tests/whole/test_pipelines.py"),
+    "docs/guides/pipelines.md": (1, "tests/whole/with_torch/test_pipelines.py"),
     "docs/guides/trainers.md": (
         10,
         "tests/trainers/test_beside_fsdp2.py",

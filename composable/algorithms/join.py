@@ -364,7 +364,7 @@ class _Scope(JoinHook):
         self.tell(Event.OPEN, root.units[0])
 
     def _call_backward(self) -> None:
-        modes = [_MODES.index(unit.accumulation.now) for unit in self._units]
+        modes = [_MODES.index(unit.gradients.accumulation.now) for unit in self._units]
         self._call("backward", self._trains(), modes, *self._cleared())
         self._phase = "backward"
 
@@ -567,7 +567,7 @@ class _Scope(JoinHook):
         self._clear(none, zeroed)
         scope = object()
         for unit, mode in zip(self._units, modes, strict=True):
-            unit.accumulation.open_scope(scope, _MODES[mode])
+            unit.gradients.accumulation.open_scope(scope, _MODES[mode])
         try:
             # In autograd's engine, which calls the end of backward.
             with torch.enable_grad():
@@ -578,7 +578,7 @@ class _Scope(JoinHook):
             self._reset()
         finally:
             for unit in self._units:
-                unit.accumulation.close_scope(scope)
+                unit.gradients.accumulation.close_scope(scope)
 
     def _clear(self, none: list[int], zeroed: list[int]) -> None:
         """Drop the gradients that the source does not have.

@@ -588,9 +588,8 @@ def local_steps(
                 f"{_CALLER}: the replicas of unit '{unit.name}' train apart already. Call remove()"
                 " on what the former call returned"
             )
-        if (hook := unit.comm_hooks.get(ALL_REDUCE)) is not None and infos[
-            unit
-        ] is not unit.mesh_info:
+        hook = unit.gradients.comm_hooks.get(ALL_REDUCE)
+        if hook is not None and infos[unit] is not unit.mesh_info:
             raise AnnotationError(
                 f"{_CALLER}: unit '{unit.name}' has the communication hook '{hook.name}' for the"
                 " reduction over the replicas, which are not reduced over any more. Remove the"

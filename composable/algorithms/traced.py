@@ -62,7 +62,7 @@ class TracedReduction:
         comm = unit.mesh_info.all
         self.group = comm.group if comm.size > 1 else None
         self.before, self.after = division_factors(group.precision.reduce, comm.size)
-        self.accumulation = unit.accumulation
+        self.accumulation = unit.gradients.accumulation
         self._unit = ref(unit)  # weak: torch holds this where the garbage collector does not look
 
     @traceable
@@ -115,14 +115,14 @@ def _obstacle(root: Root) -> str:
             return f"unit '{unit.name}' has a mixed precision policy (torch.autocast works)"
         if any(not param.info.form.is_whole for param in unit.params):
             return f"unit '{unit.name}' has tensor-parallel parameters"
-        if unit.comm_hooks:
+        if unit.gradients.comm_hooks:
             return f"unit '{unit.name}' has a communication hook"
         if unit.gradients.sparse:
             return f"unit '{unit.name}' has sparse gradients"
         if counted_in_backward(param.at_rest for param in unit.params):
             return f"local_steps counts the backwards that step unit '{unit.name}'"
-        held = unit.holds or root.post_backward.buckets.backwards
-        if held or unit.accumulation.now is not SyncMode.REDUCE:
+        held = unit.gradients.holds or root.post_backward.buckets.backwards
+        if held or unit.gradients.accumulation.now is not SyncMode.REDUCE:
             return f"unit '{unit.name}' accumulates gradients under no_sync"
     return ""
 

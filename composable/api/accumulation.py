@@ -63,11 +63,11 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
     try:
         for unit in units:
             mode = _LEVELS[level] if unit.is_sharded else SyncMode.HOLD
-            unit.accumulation.open_scope(scope, mode if enabled else SyncMode.REDUCE)
+            unit.gradients.accumulation.open_scope(scope, mode if enabled else SyncMode.REDUCE)
         yield
     finally:
         for unit in units:
-            unit.accumulation.close_scope(scope)
+            unit.gradients.accumulation.close_scope(scope)
 
 
 @untraced

@@ -235,9 +235,9 @@ def register_comm_hook(
             for each in units
             if each is not unit and (name := names.get(id(each.modules[0])))
         }
-    shared = CommHook(hook, state, chosen, prefixes)
+    shared = CommHook(hook, state, chosen)
     for each in units:
-        each.set_comm_hook(chosen, shared)
+        each.set_comm_hook(chosen, shared, prefixes[each])
     return CommHookHandle(units, chosen)
 
 
@@ -271,7 +271,7 @@ def _inside(hook: Any) -> str:
 
 
 def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> None:
-    former = unit.comm_hooks.get(stage)
+    former = unit.gradients.comm_hooks.get(stage)
     if former is not None:
         where = f" for {stage}" if len(stages) > 1 else ""
         raise AlreadyAnnotatedError(
@@ -306,7 +306,7 @@ def refuse_moment(what: str, unit: Unit) -> None:
 
     How its gradients are reduced may change only between two steps.
     """
-    if unit.in_step or unit.accumulation.now is not SyncMode.REDUCE:
+    if unit.in_step or unit.gradients.accumulation.now is not SyncMode.REDUCE:
         raise PhaseError(
             f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward,"
             " between them, or in no_sync, with accumulated gradients. Do it between two steps;"

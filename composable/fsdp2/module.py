@@ -82,10 +82,10 @@ def _set_reduction(unit: Unit, **changes: bool) -> None:
     former = _reductions.get(unit, _Reduction())
     now = _reductions[unit] = replace(former, **changes)
     if now != former:
-        unit.accumulation.close_scope(_Reduction)
+        unit.gradients.accumulation.close_scope(_Reduction)
         mode = now.mode(unit)
         if mode is not SyncMode.REDUCE:
-            unit.accumulation.open_scope(_Reduction, mode)
+            unit.gradients.accumulation.open_scope(_Reduction, mode)
 
 
 def _follow_schedule(units: Sequence[Unit]) -> None:
@@ -592,7 +592,7 @@ class State:
 
         All ranks call it together.
         """
-        if self._unit.accumulation.now is SyncMode.REDUCE:
+        if self._unit.gradients.accumulation.now is SyncMode.REDUCE:
             for module in self._unit.modules:
                 reduce_gradients(module)
 

@@ -232,7 +232,7 @@ def _unit_row(name: str, verb: str, unit: Unit, verbs: Sequence[str]) -> UnitRow
         state=", ".join(_unique(group.state.name for group in unit.groups if group.takes_message))
         or "-",
         grad_reduce=grad_reduce_in_words(spec.divisor),
-        comm_hook=names_of_hooks(unit),
+        comm_hook=names_of_hooks(unit.gradients),
         offload=offload,
     )
 

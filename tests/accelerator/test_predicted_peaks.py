@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.whole.test_predicted_memory import measured
+from tests.whole.memory.test_predicted_memory import measured
 
 
 @pytest.mark.parametrize("ranks", [8, 512])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.whole.test_predicted_memory import BENCHMARKS
+from tests.whole.memory.test_predicted_memory import BENCHMARKS
 
 
 def test_a_step_over_slow_links_exposes_no_more_than_fsdp2s_and_needs_no_more_memory(

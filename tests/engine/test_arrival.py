@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from composable import fully_shard, replicate
 from composable.comm import LocalComm, MeshInfo, ledger_of
 from composable.contract.tree import Place
 from composable.engine.edits.loading import StateDictHooks
+from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.arrival import FIRST_BYTES, Buckets
 from composable.engine.params.param import ParamInfo
-from composable.engine.step.agreed import Agreed
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import HEARS
 from composable.errors import PhaseError
@@ -44,7 +43,7 @@ def _unit(
     spec = UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes)
     unit.initialize(spec, HEARS, StateDictHooks(unit).watch)
     unit.build()
-    return unit, Buckets([unit], lambda: None, Agreed((ref(unit),)))
+    return unit, Buckets([unit.gradients], lambda: None, AgreedOrder())
 
 
 def _filled(buckets: Buckets) -> list[list[int]]:

@@ -1,5 +1,5 @@
 """The bracket of offloaded modules: which forwards it changes, and what it leaves behind. Values:
-tests/whole/test_offload*.
+tests/whole/offload/.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
     choose_rest(twin)
     if not twin.groups:
         twin.build()
-    for stage, hook in copy.deepcopy(unit.comm_hooks, memo).items():
-        twin.set_comm_hook(stage, hook)
+    for stage, hook in copy.deepcopy(unit.gradients.comm_hooks, memo).items():
+        twin.set_comm_hook(stage, hook, unit.gradients.prefixes[stage])
     for param, other in pairs:
         other.at_rest.grad = None
         memo[id(param.at_rest)] = other.at_rest

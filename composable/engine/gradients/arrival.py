@@ -14,14 +14,16 @@ first backward are in buckets of their own, which are launched at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 from operator import itemgetter
 from typing import Final, NoReturn, Protocol
-from weakref import ref
 
+from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.hook_stages import attach_comm_hooks
 from composable.engine.gradients.sparse import only_looked_up
+from composable.engine.gradients.unit_gradients import UnitGradients
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam
@@ -31,9 +33,7 @@ from composable.engine.params.param_hooks import (
     hear_arrivals,
     ignore_arrivals,
 )
-from composable.engine.step.agreed import Agreed
-from composable.engine.step.unit import Unit
-from composable.errors import CommunicationError, PhaseError
+from composable.errors import PhaseError
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
 
@@ -61,7 +61,7 @@ class _Pending:
 
     __slots__ = ("bucket", "launched", "missing", "repeats", "silent", "unit")
 
-    def __init__(self, unit: Unit, bucket: GradBucket, *, repeats: bool) -> None:
+    def __init__(self, unit: UnitGradients, bucket: GradBucket, *, repeats: bool) -> None:
         self.unit = unit
         self.bucket = bucket
         self.repeats = repeats
@@ -79,7 +79,7 @@ class _Pending:
         hooked = bucket.has_post_accumulate_hooks
         if agreed and all(bucket.trainable) and not bucket.has_gradients and not hooked:
             self.missing = None
-            self.silent = [self.unit.gradients.arrivals[param] for param in bucket.params[:-1]]
+            self.silent = [self.unit.arrivals[param] for param in bucket.params[:-1]]
             ignore_arrivals(self.silent)
         else:
             self.missing = dict.fromkeys(compress(bucket.params, bucket.trainable))
@@ -127,7 +127,10 @@ class Buckets:
     """
 
     def __init__(
-        self, units: Sequence[Unit], iteration: Callable[[], Backward | None], agreed: Agreed
+        self,
+        units: Sequence[UnitGradients],
+        iteration: Callable[[], Backward | None],
+        agreed: AgreedOrder,
     ) -> None:
         self._units = list(units)
         self._iteration = iteration
@@ -137,7 +140,7 @@ class Buckets:
         # in the order of arrival, until the order is agreed
         self._ready: list[ManagedParam] | None = [] if agreed.buckets is None else None
         self._again: set[ManagedParam] = set()  # of these, that arrived again in one backward
-        self._members: dict[ManagedParam, tuple[Unit, ParamGroup, Slot]] = {
+        self._members: dict[ManagedParam, tuple[UnitGradients, ParamGroup, Slot]] = {
             param: (unit, group, slot)
             for unit in units
             for group in unit.groups
@@ -177,12 +180,10 @@ class Buckets:
             slots = [(param, self._members[param][2]) for param in members]
             bucket = GradBucket(
                 slots, group.precision, group.device, unit.mesh_info,
-                factor=unit.grad_factor(unit.mesh_info), keeps=unit.spec.keeps_buckets,
+                label=f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to"
+                f" '{members[-1].fqn}')",
+                factor=unit.factor_of(unit.mesh_info), keeps=unit.spec.keeps_buckets,
             )  # fmt: skip
-            bucket.reducer.label = (
-                f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to"
-                f" '{members[-1].fqn}')"
-            )
             pending = _Pending(unit, bucket, repeats=repeats)
             self._buckets.append(pending)
             self._bucket_of.update(dict.fromkeys(members, pending))
@@ -252,7 +253,7 @@ class Buckets:
             each.bucket.hold(absent)
             return
         if each is self._buckets[-1] and iteration is not None:
-            each.bucket.forwards = (iteration.forwards, int(iteration.forwards_left > 0))
+            each.bucket.carry(iteration.forwards, left_out=iteration.forwards_left > 0)
         each.bucket.reduce(absent)
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.
@@ -306,8 +307,7 @@ class Buckets:
         )
         places, again = told[: len(known)], told[len(known) :]
         order = [param for _, param in sorted(zip(places, known, strict=True), key=itemgetter(0))]
-        self._agreed.buckets = tuple(map(ref, order))
-        self._agreed.repeat = tuple(map(ref, compress(known, again)))
+        self._agreed.agree_on_buckets(order, compress(known, again))
         self._fill(order)
 
     def hold(self) -> None:
@@ -334,25 +334,21 @@ class Buckets:
         """The most backwards that one of them has accumulated."""
         return max((each.bucket.accumulated.backwards for each in self._buckets), default=0)
 
-    def drop(self) -> None:
-        """The step is lost: forget local gradients that were not reduced."""
-        failed: list[CommunicationError] = []
+    def drops(self) -> list[Callable[[], None]]:
+        """The step is lost; returns what forgets local gradients that were not reduced."""
+        is_open, self.is_open = self.is_open, False
         for each in self._buckets:
-            try:
-                each.bucket.drop(begun=self.is_open and not each.launched)
-            except CommunicationError as error:
-                failed.append(error)
             each.close()
-        self.is_open = False
-        if failed:
-            raise failed[0]
+        return [
+            partial(each.bucket.drop, begun=is_open and not each.launched) for each in self._buckets
+        ]
 
-    def brought(self) -> Unit | None:
+    def brought(self) -> UnitGradients | None:
         """A unit that this backward has brought a gradient to."""
         return next((each.unit for each in self._buckets if self.is_open and each.has_any), None)
 
 
-def _refuse_second_gradient(unit: Unit, param: ManagedParam) -> NoReturn:
+def _refuse_second_gradient(unit: UnitGradients, param: ManagedParam) -> NoReturn:
     raise PhaseError(
         f"parameter '{param.fqn}' of unit '{unit.name}' got a second gradient in one backward,"
         " after the first was sent (reentrant checkpointing of modules that share it does this, if"

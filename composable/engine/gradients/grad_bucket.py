@@ -86,6 +86,7 @@ class GradBucket:
         device: torch.device,
         mesh_info: MeshInfo,
         *,
+        label: str = "gradient reduction",
         factor: float = 1.0,
         home: HostHome | None = None,
         keeps: bool = False,
@@ -102,7 +103,7 @@ class GradBucket:
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
             self.at_rest, slots, precision, device, mesh_info,
-            offloaded=home is not None, keeps=keeps,
+            label=label, offloaded=home is not None, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self.home = home
@@ -128,6 +129,12 @@ class GradBucket:
         """Parameters may have been frozen or unfrozen."""
         self.trainable = tuple(map(trainability, self.at_rest))
         self.trains = any(self.trainable)
+
+    def carry(self, forwards: int, *, left_out: bool) -> None:
+        """The next message says how many forwards there were since the last backward, and whether
+        this backward leaves some of them out.
+        """
+        self.forwards = forwards, int(left_out)
 
     @property
     def has_post_accumulate_hooks(self) -> bool:

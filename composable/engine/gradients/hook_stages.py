@@ -23,8 +23,9 @@ the backend, in another order on each rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Final, NoReturn, Protocol
 
 import torch
@@ -43,10 +44,13 @@ ALL_REDUCE: Final = "all_reduce"
 
 
 class Hooked(Protocol):
-    """A unit with communication hooks, as far as this file looks."""
+    """A unit with communication hooks (`UnitGradients`), as far as this file looks."""
 
-    mesh_info: MeshInfo
     comm_hooks: dict[str, CommHook]
+    prefixes: dict[str, str]
+
+    @property
+    def mesh_info(self) -> MeshInfo: ...
 
     @property
     def is_sharded(self) -> bool: ...
@@ -117,17 +121,12 @@ class CommHook:
         state: the hook's first argument. If it is None, or its `process_group` is, the hook gets
             the ranks that reduce.
         stage: that it replaces.
-        prefixes: the units whose gradients it reduces, with what precedes the FQNs of their
-            parameters.
     """
 
-    def __init__(
-        self, hook: Callable[[Any, Any], Any], state: Any, stage: str, prefixes: Mapping[Any, str]
-    ) -> None:
+    def __init__(self, hook: Callable[[Any, Any], Any], state: Any, stage: str) -> None:
         self.name = str(getattr(hook, "__name__", None) or type(hook).__name__)
         self.stage = stage
-        self.prefixes = dict(prefixes)
-        self.stages: dict[Any, list[HookStage]] = {}
+        self._stages: dict[Hooked, list[HookStage]] = {}
         self._hook = hook
         self._state = state
         self._called: set[HookStage] = set()  # in this backward
@@ -147,10 +146,13 @@ class CommHook:
             # torch's states are copied with the default group in its place
             if hasattr(state, "process_group"):
                 state.process_group = self._state.process_group
-        prefixes = {copy.deepcopy(unit, memo): prefix for unit, prefix in self.prefixes.items()}
-        twin = CommHook(self._hook, state, self.stage, prefixes)
+        twin = CommHook(self._hook, state, self.stage)
         twin._indices = dict(self._indices)  # by which the state tells buckets apart
         return twin
+
+    def replace(self, unit: Hooked, stages: list[HookStage]) -> None:
+        """It makes these stages of the unit's reductions now, and no others."""
+        self._stages[unit] = stages
 
     def call(self, stage: HookStage, bucket: HookBucket, label: str) -> Any:
         # On all ranks buckets hold the same parameters and come in the same order, so they get the
@@ -161,7 +163,7 @@ class CommHook:
         self._called.add(stage)
         bucket._is_last = all(
             each in self._called
-            for stages in self.stages.values()
+            for stages in self._stages.values()
             for each in stages
             if each.takes_part
         )
@@ -234,7 +236,7 @@ class HookStage:
         self._bucket = bucket
         self._comm = comm
         self._whole = whole
-        self._fqns = [f"{hook.prefixes[unit]}{param.fqn}" for param in bucket.params]
+        self._fqns = [f"{unit.prefixes[hook.stage]}{param.fqn}" for param in bucket.params]
 
     @property
     def takes_part(self) -> bool:
@@ -312,21 +314,20 @@ def attach_comm_hooks(unit: Hooked, buckets: Sequence[GradBucket]) -> None:
     rank calls no hook.
     """
     shard, replicate = unit.mesh_info.shard, unit.mesh_info.replicate
-    for bucket in buckets:
-        bucket.reducer.first_stage = bucket.reducer.second_stage = None
+    first: list[HookStage] = []
+    second: list[HookStage] = []
     for hook in unit.comm_hooks.values():
         comm = shard if hook.stage == REDUCE_SCATTER else replicate
-        hook.stages[unit] = []
-        if comm is None or comm.size == 1:
-            continue
-        second = hook.stage == ALL_REDUCE and shard.size > 1
-        for bucket in buckets:
-            stage = HookStage(hook, unit, bucket, comm, whole=not second)
-            hook.stages[unit].append(stage)
-            if second:
-                bucket.reducer.second_stage = stage
-            else:
-                bucket.reducer.first_stage = stage
+        whole = hook.stage == REDUCE_SCATTER or shard.size == 1
+        stages = [
+            HookStage(hook, unit, bucket, comm, whole=whole)
+            for bucket in buckets
+            if comm is not None and comm.size > 1
+        ]
+        hook.replace(unit, stages)
+        (first if whole else second).extend(stages)
+    for bucket, one, two in zip_longest(buckets, first, second):
+        bucket.reducer.make_stages(one, two)
 
 
 def names_of_hooks(unit: Hooked) -> str:

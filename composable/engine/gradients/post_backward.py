@@ -29,16 +29,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NoReturn
 
 from composable.comm.ledger import checksum, debug_enabled
+from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.arrival import Buckets
+from composable.engine.gradients.unit_gradients import UnitGradients
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.param_group import Kind
-from composable.engine.params.param_hooks import hear_arrivals, ignore_arrivals
-from composable.engine.step.agreed import Agreed
-from composable.engine.step.unit import Unit
-from composable.errors import DifferentiationError, RanksDisagreeError
+from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 
@@ -59,14 +59,18 @@ class Due:
             backward has not entered.
     """
 
-    to_reduce: dict[Unit, None] = field(default_factory=dict)
-    reduced: dict[Unit, None] = field(default_factory=dict)
-    in_flight: list[Unit] = field(default_factory=list)
-    over_replicas: list[Unit] = field(default_factory=list)
+    to_reduce: dict[UnitGradients, None] = field(default_factory=dict)
+    reduced: dict[UnitGradients, None] = field(default_factory=dict)
+    in_flight: list[UnitGradients] = field(default_factory=list)
+    over_replicas: list[UnitGradients] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     builds_graph: bool = False
     forwards: int = 0
     forwards_left: int = 0
+
+    def come_again(self, unit: UnitGradients) -> None:
+        """A gradient came to a unit that backward has not entered, or has left."""
+        self.to_reduce[unit] = None
 
     def build_graph(self) -> None:
         """The backward makes nodes of its own."""
@@ -95,13 +99,16 @@ class PostBackward:
     """
 
     def __init__(
-        self, units: Sequence[Unit], due: Callable[[], Due | None], agreed: Agreed
+        self,
+        units: Sequence[UnitGradients],
+        due: Callable[[], Due | None],
+        agreed: AgreedOrder,
     ) -> None:
         self._units = list(units)
         self._due = due
         self._agreed = agreed
         self._indices = {unit: index for index, unit in enumerate(units)}
-        self.beside = [unit for unit in units if unit.kind is Kind.BESIDE]
+        self.beside = [unit for unit in units if unit.spec.kind is Kind.BESIDE]
         # The root itself is left last on all ranks: there is nothing to compare if it is the only
         # one.
         alone = not self.beside or self.beside == self._units[:1]
@@ -110,25 +117,25 @@ class PostBackward:
             self._units[unit]: [self._units[each] for each in before]
             for unit, before in agreed.before.items()
         }
-        self._launched: list[Unit] = []  # by `launch_held`, until `land_held`
+        self._launched: list[UnitGradients] = []  # by `launch_held`, until `land_held`
         self.make_buckets()
 
     def make_buckets(self) -> None:
         """Anew when parameters of replicated units were replaced."""
-        replicated = [unit for unit in self._units if unit.kind is Kind.ARRIVAL]
+        replicated = [unit for unit in self._units if unit.spec.kind is Kind.ARRIVAL]
         self.buckets = Buckets(replicated, self._due, self._agreed)
 
     # --- in a backward ---------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, due: Due) -> None:
+    def enter(self, unit: UnitGradients, due: Due) -> None:
         """Backward has come to the outputs of `unit`."""
         due.to_reduce.pop(unit, None)
         due.to_reduce[unit] = None
-        if unit.kind is not Kind.ARRIVAL:
+        if unit.spec.kind is not Kind.ARRIVAL:
             # It will be reduced, whichever gradients come: autograd need not tell of them.
-            ignore_arrivals(unit.gradients.arrivals.values())
+            unit.ignore()
 
-    def leave(self, unit: Unit, due: Due) -> None:
+    def leave(self, unit: UnitGradients, due: Due) -> None:
         """Backward has left `unit`, and its parameters are resharded."""
         if not self.in_one_order:
             due.left.append(self._indices[unit])
@@ -143,40 +150,40 @@ class PostBackward:
         # each stage.
         while len(due.in_flight) > IN_FLIGHT:
             oldest = due.in_flight.pop(0)
-            if oldest.gradients.advance():
+            if oldest.advance():
                 due.over_replicas.append(oldest)
             else:
-                oldest.gradients.land()
+                oldest.land()
         while len(due.over_replicas) > IN_FLIGHT:
-            due.over_replicas.pop(0).gradients.land()
+            due.over_replicas.pop(0).land()
 
-    def reduce(self, unit: Unit, due: Due) -> None:
+    def reduce(self, unit: UnitGradients, due: Due) -> None:
         """Launch the reduction of what is on this rank now; under `no_sync` leave it there."""
         due.to_reduce.pop(unit, None)
-        gradients, mode = unit.gradients, unit.accumulation.now
-        hear_arrivals(gradients.arrivals.values())  # undoes `ignore_arrivals`
-        if unit.step.unhooked and mode is SyncMode.REDUCE:
+        mode = unit.accumulation.now
+        unit.hear()
+        if mode is SyncMode.REDUCE:
             unit.run_hooks()
         if due.builds_graph:
-            if gradients.are_there:
+            if unit.are_there:
                 _refuse_graph(unit)
             return
         if mode is SyncMode.HOLD:
-            for bucket in gradients.buckets:
+            for bucket in unit.buckets:
                 bucket.hold()
             return
         for units in (due.in_flight, due.over_replicas):
             if unit in units:  # it was reduced in this backward already: its buckets must be free
                 units.remove(unit)
-                gradients.land()
-        for bucket in gradients.buckets:
+                unit.land()
+        for bucket in unit.buckets:
             bucket.reduce(shards_only=mode is SyncMode.HOLD_SHARDS)
-        if gradients.buckets:
+        if unit.buckets:
             due.in_flight.append(unit)
 
     # --- at its end ------------------------------------------------------------------------------
 
-    def rest(self, due: Due, unseen: Iterable[Unit]) -> list[Unit]:
+    def rest(self, due: Due, unseen: Iterable[UnitGradients]) -> list[UnitGradients]:
         """What is still to be reduced, in the order of launches: what backward has entered, the
         last one first; what it may have come to unseen; what only earlier backwards brought
         gradients to; and replicated units next to shards.
@@ -184,18 +191,17 @@ class PostBackward:
         held = [
             unit
             for unit in self._units
-            if unit.accumulation.now is SyncMode.REDUCE
-            and (unit.step.unhooked or unit.gradients.backwards)
+            if unit.accumulation.now is SyncMode.REDUCE and (unit.unhooked or unit.backwards)
         ]
         sent = [*due.in_flight, *due.over_replicas]
         rest = [
             unit
             for unit in dict.fromkeys([*reversed(due.to_reduce), *unseen, *held])
             # what is in flight: only if backward has entered it again, or brought more gradients
-            if unit in due.to_reduce or unit not in sent or unit.gradients.are_there
+            if unit in due.to_reduce or unit not in sent or unit.are_there
         ]
         beside = dict.fromkeys(unit for unit in self.beside if unit not in due.reduced)
-        order: dict[Unit, None] = {}
+        order: dict[UnitGradients, None] = {}
         for unit in rest:
             if unit not in beside:  # it is left now
                 order |= dict.fromkeys(each for each in self.before.get(unit, ()) if each in beside)
@@ -209,20 +215,20 @@ class PostBackward:
         elif (brought := self.buckets.brought()) is not None:
             _refuse_graph(brought)
         for unit in list(due.in_flight):
-            if unit.gradients.advance():
+            if unit.advance():
                 due.in_flight.remove(unit)
                 due.over_replicas.append(unit)
 
     def land(self, due: Due) -> None:
         """All that takes part in this backward has been launched: wait for it."""
         for unit in [*due.over_replicas, *due.in_flight]:
-            unit.gradients.land()
+            unit.land()
         self.buckets.land()
         reduces = [unit.accumulation.now is SyncMode.REDUCE for unit in self._units]
         for unit, now in zip(self._units, reduces, strict=True):
-            for bucket in unit.gradients.buckets:
+            for bucket in unit.buckets:
                 bucket.decide()
-            for sparse in unit.gradients.sparse if not due.builds_graph else ():
+            for sparse in unit.sparse if not due.builds_graph else ():
                 sparse.end_backward(reduces=now)
         if self.in_one_order is None and all(reduces):
             self._compare_left(due)
@@ -238,30 +244,48 @@ class PostBackward:
                 [checksum(str(due.left))], "comparison of the order of units in backward"
             )
             self.in_one_order = lowest == highest
-        self._agreed.in_one_order = self.in_one_order
         if not self.in_one_order:
+            self._agreed.agree_on_leaving(in_one_order=False)
             return
-        left, waiting = [self._units[index] for index in due.left], list[Unit]()
+        left, waiting = [self._units[index] for index in due.left], list[UnitGradients]()
         for number, unit in enumerate(left, start=1):
-            if unit in left[number:] or unit.relations.readers:
+            if unit in left[number:] or unit.spec.is_read_apart:
                 continue  # left again; or tied: complete when all readers have been left
             if unit in self.beside:
                 waiting.append(unit)
             elif left.count(unit) == 1 and unit.mesh_info.all.size >= comm.size:  # on all ranks
                 self.before[unit], waiting = waiting, []
-        self._agreed.before = {
+        before = {
             self._indices[unit]: tuple(self._indices[each] for each in before)
             for unit, before in self.before.items()
         }
+        self._agreed.agree_on_leaving(in_one_order=True, before=before)
+
+    def drop(self, due: Due) -> list[CommunicationError]:
+        """The step is lost: wait for what is in flight, in the order of launches, and forget local
+        gradients. Returns what failed in flight.
+        """
+        drops: list[Callable[[], None]] = []
+        for unit in dict.fromkeys([*due.over_replicas, *due.in_flight, *self._units]):
+            begun = unit in due.to_reduce
+            drops += [partial(bucket.drop, begun=begun) for bucket in unit.buckets]
+            drops += [sparse.drop for sparse in unit.sparse]
+        failed: list[CommunicationError] = []
+        for drop in [*drops, *self.buckets.drops()]:
+            try:
+                drop()
+            except CommunicationError as error:
+                failed.append(error)
+        return failed
 
     # --- without a backward ----------------------------------------------------------------------
 
     def hold(self) -> None:
         """Split backwards have assigned gradients: they wait to be reduced."""
         for unit in self._units:
-            for bucket in unit.gradients.buckets:
+            for bucket in unit.buckets:
                 bucket.hold()
-            for sparse in unit.gradients.sparse:
+            for sparse in unit.sparse:
                 sparse.hold_by_hand()
         self.buckets.hold()
 
@@ -269,7 +293,7 @@ class PostBackward:
         """Launch the reduction of what was accumulated under `no_sync`."""
         self._launched = [unit for unit in self._units if unit.holds]
         for unit in self._launched:
-            for bucket in unit.gradients.buckets:
+            for bucket in unit.buckets:
                 bucket.reduce()
         self.buckets.launch_held()
 
@@ -277,13 +301,13 @@ class PostBackward:
         """Wait for what `launch_held` launched."""
         units, self._launched = self._launched, []
         for unit in units:
-            unit.gradients.advance()
+            unit.advance()
         self.buckets.land_held()
         for unit in units:
-            for bucket in unit.gradients.buckets:
+            for bucket in unit.buckets:
                 bucket.land()
                 bucket.decide()
-            for sparse in unit.gradients.sparse:
+            for sparse in unit.sparse:
                 if sparse.holds:
                     sparse.reduce()
             unit.run_hooks()
@@ -301,7 +325,7 @@ class PostBackward:
         for comm in dict.fromkeys(unit.mesh_info.all for unit in self._units):
             if comm.size == 1 or (comm.traits.on_stream and not debug_enabled()):
                 continue
-            held = [unit.gradients.backwards for unit in self._units if unit.mesh_info.all is comm]
+            held = [unit.backwards for unit in self._units if unit.mesh_info.all is comm]
             mine = max([0, *held, self.buckets.backwards])
             said = comm.all_gather_ints(
                 [mine], f"comparison of accumulated backwards of unit '{name}'"
@@ -316,7 +340,7 @@ class PostBackward:
                 )
 
 
-def _refuse_graph(unit: Unit) -> NoReturn:
+def _refuse_graph(unit: UnitGradients) -> NoReturn:
     raise DifferentiationError(
         f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They"
         " are reduced outside of autograd's graph, so nothing could be differentiated through"

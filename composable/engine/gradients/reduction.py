@@ -212,6 +212,7 @@ class Reducer:
         device: torch.device,
         mesh_info: MeshInfo,
         *,
+        label: str,
         offloaded: bool,
         keeps: bool,
     ) -> None:
@@ -222,7 +223,7 @@ class Reducer:
         self.mesh_info = mesh_info
         self.offloaded = offloaded
         self.keeps = keeps
-        self.label = "gradient reduction"
+        self.label = label
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
         self.replica_comm = mesh_info.replicate
         self.shards = mesh_info.shard.size
@@ -233,6 +234,13 @@ class Reducer:
         self.second_stage: Stage | None = None
         self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
         self.plans: dict[tuple[bool, tuple[bool, ...]], Plan] = {}
+
+    def rename(self, label: str) -> None:
+        self.label = label
+
+    def make_stages(self, first: Stage | None, second: Stage | None) -> None:
+        """From now on these stages are made by communication hooks."""
+        self.first_stage, self.second_stage = first, second
 
     def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
         """The plan of a message while these parameters train."""

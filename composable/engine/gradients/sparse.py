@@ -44,17 +44,24 @@ class SparseGradients:
         unit: its name, for labels.
     """
 
-    def __init__(self, params: Sequence[ManagedParam], precision: Precision, comm: Comm) -> None:
+    def __init__(
+        self, params: Sequence[ManagedParam], precision: Precision, comm: Comm, unit: str
+    ) -> None:
         self.params = tuple(params)
         self.holds = False
-        self.unit = ""
+        self.unit = unit
         self._precision = precision
         self._comm = comm
         # those with a gradient of this rank's that was not reduced
         self._here: set[ManagedParam] = set()
 
+    def rename(self, unit: str) -> None:
+        self.unit = unit
+
     def arrived(self, param: ManagedParam) -> None:
-        self._here.add(param)
+        """Autograd has accumulated a gradient, maybe of one of these."""
+        if param in self.params:
+            self._here.add(param)
 
     @torch.no_grad()
     def end_backward(self, *, reduces: bool) -> None:

@@ -32,6 +32,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
+from composable.engine.gradients.agreed_order import AgreedOrder
+
 
 @dataclass(slots=True, eq=False)
 class Agreed:
@@ -39,9 +41,7 @@ class Agreed:
 
     Attributes:
         members: in the order in which they were first planned.
-        buckets: parameters; None before the first backward that reduces.
-        repeat: those on which autograd accumulates several times in a backward.
-        in_one_order: None before the first backward that reduces.
+        gradients: `buckets`, `repeat`, `in_one_order` and `before` of the table.
         given: `Unit.given`, by the units that train.
         untraced: why the compiler reduces no gradients any more; empty if it may.
         last_backward: when it ended, on the clock of `root.CLOCK`.
@@ -49,10 +49,7 @@ class Agreed:
 
     members: tuple[ref[Any], ...]
     order: tuple[int, ...] = ()
-    buckets: tuple[ref[Any], ...] | None = None
-    repeat: tuple[ref[Any], ...] = ()
-    in_one_order: bool | None = None
-    before: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    gradients: AgreedOrder = field(default_factory=AgreedOrder)
     given: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
     untraced: str = ""
     last_backward: int | None = None

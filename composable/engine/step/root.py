@@ -291,7 +291,11 @@ class Root:
         self.eager_because = self.agreed.untraced or NOT_ON
         self.split_by = ""
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
-        self.post_backward = PostBackward(self.units, self._due, self.agreed)
+        self.post_backward = PostBackward(
+            [unit.gradients for unit in self.units], self._due, self.agreed.gradients
+        )
+        # replicated units next to shards
+        self.beside = [unit for unit in self.units if unit.kind is Kind.BESIDE]
         self._watch_tree(shared)
         ROOTS.add(self)
 
@@ -502,7 +506,7 @@ class Root:
         except BaseException:
             if not saved:
                 self.step.iteration = None
-            for unit in self.post_backward.beside:  # nobody leaves this forward
+            for unit in self.beside:  # nobody leaves this forward
                 unit.end_show()
             raise
         if grad:
@@ -513,7 +517,7 @@ class Root:
         keep_idle_memory(self)
 
     def _show(self) -> None:
-        for unit in self.post_backward.beside:
+        for unit in self.beside:
             unit.show_in_root()
 
     def prepare(self) -> None:
@@ -622,7 +626,7 @@ class Root:
                 self._follow(forward.order)
         self.step.forward = None
         if iteration.end is None:
-            for unit in self.post_backward.beside:
+            for unit in self.beside:
                 unit.end_show()
         waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
@@ -799,10 +803,10 @@ class Root:
                 # With several forwards before one backward, a unit is reduced when the last of them
                 # has been left.
                 if other.step.pending <= 0 and other not in iteration.untracked:
-                    self.post_backward.leave(other, iteration.due)
+                    self.post_backward.leave(other.gradients, iteration.due)
         iteration.active.append(unit)
         unit.need(BACKWARD)
-        self.post_backward.enter(unit, iteration.due)
+        self.post_backward.enter(unit.gradients, iteration.due)
         finished = iteration.finished
         for position in range(len(finished) - 1, -1, -1) if unit.gathers else ():
             if finished[position] is unit:
@@ -822,14 +826,14 @@ class Root:
         """Autograd has accumulated a gradient."""
         iteration = self.step.iteration
         by_arrival = unit.kind is Kind.ARRIVAL
-        if not by_arrival and iteration is not None and unit in iteration.due.to_reduce:
+        if not by_arrival and iteration is not None and unit.gradients in iteration.due.to_reduce:
             return
         iteration = self._in_backward() or self._open_backward()
         if by_arrival:
             self.post_backward.buckets.arrived(param)  # may launch a bucket
         else:
             # a parameter that was read outside of its module, or after the unit was left
-            iteration.due.to_reduce[unit] = None
+            iteration.due.come_again(unit.gradients)
             for hear in HEARERS.gradient_came:
                 hear(unit)
 
@@ -875,9 +879,11 @@ class Root:
         if iteration is None:
             return
         with self._streams.on(iteration.stream):
-            for unit in self.post_backward.rest(iteration.due, iteration.untracked):
-                self._leave_backward(unit, iteration)
-                self.post_backward.reduce(unit, iteration.due)
+            units = {unit.gradients: unit for unit in self.units}
+            unseen = [unit.gradients for unit in iteration.untracked]
+            for gradients in self.post_backward.rest(iteration.due, unseen):
+                self._leave_backward(units[gradients], iteration)
+                self.post_backward.reduce(gradients, iteration.due)
             self.post_backward.launch_last(iteration.due)
 
     def finish_backward(self) -> None:
@@ -966,20 +972,22 @@ class Root:
                 "gradients that were accumulated under no_sync are dropped (unit '%s' and others)",
                 held[0],
             )
-        for unit in dict.fromkeys([*due.over_replicas, *due.in_flight, *self.units]):
+        for error in self.post_backward.drop(due):
+            self._warn(error)
+        for unit in self.units:
             unit.end_split()
             unit.drop_step()
-            begun = unit in due.to_reduce
-            gradients: list[Callable[[], None]] = [
-                *(partial(bucket.drop, begun=begun) for bucket in unit.gradients.buckets),
-                *(sparse.drop for sparse in unit.gradients.sparse),
-            ]
-            for drop in (*gradients, unit.swap_out, unit.free):
-                _drop(unit, drop)
+            unit.swap_out()
+            try:
+                unit.free()
+            except CommunicationError as error:
+                self._warn(error)  # what failed in flight must not keep the rest
             if EXPLICIT in unit.kept_by:
                 unit.show()
-        _drop(self.units[0], self.post_backward.buckets.drop)
         release_idle_memory(self)
+
+    def _warn(self, error: CommunicationError) -> None:
+        logger.warning("while unit '%s' was reset: %s", self.name, first_line(error))
 
     # --- split backwards -------------------------------------------------------------------------
 
@@ -1042,14 +1050,6 @@ class Root:
             self.reset()
             raise
         wait_for_traffic()
-
-
-def _drop(unit: Unit, drop: Callable[[], None]) -> None:
-    """Give up a part of a step; what failed in flight must not keep the rest."""
-    try:
-        drop()
-    except CommunicationError as error:
-        logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
 
 
 def _related_to(top: Unit) -> set[int]:

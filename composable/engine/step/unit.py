@@ -4,9 +4,9 @@
 parameters are sharded and gradients summed) and, for a model that is only replicated, in when
 gradients are reduced (`arrival.py`).
 
-In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`,
-`Gradients`), and `Unit`: construction, which parameters modules hold, unshard and reshard, what a
-step does to it, gradients. It is passive: `visit.py` and `root.py` say what happens in a step, and
+In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`),
+and `Unit`: construction, which parameters modules hold, unshard and reshard, what a step does to
+it, gradients. It is passive: `visit.py` and `root.py` say what happens in a step, and
 `engine/edits/` between steps (state dicts, removal, copies, rest on the host).
 """
 
@@ -27,34 +27,21 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
-from composable.compilation import (
-    traceable,
-    untraced,
-)
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import SHARD, Place, states_below
 from composable.contract.values import tensors_in
-from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.gradients.hook_stages import CommHook, attach_comm_hooks
-from composable.engine.gradients.sparse import SparseGradients, only_looked_up
-from composable.engine.gradients.unreduced import Accumulation
+from composable.engine.gradients.hook_stages import CommHook
+from composable.engine.gradients.sparse import only_looked_up
+from composable.engine.gradients.unit_gradients import GradientSpec, UnitGradients
 from composable.engine.params.extension import sharded_groups
 from composable.engine.params.param import (
     ManagedParam,
     ParameterSwap,
     ParamInfo,
-    holds_unreduced,
     owner_of,
     set_label,
 )
 from composable.engine.params.param_group import Kind, ParamGroup, ShardedState
-from composable.engine.params.param_hooks import (
-    Arrival,
-    defer_hooks,
-    hear_arrivals,
-    hook_gradients,
-    run_post_accumulate_hooks,
-)
 from composable.engine.params.precision import (
     BufferCasts,
     BufferHolder,
@@ -66,7 +53,6 @@ from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
-    hooks_after_accumulation,
     in_backward,
     local_of,
     next_node,
@@ -206,8 +192,6 @@ class UnitStep:
         needed_by: why a backward needs them, as far as it does.
         shown: a forward or backward of the root is under way, during all of which modules hold
             compute parameters (replicated units next to shards).
-        unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are
-            still to be called.
     """
 
     __slots__ = (
@@ -218,7 +202,6 @@ class UnitStep:
         "pinned",
         "shown",
         "to_run",
-        "unhooked",
     )
 
     def __init__(self) -> None:
@@ -227,7 +210,6 @@ class UnitStep:
         self.to_run: list[nn.Module] = []
         self.pinned = self.shown = False
         self.needed_by: dict[str, None] = {}
-        self.unhooked: dict[ManagedParam, None] = {}
 
 
 @dataclass(slots=True)
@@ -299,52 +281,6 @@ class Relations:
         self.model_group = group if known else None
 
 
-@dataclass(slots=True)
-class Gradients:
-    """What takes a unit's gradients from autograd; made anew whenever its parameters are.
-
-    Attributes:
-        buckets: for all that is reduced where backward leaves the unit. Gradients of the kind
-            ARRIVAL are in buckets of all units (`arrival.py`).
-        sparse: gradients of parameters that only sparse lookups read.
-        in_two_stages: some are reduced over a hybrid mesh.
-        arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
-            unit will be reduced anyway.
-        undo: takes all hooks off again.
-    """
-
-    buckets: list[GradBucket] = field(default_factory=list)
-    sparse: list[SparseGradients] = field(default_factory=list)
-    in_two_stages: bool = False
-    arrivals: dict[ManagedParam, Arrival] = field(default_factory=dict)
-    undo: list[Callable[[], object]] = field(default_factory=list)
-
-    @property
-    def are_there(self) -> bool:
-        """Whether autograd has brought any that were not taken yet."""
-        return any(bucket.has_gradients for bucket in self.buckets)
-
-    @property
-    def backwards(self) -> int:
-        """How many backwards have left gradients here under `no_sync`."""
-        most = 0
-        for bucket in self.buckets:
-            most = max(most, bucket.accumulated.backwards)
-        return most
-
-    def advance(self) -> bool:
-        """On a hybrid mesh: launch the second stage of reductions; returns whether there is one."""
-        advanced = False
-        for bucket in self.buckets if self.in_two_stages else ():
-            advanced = bucket.advance() or advanced
-        return advanced
-
-    def land(self) -> None:
-        """Wait for what was launched; the sums go to the at-rest parameters."""
-        for bucket in self.buckets:
-            bucket.land()
-
-
 class Unit:
     """See the top of this file. It is the verb's state in the registry, and the bracket around its
     modules' forwards.
@@ -371,7 +307,7 @@ class Unit:
         # --- built around the tensors that are registered now (`build`)
         self.groups: list[ParamGroup] = []  # of parameters that are unsharded together
         self.gathers = False  # any of its groups does
-        self.gradients = Gradients()
+        self.gradients = UnitGradients(self._on_gradient, self._on_gradient_at_rest)
         self.trains = False  # any of its parameters requires gradients
         self._swap = ParameterSwap(())  # which form of parameters modules hold
         self._is_in = False  # modules hold compute parameters: from `swap_in` to `swap_out`
@@ -395,8 +331,6 @@ class Unit:
         # not computed with
         self.shown_by = ""
         self.asleep = False  # its parameters rest on the host, and it has no groups, until `wake`
-        self.accumulation = Accumulation()  # `no_sync`
-        self.comm_hooks: dict[str, CommHook] = {}  # by the stage that they replace
 
         self.undo: list[Callable[[], object]] = []  # of `watch`, for parameters that came later
 
@@ -448,7 +382,7 @@ class Unit:
     def build(self) -> None:
         """(Re)build groups and buckets around the parameters that are registered now."""
         spec = self.spec
-        self._drop_gradients()  # its hooks are on tensors that are about to be replaced
+        self.gradients.clear()  # its hooks are on tensors that are about to be replaced
         alike: dict[tuple[Precision, torch.device, bool, bool, int], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
@@ -486,7 +420,7 @@ class Unit:
             )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
-        self._build_buckets()
+        self._build_gradients()
         self.rename(self.name)
         if self.root is not None:
             self.root.unit_rebuilt()
@@ -499,11 +433,6 @@ class Unit:
             for param in self.params:
                 param.agree_anew()
             self.build()
-
-    def _drop_gradients(self) -> None:
-        gradients, self.gradients = self.gradients, Gradients()
-        for undo in gradients.undo:
-            undo()
 
     @property
     def is_sharded(self) -> bool:
@@ -518,106 +447,24 @@ class Unit:
         """Whether no parameter is on a mesh of its own."""
         return all(param.info.mesh_info is None for param in self.params)
 
-    def grad_factor(self, mesh_info: MeshInfo) -> float:
-        """What turns the mean over the ranks, which reductions make, into what `grad_reduce` asks
-        for.
-        """
-        return 1.0 if self.spec.divisor is None else mesh_info.all.size / self.spec.divisor
-
-    def _build_buckets(self) -> None:
-        self._drop_gradients()
-        for group in self.groups:
-            mesh_info = self.mesh_info_of(group.params[0])
-            factor = self.grad_factor(mesh_info)
-            in_place = all(param.compute is param.at_rest for param in group.params)
-            sparse = not self.is_sharded and only_looked_up(group.params[0].info)
-            for param in group.params if in_place else ():
-                if not param.info.form.is_whole:
-                    settle = traceable(param.info.form.settled)
-                    self.gradients.undo += hook_gradients([param.compute], settle)
-            if factor != 1.0 and (in_place or sparse):
-                # autograd itself adds to what users see
-                multiply = traceable(lambda gradient, factor=factor: gradient * factor)
-                computing = [param.compute for param in group.params]
-                self.gradients.undo += hook_gradients(computing, multiply)
-            if sparse:
-                rows = SparseGradients(group.params, group.precision, self.mesh_info.all)
-                self.gradients.sparse.append(rows)
-            elif self.kind is not Kind.ARRIVAL and not (in_place and mesh_info.all.size == 1):
-                # others are in buckets of all units, or autograd has done everything
-                bucket = GradBucket(
-                    list(zip(group.params, group.slots, strict=True)),
-                    group.precision, group.device, mesh_info,
-                    factor=factor, home=group.home,
-                )  # fmt: skip
-                self.gradients.buckets.append(bucket)
-                if (
-                    bucket.reducer.shard_comm is not None
-                    and bucket.reducer.replica_comm is not None
-                ):
-                    self.gradients.in_two_stages = True
-        for param in self.params:
-            self._hear_of_gradients(param)
-        attach_comm_hooks(self, self.gradients.buckets)  # those of users, in place of collectives
+    def _build_gradients(self) -> None:
+        spec = self.spec
+        how = GradientSpec(
+            self.kind, self.mesh_info, spec.divisor, spec.bucket_bytes, spec.keeps_buckets,
+            is_read_apart=bool(self.relations.readers),
+        )  # fmt: skip
+        self.gradients.build(how, self.params, self.groups)
         self.follow()
 
-    def _hear_of_gradients(self, param: ManagedParam) -> None:
-        """Tell the root when autograd has accumulated a gradient.
+    def _on_gradient(self, param: ManagedParam) -> None:
+        self.hears[0](self, param)
 
-        The root needs this for gradients that are reduced by arrival, and for those of parameters
-        that are read outside of their module. A unit not of the kind ARRIVAL is reduced anyway once
-        backward has entered it at its outputs, so `PostBackward.enter` takes its hooks off
-        (`ignore_arrivals`): autograd calls nothing until `hear_arrivals` puts them back.
-        """
-        parameter = param.compute
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            return
-        ranks = self.mesh_info_of(param).all.size
-        alone = ranks == 1 and param.compute is param.at_rest
-        found = next((each for each in self.gradients.sparse if param in each.params), None)
-        to_sparse = None if found is None else ref(found)
-        # Weak: torch holds the hook where the garbage collector does not look, and the unit holds
-        # the parameter.
-        to_unit, to_param = ref(self), ref(param)
-
-        @untraced
-        def arrived(compute: Tensor) -> None:
-            unit, param = to_unit(), to_param()
-            if unit is None or param is None or not compute.requires_grad:
-                # torch calls hooks of parameters that were frozen after their forward, and
-                # accumulates nothing
-                return
-            if alone:
-                unit.step.unhooked[param] = None
-            sparse = None if to_sparse is None else to_sparse()
-            if sparse is not None:
-                sparse.arrived(param)
-            unit.hears[0](unit, param)
-
-        if param.compute is param.at_rest:
-            # Autograd would call users' hooks with the local gradient. `defer_hooks` moves them out
-            # of the table that autograd reads, which holds `arrived` only; they are called when the
-            # reduced gradient lands.
-            arrival, undo = defer_hooks(parameter, arrived)
-            self.gradients.undo.append(undo)
-        else:
-            parameter.requires_grad_(True)  # a frozen one takes no hook; `follow` freezes it again
-            handle = parameter.register_post_accumulate_grad_hook(arrived)
-            table = hooks_after_accumulation(parameter)
-            assert table is not None
-            arrival = table, handle.id, arrived
-            self.gradients.undo.append(handle.remove)
-            if ranks > 1:
-                self.gradients.undo.append(
-                    defer_hooks(param.at_rest, _at_rest_gradient(to_unit, to_param))[1]
-                )
-        if not alone and to_sparse is None:
-            self.gradients.arrivals[param] = arrival
+    def _on_gradient_at_rest(self, param: ManagedParam) -> None:
+        self.hears[1](self, param)
 
     def follow(self) -> None:
         """Compute parameters follow what users froze and unfroze."""
-        for bucket in self.gradients.buckets:
-            bucket.follow()
+        self.gradients.follow()
         for param in self.params:
             if (
                 param.compute is not param.at_rest
@@ -631,10 +478,7 @@ class Unit:
         self.name = fqn = unit_name(fqn)
         for group in self.groups:
             group.rename(fqn)
-        for bucket in self.gradients.buckets:
-            bucket.reducer.label = f"gradient reduction of unit '{fqn}'"
-        for sparse in self.gradients.sparse:
-            sparse.unit = fqn
+        self.gradients.rename(fqn)
         for param in self.params:
             original = param.original()
             if original is not None and original is not param.own:
@@ -876,7 +720,7 @@ class Unit:
     def lose_backward(self) -> None:
         """The backward raised: nothing needs the parameters. Modules hold at-rest ones."""
         self.step.needed_by, self.step.shown = {}, False
-        hear_arrivals(self.gradients.arrivals.values())  # undoes what `PostBackward.enter` did
+        self.gradients.hear()
         if not self.step.depth:
             self.swap_out()
 
@@ -923,42 +767,20 @@ class Unit:
     def drop_step(self) -> None:
         """The step is lost."""
         self.step = UnitStep()
-        hear_arrivals(self.gradients.arrivals.values())  # undoes what `PostBackward.enter` did
+        self.gradients.drop_step()
 
     # --- gradients -------------------------------------------------------------------------------
-
-    @property
-    def holds(self) -> bool:
-        return (
-            bool(self.step.unhooked)
-            or self.gradients.backwards > 0
-            or any(sparse.holds for sparse in self.gradients.sparse)
-        )
-
-    def run_hooks(self) -> None:
-        """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished
-        their gradients.
-        """
-        due, self.step.unhooked = self.step.unhooked, {}
-        for param in due:
-            run_post_accumulate_hooks(param.at_rest)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether users see gradients that were accumulated under `no_sync` and wait to be
         reduced.
         """
-        return any(holds_unreduced(param.at_rest) for param in self.params)
+        return self.gradients.has_unreduced
 
-    def set_comm_hook(self, stage: str, hook: CommHook | None) -> None:
-        """Let `hook` make a stage of the reduction; None: the library makes it again. Between two
-        steps.
-        """
-        if hook is None:
-            self.comm_hooks.pop(stage, None)
-        else:
-            self.comm_hooks[stage] = hook
-        attach_comm_hooks(self, self.gradients.buckets)
+    def set_comm_hook(self, stage: str, hook: CommHook | None, prefix: str = "") -> None:
+        """See `UnitGradients`."""
+        self.gradients.set_comm_hook(stage, hook, prefix)
         if self.root is not None:
             self.root.hooks_changed()
 
@@ -969,7 +791,7 @@ class Unit:
         self.mesh_info = mesh_info
         if self.kind in (Kind.ARRIVAL, Kind.LOCAL):
             self.kind = without_shards(mesh_info)
-        self._build_buckets()
+        self._build_gradients()
         self.rename(self.name)
         if self.root is not None:
             self.root.forget()
@@ -1032,7 +854,7 @@ class Unit:
         self.asleep = True
         if home is None or self.spec.offload is not None:
             return
-        self._drop_gradients()
+        self.gradients.clear()
         for group in self.groups:
             group.leave(lambda tensor: home.take([tensor])[0])
         self.groups = []
@@ -1049,7 +871,7 @@ class Unit:
 
     def dissolve(self) -> list[ManagedParam]:
         """It is removed: it gives up hooks, groups and modules. Returns its parameters."""
-        self._drop_gradients()
+        self.gradients.clear()
         for undo in reversed(self.undo):
             undo()
         self.drop_step()
@@ -1085,20 +907,3 @@ def unit_of(parameter: Tensor) -> Unit | None:
     owner = owner_of(parameter)
     assert owner is None or isinstance(owner, Unit)
     return owner
-
-
-def _at_rest_gradient(
-    to_unit: Callable[[], Unit | None], to_param: Callable[[], ManagedParam | None]
-) -> Callable[[Tensor], None]:
-    """What autograd calls when it has accumulated on an at-rest parameter that modules do not
-    compute with.
-    """
-
-    @untraced
-    def arrived(at_rest: Tensor) -> None:
-        unit, param = to_unit(), to_param()
-        if unit is not None and param is not None and param.at_rest is at_rest:
-            unit.hears[1](unit, param)
-            run_post_accumulate_hooks(param.at_rest)
-
-    return arrived

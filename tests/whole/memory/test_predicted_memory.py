@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 if not BENCHMARKS.is_dir():  # a copy of the tests, without them
     pytest.skip("there are no benchmarks here", allow_module_level=True)

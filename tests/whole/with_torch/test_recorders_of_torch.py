@@ -178,7 +178,7 @@ def test_torchs_analysis_finds_where_a_rank_has_not_come_and_shows_size_and_stac
 
 
 def test_the_guide_names_what_there_is_in_torch_and_in_the_library() -> None:
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     guide = (root / "docs/guides/debugging.md").read_text()
     assert "`memory/elastic.py`" in guide
     assert (root / "composable/memory/elastic.py").exists()

@@ -24,7 +24,7 @@ from composable import (
 )
 from tests.helpers.compare import full, full_gradients
 from tests.helpers.world import Pool
-from tests.whole.test_precision import Block, loss_of, model_of, tokens_of
+from tests.whole.precision.test_precision import Block, loss_of, model_of, tokens_of
 
 BF16: Final = torch.bfloat16
 

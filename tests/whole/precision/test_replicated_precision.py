@@ -20,7 +20,7 @@ from composable.errors import ForeignParameterError
 from tests.helpers import compiled
 from tests.helpers.compare import full_gradients
 from tests.helpers.world import Pool, current_device, spmd
-from tests.whole.test_precision import (
+from tests.whole.precision.test_precision import (
     POLICIES,
     Block,
     Model,
@@ -28,7 +28,7 @@ from tests.whole.test_precision import (
     trains_as_written,
     unfreezes_between_steps,
 )
-from tests.whole.test_precision_of_parts import KEPT, Part, numbers, parts
+from tests.whole.precision.test_precision_of_parts import KEPT, Part, numbers, parts
 
 BF16: Final = torch.bfloat16
 F32: Final = torch.float32

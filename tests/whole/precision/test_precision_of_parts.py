@@ -24,7 +24,7 @@ from composable import (
 from tests.helpers.compare import full_gradients
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool, current_device
-from tests.whole.test_precision import seat
+from tests.whole.precision.test_precision import seat
 
 BF16: Final = torch.bfloat16
 F32: Final = torch.float32

@@ -25,7 +25,7 @@ from composable import (
 from composable.errors import ForeignParameterError
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool
-from tests.whole.test_precision import Block, loss_of, model_of, tokens_of
+from tests.whole.precision.test_precision import Block, loss_of, model_of, tokens_of
 
 BF16: Final = torch.bfloat16
 

@@ -1,0 +1,326 @@
+"""A unit, as far as its gradients go: what takes them from autograd, and what reduces them.
+
+The order in which units are reduced is in `post_backward.py`, and for replicated models in
+`arrival.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import ref
+
+from torch import Tensor
+
+from composable.comm.mesh_info import MeshInfo
+from composable.compilation import traceable, untraced
+from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.hook_stages import CommHook, attach_comm_hooks
+from composable.engine.gradients.sparse import SparseGradients, only_looked_up
+from composable.engine.gradients.unreduced import Accumulation
+from composable.engine.params.param import ManagedParam, holds_unreduced
+from composable.engine.params.param_group import Kind, ParamGroup
+from composable.engine.params.param_hooks import (
+    Arrival,
+    defer_hooks,
+    hear_arrivals,
+    hook_gradients,
+    ignore_arrivals,
+    run_post_accumulate_hooks,
+)
+from composable.memory.torch_private import hooks_after_accumulation
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """How the gradients of one unit are reduced.
+
+    Attributes:
+        kind: decides when.
+        mesh_info: the ranks, of parameters that are not on a mesh of their own.
+        divisor: what sums are divided by; None for the number of ranks.
+        bucket_bytes, keeps_buckets: see `UnitSpec`.
+        is_read_apart: other units read parameters of this one.
+    """
+
+    kind: Kind
+    mesh_info: MeshInfo
+    divisor: float | None = None
+    bucket_bytes: int = 0
+    keeps_buckets: bool = False
+    is_read_apart: bool = False
+
+
+class UnitGradients:
+    """See the top of this file. It lives as long as its unit.
+
+    Args:
+        on_gradient: called when autograd has accumulated a gradient.
+        on_gradient_at_rest: the same, on an at-rest parameter that modules do not compute with.
+
+    Attributes:
+        name: of the unit, in messages.
+        params, groups: of the unit.
+        buckets: for all that is reduced where backward leaves the unit. Gradients of the kind
+            ARRIVAL are in buckets of all units (`arrival.py`).
+        sparse: gradients of parameters that only sparse lookups read.
+        arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
+            unit will be reduced anyway.
+        accumulation: `no_sync`.
+        comm_hooks: of users, by the stage that they replace.
+        prefixes: by stage, what precedes the FQNs of parameters for the hook.
+        unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are
+            still to be called.
+    """
+
+    spec: GradientSpec
+
+    def __init__(
+        self,
+        on_gradient: Callable[[ManagedParam], None],
+        on_gradient_at_rest: Callable[[ManagedParam], None],
+    ) -> None:
+        self.on_gradient = on_gradient
+        self.on_gradient_at_rest = on_gradient_at_rest
+        self.name = ""
+        self.accumulation = Accumulation()
+        self.comm_hooks: dict[str, CommHook] = {}
+        self.prefixes: dict[str, str] = {}
+        self.unhooked: dict[ManagedParam, None] = {}
+        self._undo: list[Callable[[], object]] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Take all hooks off: their tensors are about to be replaced."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        self.params: Sequence[ManagedParam] = ()
+        self.groups: Sequence[ParamGroup] = ()
+        self.buckets: list[GradBucket] = []
+        self.sparse: list[SparseGradients] = []
+        self.arrivals: dict[ManagedParam, Arrival] = {}
+        self._in_two_stages = False  # some are reduced over a hybrid mesh
+
+    def build(
+        self, spec: GradientSpec, params: Sequence[ManagedParam], groups: Sequence[ParamGroup]
+    ) -> None:
+        """(Re)build buckets around the tensors that are registered now."""
+        self.clear()
+        self.spec, self.params, self.groups = spec, params, groups
+        for group in groups:
+            self._build_group(group)
+        for param in params:
+            self._hear_of(param)
+        attach_comm_hooks(self, self.buckets)
+
+    def _build_group(self, group: ParamGroup) -> None:
+        kind = self.spec.kind
+        mesh_info = self.mesh_info_of(group.params[0])
+        factor = self.factor_of(mesh_info)
+        in_place = all(param.compute is param.at_rest for param in group.params)
+        sparse = kind is not Kind.SHARDED and only_looked_up(group.params[0].info)
+        for param in group.params if in_place else ():
+            if not param.info.form.is_whole:
+                settle = traceable(param.info.form.settled)
+                self._undo += hook_gradients([param.compute], settle)
+        if factor != 1.0 and (in_place or sparse):
+            # autograd itself adds to what users see
+            multiply = traceable(lambda gradient: gradient * factor)
+            self._undo += hook_gradients([param.compute for param in group.params], multiply)
+        if sparse:
+            self.sparse.append(
+                SparseGradients(group.params, group.precision, self.mesh_info.all, self.name)
+            )
+        elif kind is not Kind.ARRIVAL and not (in_place and mesh_info.all.size == 1):
+            # others are in buckets of all units, or autograd has done everything
+            bucket = GradBucket(
+                list(zip(group.params, group.slots, strict=True)),
+                group.precision, group.device, mesh_info,
+                label=f"gradient reduction of unit '{self.name}'", factor=factor, home=group.home,
+            )  # fmt: skip
+            self.buckets.append(bucket)
+            if mesh_info.shard.size > 1 and mesh_info.replicate is not None:
+                self._in_two_stages = True
+
+    @property
+    def mesh_info(self) -> MeshInfo:
+        return self.spec.mesh_info
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.spec.kind is Kind.SHARDED
+
+    def mesh_info_of(self, param: ManagedParam) -> MeshInfo:
+        """The ranks over which gradients of `param` are reduced: the unit's, or its own."""
+        return param.info.mesh_info or self.mesh_info
+
+    def factor_of(self, mesh_info: MeshInfo) -> float:
+        """What turns the mean over the ranks, which reductions make, into what `grad_reduce` asks
+        for.
+        """
+        divisor = self.spec.divisor
+        return 1.0 if divisor is None else mesh_info.all.size / divisor
+
+    def rename(self, name: str) -> None:
+        """Take the unit's FQN below the root."""
+        self.name = name
+        for bucket in self.buckets:
+            bucket.reducer.rename(f"gradient reduction of unit '{name}'")
+        for sparse in self.sparse:
+            sparse.rename(name)
+
+    def follow(self) -> None:
+        """Parameters were frozen or unfrozen."""
+        for bucket in self.buckets:
+            bucket.follow()
+
+    # --- when gradients arrive -------------------------------------------------------------------
+
+    def _hear_of(self, param: ManagedParam) -> None:
+        """Let autograd tell when it has accumulated a gradient.
+
+        That is for gradients that are reduced by arrival, and for those of parameters that are
+        read outside of their module. A unit not of the kind ARRIVAL is reduced anyway once backward
+        has entered it at its outputs: `ignore` lets autograd call nothing, until `hear`.
+        """
+        parameter = param.compute
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return
+        ranks = self.mesh_info_of(param).all.size
+        in_place = param.compute is param.at_rest
+        sparse = any(param in each.params for each in self.sparse)
+        arrived = _when_accumulated(self, param)
+        if in_place:
+            # Autograd would call users' hooks with the local gradient. `defer_hooks` moves them out
+            # of the table that autograd reads, which holds `arrived` only; they are called when the
+            # reduced gradient lands.
+            arrival, undo = defer_hooks(parameter, arrived)
+            self._undo.append(undo)
+        else:
+            parameter.requires_grad_(True)  # a frozen one takes no hook; `follow` freezes it again
+            handle = parameter.register_post_accumulate_grad_hook(arrived)
+            table = hooks_after_accumulation(parameter)
+            assert table is not None
+            arrival = table, handle.id, arrived
+            self._undo.append(handle.remove)
+            if ranks > 1:
+                read_apart = _when_accumulated(self, param, at_rest=True)
+                self._undo.append(defer_hooks(param.at_rest, read_apart)[1])
+        if not sparse and not (in_place and ranks == 1):
+            self.arrivals[param] = arrival
+
+    def arrived(self, param: ManagedParam) -> None:
+        """Autograd has accumulated a gradient on what modules compute with."""
+        if param.compute is param.at_rest and self.mesh_info_of(param).all.size == 1:
+            self.unhooked[param] = None
+        for sparse in self.sparse:
+            sparse.arrived(param)
+        self.on_gradient(param)
+
+    def arrived_at_rest(self, param: ManagedParam, form: Tensor) -> None:
+        """Autograd has accumulated on an at-rest parameter that modules do not compute with."""
+        if param.at_rest is form:
+            self.on_gradient_at_rest(param)
+            run_post_accumulate_hooks(param.at_rest)
+
+    def ignore(self) -> None:
+        """The unit will be reduced, whichever gradients come: autograd need not tell of them."""
+        ignore_arrivals(self.arrivals.values())
+
+    def hear(self) -> None:
+        """The inverse of `ignore`. May be called twice."""
+        hear_arrivals(self.arrivals.values())
+
+    def run_hooks(self) -> None:
+        """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished
+        their gradients.
+        """
+        due, self.unhooked = self.unhooked, {}
+        for param in due:
+            run_post_accumulate_hooks(param.at_rest)
+
+    # --- what is here ----------------------------------------------------------------------------
+
+    @property
+    def are_there(self) -> bool:
+        """Whether autograd has brought any that were not taken yet."""
+        return any(bucket.has_gradients for bucket in self.buckets)
+
+    @property
+    def backwards(self) -> int:
+        """How many backwards have left gradients here under `no_sync`."""
+        most = 0
+        for bucket in self.buckets:
+            most = max(most, bucket.accumulated.backwards)
+        return most
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything waits for the end of `no_sync`."""
+        waits = bool(self.unhooked) or self.backwards > 0
+        return waits or any(sparse.holds for sparse in self.sparse)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether users see gradients that were accumulated under `no_sync` and wait to be
+        reduced.
+        """
+        return any(holds_unreduced(param.at_rest) for param in self.params)
+
+    # --- reductions ------------------------------------------------------------------------------
+
+    def advance(self) -> bool:
+        """On a hybrid mesh: launch the second stage of reductions; returns whether there is one."""
+        advanced = False
+        for bucket in self.buckets if self._in_two_stages else ():
+            advanced = bucket.advance() or advanced
+        return advanced
+
+    def land(self) -> None:
+        """Wait for what was launched; the sums go to the at-rest parameters."""
+        for bucket in self.buckets:
+            bucket.land()
+
+    def drop_step(self) -> None:
+        """The step is lost; buckets and sparse gradients are dropped by themselves."""
+        self.unhooked = {}
+        self.hear()
+
+    # --- communication hooks of users ------------------------------------------------------------
+
+    def set_comm_hook(self, stage: str, hook: CommHook | None, prefix: str = "") -> None:
+        """Let `hook` make a stage of the reduction; None: the library makes it again. Between two
+        steps.
+
+        Args:
+            prefix: of the FQNs of parameters, for the hook.
+        """
+        self.comm_hooks.pop(stage, None)
+        if hook is not None:
+            self.comm_hooks[stage], self.prefixes[stage] = hook, prefix
+        attach_comm_hooks(self, self.buckets)
+
+
+def _when_accumulated(
+    unit: UnitGradients, param: ManagedParam, *, at_rest: bool = False
+) -> Callable[[Tensor], None]:
+    """What autograd calls when it has accumulated on the compute, or the at-rest, form of
+    `param`. Weak: torch holds it where the garbage collector does not look, and the unit holds the
+    parameter.
+    """
+    to_unit, to_param = ref(unit), ref(param)
+
+    @untraced
+    def arrived(form: Tensor) -> None:
+        unit, param = to_unit(), to_param()
+        if unit is None or param is None:
+            return
+        if at_rest:
+            unit.arrived_at_rest(param, form)
+        elif form.requires_grad:
+            # torch calls hooks of parameters that were frozen after their forward, and accumulates
+            # nothing
+            unit.arrived(param)
+
+    return arrived
