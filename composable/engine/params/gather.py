@@ -78,6 +78,8 @@ class Gather:
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._plan_packed(layout, dtype, device)
         self._plan_sending(params if self._copies_whole(precision) else (), layout)
+        found = (*self._stagings, self._sent, self.full)
+        self._in_flight = [buffer for buffer in found if buffer is not None]
 
     # --- made once -------------------------------------------------------------------------------
 
@@ -184,18 +186,14 @@ class Gather:
     def launch(self, label: str) -> Work | None:
         """Allocate, cast and send. Returns what to wait for, if anything is sent."""
         try:
-            for buffer in (*self._stagings, self._sent, self.full):
-                if buffer is not None:
-                    buffer.allocate()
-            return self._cast_and_send(label)
+            for buffer in self._in_flight:
+                buffer.allocate()
+            if self._casts[0]:
+                torch._foreach_copy_(*self._casts)
+            return self._comm.all_gather(self._pairs, label) if self._sends else None
         except BaseException:  # out of memory, or the communicator refuses
             self.free()
             raise
-
-    def _cast_and_send(self, label: str) -> Work | None:
-        if self._casts[0]:
-            torch._foreach_copy_(*self._casts)
-        return self._comm.all_gather(self._pairs, label) if self._sends else None
 
     def land(self) -> None:
         """The message is there: put packed parameters where they are computed with."""

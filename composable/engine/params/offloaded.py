@@ -37,12 +37,18 @@ class OffloadedGather(Gather):
         return True
 
     @override
-    def _cast_and_send(self, label: str) -> Work | None:
-        self._coming.bring(*self._casts)
-        if not self._sends:
-            return None
-        with self._coming.here():
-            return self._comm.all_gather(self._pairs, label)
+    def launch(self, label: str) -> Work | None:
+        try:
+            for buffer in self._in_flight:
+                buffer.allocate()
+            self._coming.bring(*self._casts)
+            if not self._sends:
+                return None
+            with self._coming.here():
+                return self._comm.all_gather(self._pairs, label)
+        except BaseException:
+            self.free()
+            raise
 
     @override
     def end_sending(self) -> None:

@@ -106,13 +106,13 @@ class SpreadForm(ParamForm):
         return [comm_of(self.mesh.get_group(dim), device) for dim in self.dims]
 
     @override
-    def refusal(self, newcomer: nn.Parameter) -> str:
+    def refusal(self, name: str, newcomer: nn.Parameter) -> str:
         if self.is_plain or isinstance(newcomer, DTensor):
             return ""
         return (
-            "is tensor parallel, and was replaced by a plain one; nothing would tell which part of"
-            " it each rank has. Load it with load_state_dict(), or call remove(), and annotate"
-            " again"
+            f"parameter {name} is tensor parallel, and was replaced by a plain one; nothing would"
+            " tell which part of it each rank has. Load it with load_state_dict(), or call"
+            " remove(), and annotate again"
         )
 
     @override

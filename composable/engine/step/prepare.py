@@ -477,8 +477,8 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__};"
             " only an nn.Parameter can be sharded"
         )
-    if refusal := param.info.form.refusal(other):
-        raise ForeignParameterError(f"parameter '{name}' of unit '{unit.name}' {refusal}")
+    if refusal := param.info.form.refusal(f"'{name}' of unit '{unit.name}'", other):
+        raise ForeignParameterError(refusal)
     if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
         spread = (other.device_mesh, other.placements)
         if spread != (at_rest.device_mesh, at_rest.placements):
