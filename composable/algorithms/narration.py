@@ -64,7 +64,7 @@ class Narrator(Observer):
     @override
     def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
         if call.waits:
-            open_scope().tell(Event.OUTPUT, call.unit, call.trained is not None)
+            open_scope().tell(Event.OUTPUT, call.unit, call.counted_by is not None)
         outermost = call.root is root and len(root.running) == 1
         open_scope().tell(Event.LEAVE, call.unit, keep, now=outermost)
 
@@ -75,7 +75,7 @@ class Narrator(Observer):
     @override
     def comes_back(self, root: Root, unit: Unit, call: UnitCall | None) -> None:
         if call is not None and call.waits:
-            counts = call.trained is not None and call.trained is root.trained()
+            counts = call.counted_by is not None and call.counted_by is root.counts()
             open_scope().tell(Event.COUNT, unit, counts)
 
     @override

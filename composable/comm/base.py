@@ -141,6 +141,20 @@ class Comm(Protocol):
         """
 
 
+class Again(list[tuple[Tensor, Tensor]]):
+    """Pairs of outputs and inputs that are gathered in each step, in memory that comes and goes.
+
+    Attributes:
+        columns: the outputs, and the inputs.
+        plans: what a comm has made of them, by the comm.
+    """
+
+    def __init__(self, pairs: Pairs) -> None:
+        super().__init__(pairs)
+        self.columns: tuple[Sequence[Tensor], ...] = tuple(zip(*pairs, strict=True))
+        self.plans: dict[object, Any] = {}
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that serves tensors on `device`, e.g. "gloo"; "undefined" where none does."""
     for entry in str(dist.get_backend_config(group)).split(","):
@@ -183,6 +197,8 @@ class GroupComm(ABC):
     def all_gather(self, pairs: Pairs, label: str) -> Work:
         if not pairs:
             return DONE
+        if isinstance(pairs, Again):
+            return self._launch(label, self._start_again, pairs, label)
         return self._launch(label, self._start, "all_gather", label, 1.0, *zip(*pairs, strict=True))
 
     def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
@@ -201,6 +217,10 @@ class GroupComm(ABC):
         """Launch collectives of one kind, a key of `launchers`, for outputs and inputs, or for what
         is reduced in place.
         """
+
+    def _start_again(self, pairs: Again, label: str) -> Work:
+        """Launch an all-gather of tensors that are the same in each step."""
+        return self._start("all_gather", label, 1.0, *pairs.columns)
 
     def launched_by(
         self, call: Callable[[], Any], kind: str, label: str, tensors: Sequence[Tensor]

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from composable.comm.base import GroupComm, Traits, Work, launch_each, scale_sums
+from composable.comm.base import Again, GroupComm, Traits, Work, launch_each, scale_sums
 from composable.comm.ledger import checksum
 from composable.errors import CommunicationError
 from composable.memory.elastic import borrow, give_back
@@ -91,6 +92,16 @@ class GenericComm(GroupComm):
         return _HostWork(self, label, [call()])
 
 
+class _Gathers(NamedTuple):
+    """What all-gathers send: `messages` as of `PointToPointComm._exchange`, and the places of this
+    rank's own shards.
+    """
+
+    messages: list[tuple[Sequence[Tensor], Sequence[Tensor]]]
+    own: list[Tensor]
+    shards: list[Tensor]
+
+
 class PointToPointComm(GenericComm):
     """gloo, up to 8 ranks: each pair of ranks exchanges the bytes that it must, and no others.
 
@@ -110,24 +121,32 @@ class PointToPointComm(GenericComm):
 
     def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
         if kind == "all_gather":
-            return self._all_gather(zip(*tensors, strict=True), label)
+            return self._all_gather(self._gathers(zip(*tensors, strict=True)), label)
         if kind == "reduce_scatter":
             return self._reduce_scatter(zip(*tensors, strict=True), label, scale)
         return super()._start(kind, label, scale, *tensors)
 
-    def _all_gather(self, pairs: Iterable[tuple[Tensor, Tensor]], label: str) -> Work:
+    @override
+    def _start_again(self, pairs: Again, label: str) -> Work:
+        if self not in pairs.plans:
+            pairs.plans[self] = self._gathers(pairs)
+        return self._all_gather(pairs.plans[self], label)
+
+    def _gathers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> _Gathers:
         split = [(whole.split(shard.numel()), shard) for whole, shard in pairs if shard.numel()]
-        works = self._exchange(
-            label,
+        return _Gathers(
             [
                 ([parts[peer] for peer in self._peers], [shard for _ in self._peers])
                 for parts, shard in split
             ],
+            [parts[self.rank] for parts, _ in split],
+            [shard for _, shard in split],
         )
-        if split:
-            torch._foreach_copy_(
-                [parts[self.rank] for parts, _ in split], [shard for _, shard in split]
-            )
+
+    def _all_gather(self, planned: _Gathers, label: str) -> Work:
+        works = self._exchange(label, planned.messages)
+        if planned.own:
+            torch._foreach_copy_(planned.own, planned.shards)
         return _HostWork(self, label, works)
 
     def _reduce_scatter(

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from composable.comm.base import Comm, Work
+from composable.comm.base import Again, Comm, Work
 from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.engine.params.gather import Gather
@@ -200,7 +200,7 @@ class ExtendedGather(Gather):
         self.buffers = tuple(each.buffer for each in sent)
         self._row = ElasticBuffer(ends, torch.uint8, device)
         self._received = ElasticBuffer(comm.size * ends, torch.uint8, device)
-        self._pairs = [(self._received.tensor.data, self._row.tensor.data)]
+        self._pairs = Again([(self._received.tensor.data, self._row.tensor.data)])
         # What lies between two tensors is copied to nowhere.
         starts = [*(each.start for each in sent), ends]
         self._sizes, self._targets = [], []

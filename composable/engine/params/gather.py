@@ -18,7 +18,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from composable.comm.base import Comm, Work
+from composable.comm.base import Again, Comm, Work
 from composable.engine.params.layout import Layout, Route, Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import Precision
@@ -80,6 +80,7 @@ class Gather:
         self._plan_sending(params if self._copies_whole(precision) else (), layout)
         found = (*self._stagings, self._sent, self.full)
         self._in_flight = [buffer for buffer in found if buffer is not None]
+        self._pairs = Again(self._pairs)
 
     # --- made once -------------------------------------------------------------------------------
 

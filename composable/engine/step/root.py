@@ -146,7 +146,7 @@ class Iteration:
         stream: that the forward computes on; autograd ends a backward on whatever stream the caller
             has.
         began: when its last forward did, on the clock of `CLOCK`.
-        forward: `Forward.number` of the one that backward is in.
+        in_forward: `Forward.number` of the one that backward is in.
         read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a
             forward, and that forward.
         order: `Forward.order` of its last forward with gradients.
@@ -165,7 +165,7 @@ class Iteration:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.began = next(CLOCK)
-        self.forward: int | None = None
+        self.in_forward: int | None = None
         self.read_at_rest: tuple[int, Unit, ManagedParam] | None = None
         self.order: list[Unit] = []
         self.finished: list[Unit] = []
@@ -282,7 +282,7 @@ class Root:
         self.units: list[Unit] = self.agreed.units()
         self.order = [self.units[index] for index in self.agreed.order]
         self.step = Step()
-        self._trained: tuple[int, ...] | None = None  # indices of units, in the last forward
+        self._training: tuple[int, ...] | None = None  # indices of units, in the last forward
         self._given: dict[int, int] = {}  # what is agreed while these train
         # Forwards in training mode that were lost since the last backward has landed. Where a step
         # is lost, it may be in its forward on some ranks, and after it on others.
@@ -407,7 +407,7 @@ class Root:
         """Whether forwards or a backward are under way, or forwards wait for their backward."""
         return self.step.iteration is not None
 
-    def trained(self) -> Due | None:
+    def counts(self) -> Due | None:
         """What counts a call that is trained on."""
         return self._due()
 
@@ -427,7 +427,7 @@ class Root:
         forward = step.forward
         assert forward is not None
         for outer in step.running if forward.with_gradients else ():
-            if outer is not unit:
+            if outer is not unit and unit not in outer.relations.ran_around:
                 outer.relations.run_around(unit)
         inside = (not outermost and unit.kind is not Kind.ARRIVAL) or self._is_called_by_another(
             unit
@@ -465,36 +465,34 @@ class Root:
 
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
-        if UNLANDED:
+        if UNLANDED:  # reductions without a backward that nobody has waited for
             land_held([self])
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
-        if iteration is None:
-            # No backward can go through a graph any more that was made before an optimizer step.
+        if iteration is None:  # gradient penalties: no backward goes through their graph any more
             for unit in self.units:
                 if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
                     unit.unpin()
-        explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
-        for unit in self.units:
+        for unit in self.units:  # a call of one module of several, by itself
             if unit.step.to_run:
                 unit.swap_out()
-        for unit in explicit:
+        explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
+        for unit in explicit:  # `unshard()`, and maybe `model.to(dtype)`, before the step
             unit.swap_out()
             unit.follow_casts()
             if grad:
-                # this forward uses what was gathered, and frees it as usual
                 unit.end_explicit()
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
         for unit in self.units:
+            # What an earlier forward left for its backward: if that step was lost, some ranks have
+            # lost it in the forward, and left nothing. After `unshard()` all have the same.
             if not unit.kept_by and unit not in explicit:
-                # What a forward left for its backward. If that step was lost, some ranks have lost
-                # it in the forward, and left nothing.
                 unit.free_before_step()
         saved = iteration is not None
         if iteration is None:
             iteration = self.step.iteration = Iteration(None)
             iteration.due.count(self._lost)
-        for unit in explicit if not grad else ():
+        for unit in explicit if not grad else ():  # goes on behind this forward
             unit.show()
         iteration.stream = self._streams.here()
         iteration.began = forward.number = next(CLOCK)
@@ -523,11 +521,11 @@ class Root:
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
         self._preparation.prepare()
-        trained = tuple(compress(range(len(self.units)), [unit.trains for unit in self.units]))
-        if trained != self._trained:
-            self._trained = trained
+        training = tuple(compress(range(len(self.units)), [unit.trains for unit in self.units]))
+        if training != self._training:
+            self._training = training
             # inputs of frozen units may require gradients now, or no longer
-            self._given = self.agreed.given.setdefault(trained, {})
+            self._given = self.agreed.given.setdefault(training, {})
             for index, unit in enumerate(self.units):
                 unit.follow_given(self._given.get(index))
 
@@ -591,29 +589,67 @@ class Root:
             if keep:
                 iteration.untracked[unit] = None
                 unit.need(UNSEEN)
-        after = unit.spec.reshard_after_forward
         if not keep and not unit.must_stay:
-            # None: stays until another unit has run (`_free_last`); False: stays; True: goes; a
-            # number: a shard over so many ranks stays. Without gradients it goes, unless an earlier
-            # call with gradients left it there: this may be a call of one rank alone, which would
-            # then be the only one to gather the unit in backward.
-            if after is None and (grad or unit in iteration.last):
-                if unit in iteration.last:
-                    iteration.last.remove(unit)
-                iteration.last.append(unit)
-            elif after is False and (grad or unit in iteration.finished):
-                pass
-            elif grad and isinstance(after, int) and after is not True:
-                for group in unit.groups:
-                    group.reshard_after_forward()
-            else:
-                unit.reshard()
+            self._reshard_after_forward(unit, iteration, grad=grad)
         if not self.step.running:
             self._end_forward(iteration, grad=grad)
 
+    def _reshard_after_forward(self, unit: Unit, iteration: Iteration, *, grad: bool) -> None:
+        """Do what `reshard_after_forward` says.
+
+        None: it stays until another unit has run (`_free_last`); False: it stays; True: it goes; a
+        number: a shard over so many ranks stays. Without gradients it goes, unless an earlier call
+        with gradients left it there: this may be a call of one rank alone, which would then be the
+        only one to gather the unit in backward.
+        """
+        after = unit.spec.reshard_after_forward
+        if after is None and (grad or unit in iteration.last):
+            if unit in iteration.last:
+                iteration.last.remove(unit)
+            iteration.last.append(unit)
+        elif after is False and (grad or unit in iteration.finished):
+            pass
+        elif grad and isinstance(after, int) and after is not True:
+            for group in unit.groups:
+                group.reshard_after_forward()
+        else:
+            unit.reshard()
+
     def _end_forward(self, iteration: Iteration, *, grad: bool) -> None:
-        forward = self.step.forward
+        """The outermost module has computed."""
+        forward, recomputes = self.step.forward, iteration.end is not None
         assert forward is not None
+        self._learn_order(forward, iteration, grad=grad)
+        self.step.forward = None
+        waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
+        stay = dict.fromkeys(iteration.finished) if waits and grad else {}
+        if not recomputes:  # reentrant checkpointing, inside of a backward that goes on
+            for unit in self.beside:
+                unit.end_show()
+            if not waits:
+                self.step.iteration = None  # no backward will come
+        for unit in self.units:
+            if unit.step.to_run:
+                if self._is_called_by_another(unit):
+                    continue  # the forward of a model around this unit of several modules goes on
+                unit.end_forward()
+            if unit not in stay:
+                unit.free()
+        for unit in self.shared:  # of several modules, of which this model has called some
+            if unit.step.to_run:
+                unit.end_forward()
+                if not unit.step.pending:
+                    unit.free()
+        if not recomputes:
+            if BY_HAND in self.units[0].kept_by:  # split backwards take what modules hold
+                self._reveal()
+            release_idle_memory(self)
+        wait_for_traffic()  # CPU offload
+
+    def _learn_order(self, forward: Forward, iteration: Iteration, *, grad: bool) -> None:
+        """All ranks have run the same units, if they were compared: the first forward's order is
+        that of the next ones. Later a backward that lands says it (`_conclude`).
+        """
         if forward.compared:
             for comm in dict.fromkeys(unit.mesh_info.all for unit in forward.compared):
                 self._compare_place(comm, None, -1)
@@ -624,31 +660,6 @@ class Root:
                 iteration.order = forward.order
             if not self.order:
                 self._follow(forward.order)
-        self.step.forward = None
-        if iteration.end is None:
-            for unit in self.beside:
-                unit.end_show()
-        waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
-        stay = dict.fromkeys(iteration.finished) if waits and grad else {}
-        if not waits and iteration.end is None:
-            self.step.iteration = None  # no backward will come
-        for unit in self.units:
-            if unit.step.to_run:
-                if self._is_called_by_another(unit):
-                    continue  # the forward of a model around this unit of several modules goes on
-                unit.end_forward()
-            if unit not in stay:
-                unit.free()
-        for unit in self.shared:
-            if unit.step.to_run:
-                unit.end_forward()
-                if not unit.step.pending:
-                    unit.free()
-        if iteration.end is None:
-            if BY_HAND in self.units[0].kept_by:
-                self._reveal()
-            release_idle_memory(self)
-        wait_for_traffic()  # CPU offload
 
     @property
     def _is_kept(self) -> bool:
@@ -721,7 +732,8 @@ class Root:
         # the engine alone holds it: what raises below must not keep it with its traceback
         iteration.end = ref(_end_of_backward(self))
         for unit in self.units:
-            unit.end_explicit()
+            if unit.kept_by:
+                unit.end_explicit()
         self._preparation.follow_freezing()  # what `requires_grad` says now decides
         self._show()
         self.post_backward.buckets.open(by_arrival=by_arrival)
@@ -776,10 +788,10 @@ class Root:
         iteration = self.step.iteration
         if iteration is None or self.phase is not Phase.BACKWARD:
             iteration = self._open_backward()
-        if call is not None and call.forward is not None:
-            if iteration.read_at_rest is not None and iteration.read_at_rest[0] == call.forward:
+        if call is not None and call.number is not None:
+            if iteration.read_at_rest is not None and iteration.read_at_rest[0] == call.number:
                 self._refuse_read_at_rest(*iteration.read_at_rest[1:])
-            iteration.forward = call.forward
+            iteration.in_forward = call.number
         self._go_into(unit, iteration)
 
     def _go_into(self, unit: Unit, iteration: Iteration) -> None:
@@ -847,8 +859,8 @@ class Root:
         the same forward afterwards: `enter_backward` looks.
         """
         iteration = self._in_backward()
-        if iteration is not None and iteration.forward is not None:
-            iteration.read_at_rest = iteration.forward, unit, param
+        if iteration is not None and iteration.in_forward is not None:
+            iteration.read_at_rest = iteration.in_forward, unit, param
 
     def _refuse_read_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         raise DifferentiationError(

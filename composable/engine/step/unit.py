@@ -127,8 +127,8 @@ class UnitCall:
             have. A recomputation repeats what its forward did.
         watched: backward comes to its outputs, and is heard there.
         waits: backward has not come to them yet. Several outputs count once.
-        forward: `Forward.number` of the root's; None for a recomputation, which does not count.
-        trained: the iteration, of a call of the outermost module in training mode.
+        number: `Forward.number` of the root's; None for a recomputation, which does not count.
+        counted_by: what counts it, if it is a call of the outermost module in training mode.
     """
 
     unit: Unit
@@ -142,12 +142,12 @@ class UnitCall:
     anchors: bool = False
     watched: bool = False
     waits: bool = False
-    forward: int | None = None
-    trained: Counted | None = None
+    number: int | None = None
+    counted_by: Counted | None = None
 
-    def take_place(self, forward: int, *, outermost: bool, inside: bool) -> None:
+    def take_place(self, number: int, *, outermost: bool, inside: bool) -> None:
         """It begins in a forward of the root, and it is known what ranks give the unit."""
-        self.forward, self.outermost, self.inside = forward, outermost, inside
+        self.number, self.outermost, self.inside = number, outermost, inside
         unit = self.unit
         needs = inside and (unit.trains or unit.given == 2)
         unit.anchors = self.anchors = needs and unit.mesh_info.all.size > 1
@@ -156,21 +156,21 @@ class UnitCall:
         """It recomputes what `before` did, or the last forward."""
         self.anchors = self.unit.anchors if before is None else before.anchors
 
-    def wait(self, trained: Counted | None) -> None:
+    def wait(self, counted_by: Counted | None) -> None:
         """Backward will come to its outputs."""
         self.watched = self.waits = True
-        self.trained = trained
+        self.counted_by = counted_by
         self.step.pending += 1
-        if trained is not None:
-            trained.count(1)
+        if counted_by is not None:
+            counted_by.count(1)
 
     def come_back(self) -> None:
         """Backward has come to an output."""
         if self.waits:
             self.waits = False
             self.step.pending -= 1
-            if self.trained is not None:
-                self.trained.count(-1)
+            if self.counted_by is not None:
+                self.counted_by.count(-1)
 
 
 # Reasons for a unit's parameters to stay as they are for a backward, `UnitStep.needed_by`.
@@ -684,11 +684,11 @@ class Unit:
         self.step.to_run = []
         self.hold_at_rest()
 
-    def count(self, more: int, trained: Counted | None) -> None:
-        """More outputs wait for backward, or fewer; those of `trained` count there, too."""
+    def count(self, more: int, counted_by: Counted | None) -> None:
+        """More outputs wait for backward, or fewer."""
         self.step.pending += more
-        if trained is not None:
-            trained.count(more)
+        if counted_by is not None:
+            counted_by.count(more)
 
     def need(self, why: str) -> None:
         """A backward needs the parameters as they are."""
@@ -703,7 +703,8 @@ class Unit:
         self.step.needed_by.pop(BACKWARD, None)
         if not in_forward:
             self.step.to_run = []  # a recomputation ran some of its modules only
-        self.hold_at_rest()
+        if self._is_in:
+            self.hold_at_rest()
 
     def end_backward(self, *, in_forward: bool, goes_on: bool) -> None:
         """The backward has ended.
@@ -715,7 +716,8 @@ class Unit:
             self.step.needed_by = {}
             self.step.pending = 0  # none will come to the forwards that have been
         self.step.shown = self.step.shown and in_forward
-        self.leave_backward(in_forward=in_forward)
+        if self._is_in or self.step.to_run or self.step.needed_by:
+            self.leave_backward(in_forward=in_forward)
 
     def lose_backward(self) -> None:
         """The backward raised: nothing needs the parameters. Modules hold at-rest ones."""

@@ -116,7 +116,7 @@ class Visit:
                 )
             return output, aliases or unit.trains
         if root is not None:
-            call.wait(root.trained() if call.outermost and call.module.training else None)
+            call.wait(root.counts() if call.outermost and call.module.training else None)
             if backward_will_be_compiled():
                 output = refuse_compiled(output, root.refuse_compiled)
         return output, aliases
@@ -176,8 +176,7 @@ class Driver:
         Args:
             trained: of a call that counts as trained on, in this iteration.
         """
-        iteration = self._root.trained() if trained else None
-        self._unit.count(outputs, iteration)
+        self._unit.count(outputs, self._root.counts() if trained else None)
 
     def open_backward(self) -> None:
         """A backward begins in the unit's root."""
