@@ -99,7 +99,9 @@ def test_a_launch_of_one_rank_alone_is_refused_at_the_next_one_of_the_others(poo
 
 
 def test_a_launch_of_one_rank_alone_at_the_end_of_a_test_is_found_there(pool: Pool) -> None:
-    said = r"different collectives in a group:\nrank 0 2, the last ones .*\nrank 1 3, the last ones "
+    said = (
+        r"different collectives in a group:\nrank 0 2, the last ones .*\nrank 1 3, the last ones "
+    )
     with pytest.raises(RanksFailed, match=said):
         pool.run(2, _one_more, False, device="cpu")
 

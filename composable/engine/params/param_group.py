@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import add, attrgetter, ne, or_
@@ -86,8 +87,8 @@ class Kind(enum.Enum):
     """How the parameters of a unit lie over the ranks, and when their gradients are reduced.
 
     Those of BESIDE rest as `DTensor(Replicate)`, as optimizers and clipping expect next to shards,
-    if the unit has the ranks of the shards around it (`Unit.choose_rest`). Otherwise, and if they
-    are tensor parallel or have sparse gradients, they rest as users made them.
+    if the unit has the ranks of the shards around it (`choose_rest`). Otherwise, and if they are
+    spread by users or have sparse gradients, they rest as users made them.
     """
 
     SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
@@ -96,7 +97,7 @@ class Kind(enum.Enum):
     LOCAL = "one rank: autograd does everything"
 
 
-class ParamGroup:
+class ParamGroup(ABC):
     """See the top of this file. How its parameters rest is the matter of `ShardedGroup`
     (`sharded.py`) and `ReplicatedGroup` (`replicated.py`).
 
@@ -181,21 +182,21 @@ class ParamGroup:
             late=self.mesh_info.post_forward is None,
         )
 
+    @abstractmethod
     def _make_memory(self) -> tuple[Tensor, ...]:
         """The memory that at-rest parameters are views of."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _make_at_rest(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         """The at-rest parameter over that memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
         """See `is_changed`.
 
         Args:
             address: of the local tensor when the group was made.
         """
-        raise NotImplementedError
 
     def _make_gather(self) -> Gather:
         return Gather(
