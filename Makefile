@@ -1,8 +1,8 @@
 # The two commands a newcomer needs are `make demo` and `make test`; both prepare .venv when it is
 # missing or out of date.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator lint format types layers bench bench-smoke \
-	check-gpu demo-smoke check clean
+.PHONY: help demo test test-all test-accelerator lint format types layers counts bench \
+	bench-smoke check-gpu demo-smoke check clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
@@ -76,6 +76,9 @@ types: $(READY) ## static types of the package
 
 layers: $(READY) ## imports go down only
 	@$(VENV)/bin/lint-imports --no-cache
+
+counts: $(READY) ## how large the engine is, and what one file changes of another's (ARGS="--write")
+	@$(PY) -m docs.counts $(ARGS)
 
 bench: $(READY) ## measure against FSDP2, FSDP1 and DDP; rewrites the tables in benchmarks/README.md
 	@$(PY) benchmarks/run_all.py $(ARGS)

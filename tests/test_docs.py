@@ -243,3 +243,17 @@ def test_a_broken_link_is_noticed() -> None:
         " `[f](g.md)` [h](../../x)\n"
     )
     assert broken_links(page, text) == ["nowhere.md", "#bottom", "tour.md#no", "../../x"]
+
+
+def test_every_row_of_what_works_names_its_tests() -> None:
+    works = (ROOT / "README.md").read_text().partition("## What works today")[2]
+    rows = re.findall(r"^\| ([^|]*?) \|", works.partition("\n## ")[0], re.M)
+    tested = re.findall(r"^\| (.*?) \| (.*) \|$", (ROOT / "tests/README.md").read_text(), re.M)[1:]
+    assert [row for row, _ in tested] == [row for row in rows if row != "Not there yet"]
+    for _, files in tested:
+        folder = ROOT / "tests"
+        for name in re.findall(r"`([\w/]+(?:/|\.py))`", files):
+            # a file without a folder is in that of the one before
+            found = ROOT / "tests" / name if "/" in name else folder / name
+            assert found.exists(), name
+            folder = found if found.is_dir() else found.parent

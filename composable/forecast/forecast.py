@@ -317,13 +317,12 @@ def _with_own_storage(shard: Tensor) -> Tensor:
     return own
 
 
-def _land(reduction: Reduction) -> list[float]:
+def _land(reduction: Reduction) -> None:
     """As `Reduction.land` where all ranks have the gradients that this one has: no message says."""
     reduction.advance()
     reduction.wait()
     reduction.state = ReductionState.LANDED
     reduction.pieces = reduction.plan.cut(reduction.flat)
-    return [float(each not in reduction.missing) for each in reduction.plan.layout.trainable]
 
 
 def _made(make_model: Callable[[], nn.Module]) -> nn.Module:

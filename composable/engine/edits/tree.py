@@ -35,7 +35,7 @@ def settle(
         for param in unit.params:
             if any(parameter is form for form in (param.at_rest, param.own, param.compute)):
                 on_undo(_tie(unit, param, places))
-                unit.relations.readers[own] = None
+                unit.relations.note_reader(own)
     group = own.mesh_info.all.group
     for unit in below:
         if unit.mesh_info.all.size < own.mesh_info.all.size and group is not None:

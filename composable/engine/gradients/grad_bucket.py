@@ -35,7 +35,8 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.gradients.reduction import Counts, Reducer, Reduction, counts_of
+from composable.engine.gradients.reduction import Reducer, Reduction
+from composable.engine.gradients.row import Counts, counts_of
 from composable.engine.gradients.unreduced import Accumulated
 from composable.engine.params.dtensors import gradient_like, is_unreduced
 from composable.engine.params.layout import Slot
@@ -119,8 +120,8 @@ class GradBucket:
         # level="replicate" on a mesh without replicas.
         self._hooks_wait = False
         self._unhooked: dict[int, None] = {}  # parameters whose hooks wait
-        # Sums that have landed, flags that were not read yet, and of which parameters.
-        self._undecided: list[tuple[Reduction, Tensor, list[int]]] = []
+        # sums that have landed, whose rows were not read yet, and parameters that need it
+        self._undecided: list[tuple[Reduction, list[int]]] = []
         # tables to which users add hooks, see `has_post_accumulate_hooks`
         self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
         self.follow()
@@ -283,7 +284,7 @@ class GradBucket:
         if reduction is None:
             return
         try:
-            said = reduction.land()
+            reduction.land()
         except BaseException:
             self.drop()
             raise
@@ -292,23 +293,18 @@ class GradBucket:
         missing = reduction.missing
         if reduction.shards_only:  # what waits already keeps its place: zeros are added to it
             missing = [index for index in missing if self.at_rest[index].grad is None]
-        if missing and self.reducer.mesh_info.all.traits.on_stream:
-            # To read a flag would make the host wait for the device in the middle of backward.
+        if missing:
             delivered = [index for index in delivered if index not in missing]
-            self._undecided.append(
-                (reduction, reduction.pieces[reduction.plan.flags_piece].clone(), missing)
-            )
-        elif missing:
-            used = dict(zip(delivered, said, strict=True))
-            delivered = [index for index in delivered if index not in missing or used[index]]
-            self._spare(reduction, [index for index in missing if not used[index]])
+            self._undecided.append((reduction, missing))
         self._deliver(reduction, delivered)
+        if not self.reducer.mesh_info.all.traits.on_stream:
+            self.decide()  # elsewhere the host would wait for the device in the middle of backward
 
     def decide(self) -> None:
-        """At the end of a backward: read the flags that `land` did not wait for."""
+        """At the end of a backward: read the rows that `land` did not wait for."""
         undecided, self._undecided = self._undecided, []
-        for reduction, flags, missing in undecided:
-            used = dict(zip(reduction.plan.layout.trainable, flags.tolist(), strict=False))
+        for reduction, missing in undecided:
+            used = reduction.used()
             self._spare(reduction, [index for index in missing if not used[index]])
             self._deliver(reduction, [index for index in missing if used[index]])
 

@@ -14,12 +14,8 @@ dimension (all-reduce); a message has the stages of its mesh. A gradient is copi
 reduce dtype, which the sum is computed in), reduced, and scaled so that the sum becomes a mean:
 `scales_of` has the table.
 
-Unused parameters. A rank without a gradient sends zeros and a zero flag, so that launches do not
-depend on which gradients arrived. The sum of the flags says whether any rank had one.
-
-Ranks that ran other backwards. Behind the flags a message says how many backwards were accumulated
-since the last reduction. A host compares the ranks when the message lands, since it has nothing to
-wait for; other devices in debug mode only.
+A rank without a gradient sends zeros, so that launches do not depend on which gradients arrived.
+The row behind the gradients tells whether any rank had one (`row.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol
@@ -37,8 +33,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Work
-from composable.comm.ledger import checksum, debug_enabled
+from composable.comm.ledger import debug_enabled
 from composable.comm.mesh_info import MeshInfo
+from composable.engine.gradients.row import Counts, Row
 from composable.engine.params.layout import ReduceLayout, Route, Slot, plan_reduction
 from composable.engine.params.param import as_parameter
 from composable.engine.params.precision import Precision
@@ -51,56 +48,6 @@ WHERE_IT_IS_BYTES: Final = 1 << 20
 _CACHE_LINE: Final = 64  # bytes
 _PLANS: Final = 4  # for sets of parameters that train; where others come up, plans are made anew
 _itemsize: Final = attrgetter("itemsize")
-_KEPT: Final = 16  # rows of flags that differ in their counts
-
-
-# --- numbers behind the flags -------------------------------------------------------------------
-
-
-class Counts(NamedTuple):
-    """Numbers that must be equal on all ranks: their low bits travel behind the flags.
-
-    A bit is sent as two elements, "it is 0" and "it is 1", of which each rank sets one. If the sums
-    of both are not zero, two ranks differ; any dtype can tell that.
-
-    Attributes:
-        label: a checksum of the message's.
-        held: backwards whose gradients were accumulated before this one.
-        forwards: that were trained on since the last backward, lost ones among them; 0 from a rank
-            that trains in evaluation mode, which does not count them.
-        incomplete: 1 if backward left some of them out. Forwards are compared only if some rank
-            says so.
-    """
-
-    label: int = 0
-    held: int = 0
-    forwards: int = 0
-    incomplete: int = 0
-
-
-_BITS: Final = (4, 4, 2)  # of the first three
-_NUMBERS: Final = 2 * sum(_BITS) + 1
-
-
-def _numbers_of(counts: Counts) -> list[float]:
-    pairs = [
-        float(count >> bit & 1 == value)
-        for count, bits in zip(counts, _BITS, strict=False)
-        for bit in range(bits)
-        for value in (0, 1)
-    ]
-    if not counts.forwards:  # agrees with every number
-        pairs[-2 * _BITS[-1] :] = [0.0] * (2 * _BITS[-1])
-    return [*pairs, counts.incomplete]
-
-
-def _agree(sums: Sequence[float]) -> bool:
-    """Whether all ranks sent the same numbers."""
-    label, held, forwards = _BITS
-    first = 2 * (label + held)
-    if sums[:first].count(0.0) != label + held:
-        return False
-    return not sums[-1] or sums[first:-1].count(0.0) >= forwards
 
 
 def division_factors(dtype: torch.dtype, divisor: float) -> tuple[float, float]:
@@ -287,8 +234,8 @@ class Plan:
             flat buffer. The others are `columns` of a row for each rank, flags behind them
             (`flags_start`); this rank's reduced row lands behind the direct sums (`row_start`).
         segments: by index, of each trainable parameter whose sum is in the flat buffer.
-        flags_piece: which of its pieces the flags are, one for each trainable parameter, and the
-            numbers behind them.
+        row: what is behind the gradients of each rank.
+        row_piece: which of the pieces of the flat gradient buffer its sum is.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
         apart: parameters whose gradients are reduced where autograd made them.
         kept: where sums arrive in every step, and views of it; None where each message has new
@@ -303,13 +250,15 @@ class Plan:
         self._slots, self._device = reducer.slots, reducer.device
         self._ranks = ranks = 1 if reducer.shard_comm is None else reducer.shard_comm.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
+        trained = [index for index, trains in enumerate(trainable) if trains]
+        self.row = Row(trained, compares=reducer.compares)
         self.apart = _reduced_where_they_are(reducer, trainable)
         self.layout: ReduceLayout = plan_reduction(
             reducer.slots,
             trainable,
             align=max(1, _CACHE_LINE // smallest),
             packed_align=max(1, info.all.traits.align // smallest),
-            numbers=_NUMBERS,
+            numbers=self.row.numel - sum(trainable),
             apart=self.apart,
         )
         layout = self.layout
@@ -336,8 +285,8 @@ class Plan:
             and (slot.route is not Route.WHOLE or ranks == 1)
             for slot in (reducer.slots[index] for index, _, _ in layout.columns)
         )
-        # What `chunk_cat` gets, as indices in gradients, zeros and flags: zeros are between two
-        # columns that start at multiples of the alignment.
+        # What `chunk_cat` gets, as indices in gradients and zeros: these are between two columns
+        # that start at multiples of the alignment, and where the row goes.
         self._order: list[int] = []
         self._gaps: list[int] = []
         ends = [*(start for _, start, _ in layout.columns[1:]), layout.flags_start]
@@ -347,7 +296,8 @@ class Plan:
                 self._order.append(len(reducer.slots) + len(self._gaps))
                 self._gaps.append(gap)
         self._order.append(len(reducer.slots) + len(self._gaps))
-        self._all_used: dict[tuple[torch.dtype, Counts], list[Tensor]] = {}
+        self._gaps.append(layout.row_numel - layout.flags_start)
+        # `chunk_cat` repeats no rows, but fills missing ones with zeros
         self._zeros: dict[torch.dtype, list[Tensor]] = {}
 
     def _plan_pieces(self, rank: int) -> None:
@@ -368,12 +318,11 @@ class Plan:
             self.segments[index] = Segment(len(self._sizes), shape, local.stride())
             self._sizes.append(local.numel())
             end = max(end, start + local.numel())
-        flags_start, flags = layout.row_start + layout.flags_start, len(layout.trainable) + _NUMBERS
-        self._tail = layout.numel - flags_start - flags
-        if flags_start > end:
-            self._sizes.append(flags_start - end)
-        self.flags_piece = len(self._sizes)
-        self._sizes += [flags, self._tail] if self._tail else [flags]
+        row_start = layout.row_start + layout.flags_start
+        if row_start > end:
+            self._sizes.append(row_start - end)
+        self.row_piece = len(self._sizes)
+        self._sizes += [self.row.numel, layout.numel - row_start - self.row.numel]
 
     def make_flat(self, reducer: Reducer) -> Tensor:
         """Memory for the sums of one message."""
@@ -408,30 +357,17 @@ class Plan:
             found.append(pieces[at] if shape is None else pieces[at].as_strided(shape, strides))
         return found
 
-    # --- flags -----------------------------------------------------------------------------------
-
-    def put_flags(self, unused: Sequence[int], counts: Counts, flat: Tensor) -> None:
-        """Write the flags where no row of a message is copied in."""
-        flags = self.cut(flat)[self.flags_piece]
-        values = torch.tensor(self._flags(unused, counts)[: flags.numel()], dtype=flat.dtype)
-        flags.copy_(values, non_blocking=True)
-
-    def _flags(self, unused: Sequence[int], counts: Counts) -> list[float]:
-        flags = [0.0 if index in unused else 1.0 for index in self.layout.trainable]
-        return [*flags, *_numbers_of(counts), *[1.0] * self._tail]
-
     # --- rows ------------------------------------------------------------------------------------
 
     def copy_in(
         self,
         gradients: Sequence[Tensor | None],
         missing: Sequence[int],
-        unused: Sequence[int],
-        counts: Counts,
+        row: Tensor,
         rows: Tensor,
     ) -> None:
         """Fill the rows, one per rank, with that rank's chunk of every gradient, cast to the dtype
-        of `rows`, and the flags.
+        of `rows`, and with `row`.
 
         Args:
             missing: no gradient is None but those with these indices.
@@ -448,35 +384,20 @@ class Plan:
                 gradients,
                 [None if gradient is None else gradient.to(source) for gradient in gradients],
             )
-        flags = None if unused else self._all_used.get((source, counts))
-        pieces = [*gradients, *(flags or self._with_flags(source, unused, counts))]
+        if source not in self._zeros:
+            with torch.inference_mode(False):
+                self._zeros[source] = [
+                    torch.zeros(1, gap, dtype=source, device=self._device) for gap in self._gaps
+                ]
+        pieces = [*gradients, *self._zeros[source]]
         chunk_cat(list(map(pieces.__getitem__, self._order)), 0, self._ranks, out=rows)
+        start = self.layout.flags_start
+        rows[:, start : start + row.numel()].copy_(row)
         for index, start, numel in self.layout.columns if exact else ():
             column = exact[index]
             if column is not None and column.dtype != source:
                 chunks = chunk_cat([column], 0, self._ranks).view(self._ranks, -1)
                 rows[:, start : start + numel].copy_(chunks)
-
-    def _with_flags(
-        self, dtype: torch.dtype, unused: Sequence[int], counts: Counts
-    ) -> list[Tensor]:
-        """The zeros between columns, and the flags with the numbers and the padding behind them, in
-        each row.
-        """
-        with torch.inference_mode(False):
-            if dtype not in self._zeros:
-                self._zeros[dtype] = [
-                    torch.zeros(self._ranks, gap, dtype=dtype, device=self._device)
-                    for gap in self._gaps
-                ]
-            row = torch.tensor(self._flags(unused, counts), dtype=dtype)
-            flags = row.to(self._device, non_blocking=True).repeat(self._ranks, 1)
-        found = [*self._zeros[dtype], flags]
-        if not unused:
-            if len(self._all_used) >= _KEPT:
-                self._all_used.clear()
-            self._all_used[dtype, counts] = found
-        return found
 
     def _as_columns(
         self, gradients: Sequence[Tensor | None], dtype: torch.dtype
@@ -555,7 +476,7 @@ class Reduction:
         shards_only: sum over the shard dimension only.
 
     Attributes:
-        flat: this rank's part of the sums, and the flags.
+        flat: this rank's part of the sums, and the sum of the rows.
         pieces: views of these, when the sums are there.
         missing: indices of parameters that this rank has no gradient of.
         apart: gradients that are reduced where autograd made them.
@@ -610,6 +531,7 @@ class Reduction:
     def _launch(self, gradients: list[Tensor | None], unused: list[int]) -> Work:
         reducer, plan, flat = self.reducer, self.plan, self.flat
         layout, dtype = plan.layout, flat.dtype
+        row = plan.row.write(unused, self.counts, dtype, reducer.device)
         stays = False
         if plan.kept_views:
             stays = reducer.first_stage is None and plan.has_all(gradients)
@@ -620,12 +542,12 @@ class Reduction:
                     gradients[index] = gradient.clone()
         if reducer.first_stage is not None:
             flat.zero_()  # the hook does not write to the padding
-            plan.put_flags(unused, self.counts, flat)
+            plan.cut(flat)[plan.row_piece].copy_(row)
             terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
             pieces = plan.cut(flat)
             into = plan.views(pieces, layout.trainable)
             return reducer.first_stage.launch(
-                layout.trainable, terms, into, pieces[plan.flags_piece], reducer.label
+                layout.trainable, terms, into, pieces[plan.row_piece], reducer.label
             )
         if (before := self.scales.before) != 1.0 and stays:
             flat.div_(before)
@@ -633,9 +555,9 @@ class Reduction:
             gradients = [None if gradient is None else gradient / before for gradient in gradients]
         if reducer.shard_comm is None:
             if stays:
-                plan.put_flags(unused, self.counts, flat)
+                plan.cut(flat)[plan.row_piece].copy_(row)
             else:
-                plan.copy_in(gradients, self.missing, unused, self.counts, flat.view(1, -1))
+                plan.copy_in(gradients, self.missing, row, flat.view(1, -1))
             self.apart = {index: reducer.dense(index, gradients[index]) for index in plan.apart}
             apart = [
                 reducer.in_memory_order(index, gradient) for index, gradient in self.apart.items()
@@ -651,7 +573,7 @@ class Reduction:
             term = reducer.in_memory_order(index, gradient).to(dtype).reshape(-1)
             pairs.append((flat[start : start + slot.chunk_numel], term))
         plan.message.allocate()
-        plan.copy_in(gradients, self.missing, unused, self.counts, plan.rows)
+        plan.copy_in(gradients, self.missing, row, plan.rows)
         pairs.append((flat[layout.row_start :] if layout.row_start else flat, plan.sent))
         return reducer.shard_comm.reduce_scatter(pairs, reducer.label, self.scales.first)
 
@@ -675,7 +597,7 @@ class Reduction:
             indices = [index for index in plan.layout.trainable if plan.local_numel(index)]
             shards = plan.views(pieces, indices)
             self.work = reducer.second_stage.launch(
-                indices, shards, shards, pieces[plan.flags_piece], label
+                indices, shards, shards, pieces[plan.row_piece], label
             )
         else:
             self.work = reducer.replica_comm.all_reduce([flat], label, self.scales.second)
@@ -691,9 +613,14 @@ class Reduction:
             if self.reducer.shard_comm is not None:
                 self.plan.message.free()
 
-    def land(self) -> list[float]:
-        """Wait for the sums. Returns, where the ranks compare, the sum of each trainable
-        parameter's flag.
+    def used(self) -> dict[int, bool]:
+        """When the sums are there: whether any rank had a gradient, by parameter. On an accelerator
+        the host waits.
+        """
+        return self.plan.row.used(self.pieces[self.plan.row_piece].tolist())
+
+    def land(self) -> None:
+        """Wait for the sums.
 
         Raises:
             RanksDisagreeError: ranks sent gradients of other steps.
@@ -702,13 +629,10 @@ class Reduction:
         self.wait()
         self.state = ReductionState.LANDED
         self.pieces = self.plan.cut(self.flat)
-        if not self.reducer.compares:
-            return []
-        said: list[float] = self.pieces[self.plan.flags_piece].tolist()
-        used = len(self.plan.layout.trainable)
-        if not _agree(said[used:]):
+        if self.reducer.compares and not self.plan.row.agrees(
+            self.pieces[self.plan.row_piece].tolist()
+        ):
             self._refuse_ranks()
-        return said[:used]
 
     def _refuse_ranks(self) -> None:
         reducer, counts = self.reducer, self.counts
@@ -750,9 +674,3 @@ class Reduction:
         return [
             apart[index] if index in apart else plan.views(pieces, (index,))[0] for index in indices
         ]
-
-
-@lru_cache(maxsize=1024)
-def counts_of(label: str, held: int, forwards: tuple[int, int]) -> Counts:
-    """The counts of a message; what travels of each is its low bits."""
-    return Counts(checksum(label), held, *forwards)

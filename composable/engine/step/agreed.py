@@ -80,7 +80,5 @@ def agreed_by(units: Sequence[Any]) -> Agreed:
             return each
     made = Agreed(tuple(map(ref, units)))
     for unit in units:
-        # in place: those of dropped models go
-        unit.agreements[:] = [each for each in unit.agreements if None not in each.units()]
-        unit.agreements.append(made)
+        unit.note_agreement(made)
     return made

@@ -436,7 +436,7 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
     for param, newcomer in replaced:
         set_label(param.at_rest, param.info, unit.name, "replaced")
         param.follow(newcomer)
-    unit.params = [param for param in unit.params if param not in tied]
+    unit.give(tied)
     return changed
 
 

@@ -58,7 +58,7 @@ def _move(held: list[Holder], keys: list[tuple[int, str]], units: Sequence[Unit]
         return
     _, param = next((each for each in held if each[1].at_rest is tensor), held[0])
     for unit, other in held:
-        unit.params = [each for each in unit.params if each is not other]
+        unit.give([other])
         if other.at_rest is not tensor:
             set_label(other.at_rest, other.info, unit.name, "replaced")
     owner.take(param, places)

@@ -12,7 +12,7 @@ it, gradients. It is passive: `visit.py` and `root.py` say what happens in a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -249,6 +249,9 @@ class Relations:
         """Those of `around` that are alive."""
         return [unit for to_unit in self.around.values() if (unit := to_unit()) is not None]
 
+    def note_reader(self, reader: Unit) -> None:
+        self.readers[reader] = None
+
     def surround(self, own: Unit, below: Sequence[Unit]) -> None:
         """`own`, whose relations these are, was annotated around `below`."""
         self.below = dict.fromkeys(below)
@@ -368,6 +371,10 @@ class Unit:
         self.spec = replace(self.spec, params=(*self.spec.params, param.info))
         self.params.append(param)
 
+    def give(self, params: Collection[ManagedParam]) -> None:
+        """Others manage these from now on; `build` follows."""
+        self.params = [param for param in self.params if param not in params]
+
     def rest(self, kind: Kind, mesh: DeviceMesh | None) -> None:
         """Units with shards came around it, or went: how its parameters rest, see `Kind`."""
         if (kind, mesh) != (self.kind, self.rest_mesh):
@@ -424,6 +431,10 @@ class Unit:
         self.rename(self.name)
         if self.root is not None:
             self.root.unit_rebuilt()
+
+    def note_agreement(self, made: Agreed) -> None:
+        alive = [each for each in self.agreements if None not in each.units()]
+        self.agreements = [*alive, made]  # those of dropped models go
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""

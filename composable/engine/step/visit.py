@@ -6,14 +6,17 @@ the order of the step; they ask both, and neither calls the other's hooks.
 
 from __future__ import annotations
 
+import logging
 import sys
 from bisect import bisect_right
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
 from composable.contract.values import tensors_in
@@ -26,6 +29,10 @@ from composable.engine.step.root import Root, root_for_call
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
 from composable.memory.torch_private import current_node, in_backward
+
+logger = logging.getLogger("composable")
+
+_TOLD: Final[WeakSet[Unit]] = WeakSet()  # units whose gradients at rest were told of
 
 
 class Visit:
@@ -256,6 +263,17 @@ def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
     root = unit.root
     if root is not None:
         root.on_gradient_at_rest(unit, param)
+    # Shards are DTensors there, which torch does not mix with a batch.
+    if not isinstance(param.at_rest, DTensor) and unit not in _TOLD:
+        _TOLD.add(unit)
+        logger.warning(
+            "unit '%s': a gradient came to parameter '%s' outside of the unit's forward, where it"
+            " has its own dtype and its gradient is this rank's alone. A penalty on parameters is"
+            " the same on all ranks, and right. Otherwise call the module and not its forward(),"
+            " and use register_forward_method(module, name) for other methods",
+            unit.name,
+            param.fqn,
+        )
 
 
 HEARS: Final = (_gradient_arrived, _gradient_arrived_at_rest)  # `Unit.hears`

@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composable import MixedPrecisionPolicy, fully_shard, remove, replicate
 from composable.errors import ForeignParameterError
 from tests.helpers import compiled
 from tests.helpers.compare import full_gradients
+from tests.helpers.logged import logged
 from tests.helpers.world import Pool, current_device, spmd
 from tests.whole.precision.test_precision import (
     POLICIES,
@@ -338,3 +340,47 @@ def test_after_a_refused_cast_in_forward_the_corrected_model_trains() -> None:
         assert model.layer.bias.grad is not None
         assert model.layer.bias.grad.tolist() == [2.0] * 4
         model.zero_grad()
+
+
+# --- outside of the call of a unit ---------------------------------------------------------------
+
+
+def _told(verb: str, how: str) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(current_device())
+    policy = MixedPrecisionPolicy(param_dtype=BF16) if "cast" in verb else MixedPrecisionPolicy()
+    (replicate if "replicate" in verb else fully_shard)(model, mp_policy=policy)
+    x = torch.full((2, 4), 1.0 + dist.get_rank(), device=current_device())
+    with logged() as lines:
+        for _ in range(2):
+            loss = model(x).float().sum() if how != "forward()" else model.forward(x).sum()
+            if how == "penalty":
+                loss.backward()
+                loss = sum(  # type: ignore[assignment]
+                    (p.full_tensor() if isinstance(p, DTensor) else p).square().sum()
+                    for p in model.parameters()
+                )
+            loss.backward()
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("verb", "how", "told"),
+    [
+        ("replicate and cast", "forward()", True),
+        ("replicate and cast", "penalty", True),
+        ("replicate and cast", "call", False),
+        ("replicate", "forward()", False),
+        ("replicate", "penalty", False),
+        ("fully_shard and cast", "call", False),
+        ("fully_shard and cast", "penalty", False),
+    ],
+)
+def test_gradients_that_come_outside_of_the_units_forward_are_told_of_once(
+    pool: Pool, verb: str, how: str, told: bool
+) -> None:
+    for lines in pool.run(2, _told, verb, how):
+        assert len(lines) == told
+        if told:
+            assert "gradient came to parameter" in lines[0]
+            assert "register_forward_method" in lines[0]
