@@ -277,7 +277,6 @@ def refuse_elsewhere(verb: str, tensors: Sequence[Managed[Any]], device: torch.d
 
 
 def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Move buffers to the device of the sharded parameters."""
     for managed in managed_buffers(modules):
         if managed.tensor.device.type not in ("meta", device.type):
             moved = managed.tensor.to(device)

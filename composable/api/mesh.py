@@ -384,7 +384,6 @@ def _mesh_of_pair(
 
 
 def part_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh | None:
-    """These dimensions of a mesh; None without any."""
     if len(dims) == mesh.ndim:
         return mesh
     names = mesh.mesh_dim_names or ()

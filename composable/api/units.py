@@ -237,7 +237,6 @@ def _plan(
     buffers: list[Managed[Tensor]],
     ignored: Mapping[int, None],
 ) -> UnitPlan:
-    """The plan of one unit, after the checks of its arguments."""
     precision = precision_policy(verb, options["mp_policy"])
     refuse_unknown_buffers(verb, top, precision)
     mesh, spread, device = options["mesh"], top_spread, device_of(modules)

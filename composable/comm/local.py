@@ -19,8 +19,6 @@ _ACCELERATOR: Final = replace(ON_ACCELERATOR, direct_bytes=0, max_direct=1 << 30
 
 
 class LocalComm:
-    """One rank, with or without a process group."""
-
     group = None
     rank = 0
     size = 1

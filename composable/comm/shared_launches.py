@@ -119,7 +119,6 @@ class SharedLaunches:
         return found
 
     def last(self, number: int) -> list[str]:
-        """What this rank launched last."""
         return self._texts(self._rank, self.count, number)
 
     def _texts(self, rank: int, count: int, number: int) -> list[str]:

@@ -129,7 +129,6 @@ class Dispatcher:
 
 @untraced
 def dispatcher_of(module: nn.Module) -> Dispatcher | None:
-    """The dispatcher whose hooks are registered on `module`, if there is one."""
     for hook in module._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Dispatcher):
@@ -138,7 +137,6 @@ def dispatcher_of(module: nn.Module) -> Dispatcher | None:
 
 
 def attach(module: nn.Module, name: str, bracket: Bracket) -> None:
-    """Add the bracket of the annotation `name` to `module`."""
     dispatcher = dispatcher_of(module) or Dispatcher(module)
     dispatcher.add(name, bracket)
     drop_compiled()  # graphs compiled before would not call the hooks
@@ -152,7 +150,6 @@ def detach(module: nn.Module, name: str) -> None:
 
 
 def drop_calls(module: nn.Module, keep: int = 0) -> None:
-    """`Dispatcher.drop_calls`, if `module` has a dispatcher."""
     dispatcher = dispatcher_of(module)
     if dispatcher is not None:
         dispatcher.drop_calls(module, keep)

@@ -114,7 +114,6 @@ class _Meter(TorchDispatchMode):
         self._note([*self._at_rest, *model.buffers()], Kind.PARAMETERS)
 
     def phase(self, name: str) -> None:
-        """What follows belongs to phase `name`."""
         self._note(list(self._optimizer.state.values()), Kind.OPTIMIZER)
         self._sample()
         self.trace.phases.append((name, len(self.trace.totals) - 1))

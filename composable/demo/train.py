@@ -326,7 +326,6 @@ class Run:
 
 
 def relative_difference(one: float, other: float) -> float:
-    """|one - other| / |other|."""
     return abs(one - other) / abs(other)
 
 

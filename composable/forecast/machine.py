@@ -155,7 +155,6 @@ class Machine:
         return "optimizer" if self.phase == "optimizer" else f"{self.phase} of unit '{self.unit}'"
 
     def send(self, label: str, kind: str, group: dist.ProcessGroup, nbytes: int) -> None:
-        """Note a collective."""
         dimension = group.group_desc.removeprefix("mesh_")  # as meshes call their groups
         if dimension == group.group_desc:
             dimension = ""
@@ -338,8 +337,6 @@ class Streams:
 
 
 class Event:
-    """A moment of a stream."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.moment = 0.0

@@ -252,7 +252,6 @@ class NoValues(TorchDispatchMode):
             self.machine.hold_for(storage, kind)
 
     def refuse_to_read(self, name: str, tensors: Any) -> None:
-        """Raise where values are not known."""
         if not all(tensor.is_meta or _is_known(tensor) for tensor in _tensors(tensors)):
             raise self._refused(f"a value ({name})", tensors)
 

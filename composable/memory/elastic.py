@@ -159,7 +159,6 @@ class ElasticBuffer:
 
 
 def is_elastic(storage: torch.UntypedStorage) -> bool:
-    """Whether `storage` belongs to an `ElasticBuffer`."""
     return getattr(storage, _IS_ELASTIC, False)
 
 

@@ -342,7 +342,6 @@ def changes_nothing(coefficient: Tensor) -> bool:
 
 
 def _groups_of(parameter: Tensor) -> Groups:
-    """The groups over which a parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return ()
     placements = parameter.placements

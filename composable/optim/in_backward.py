@@ -65,7 +65,6 @@ class OptimizerInBackward(Optimizer):
     # Dynamo takes optimizers to be capturable, and cannot make their state inside of a graph
     @untraced
     def _on_gradient(self, parameter: Tensor) -> None:
-        """The reduced gradient of `parameter` is there."""
         if id(parameter) not in self.ids:
             raise PhaseError(
                 f"{_NAME}: {_name_of(parameter)} took the place of one that is stepped in backward,"

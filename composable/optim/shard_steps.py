@@ -267,7 +267,6 @@ class ShardStepping:
         return (stand_in, *args[1:]), kwargs
 
     def _open(self, stand_in: Any) -> list[State]:
-        """Make the state of the stand-in, and the groups that it shows."""
         optimizer: Optimizer = stand_in.optimizer
         self._finish(optimizer)  # if the code asks twice
         try:

@@ -357,13 +357,18 @@ class GradBucket:
             wait_for_traffic()
         if merges:
             self._merge(parameters, grads, gradients, hooked=hooked)
-        if self._hooks_wait and after:
+        if after:
             self._unhooked.update(dict.fromkeys(indices))
-            self.accumulated.backwards = max(self.accumulated.backwards, 1)
-        elif not self._hooks_wait and (after or self._unhooked):
-            late, self._unhooked = self._unhooked, {}
-            for index in dict.fromkeys([*indices, *late]):
-                run_post_accumulate_hooks(self.at_rest[index])
+        if not self._hooks_wait:
+            self.run_hooks()
+
+    def run_hooks(self) -> None:
+        """Call post-accumulate hooks of users for what has landed, under `no_sync`, too. No message
+        depends on them: other ranks may have none.
+        """
+        due, self._unhooked = self._unhooked, {}
+        for index in due:
+            run_post_accumulate_hooks(self.at_rest[index])
 
     def _merge(
         self,

@@ -479,7 +479,7 @@ class Root:
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
         for unit in explicit:  # `unshard()`, and maybe `model.to(dtype)`, before the step
             unit.swap_out()
-            unit.follow_casts()
+            unit.follow_shown()
             if grad:
                 unit.end_explicit()
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
@@ -546,7 +546,8 @@ class Root:
         while it computes: of those that probably follow, the next `prefetch` ones over its ranks.
 
         Units over fewer ranks (experts) do not count, since not every rank enters them. One of them
-        is gathered ahead as well if it is the very next unit, and otherwise none.
+        is gathered ahead as well if it is the very next unit, and otherwise none. A replicated unit
+        next to shards gathers none ahead, unless it is the root: some ranks may skip it.
         """
         forward = self.step.forward
         gathered = {} if forward is None else forward.gathered
@@ -554,6 +555,8 @@ class Root:
             if group.unshard():
                 gathered[unit] = None
         comm, missing, is_first = unit.mesh_info.all, unit.spec.prefetch, True
+        if unit.kind is Kind.BESIDE and unit is not self.units[0]:
+            missing = 0
         for other in following:
             if not missing:
                 break
@@ -939,6 +942,20 @@ class Root:
         if not self.step.running:
             release_idle_memory(self)
 
+    def end_unseen(self) -> None:
+        """An optimizer steps: no backward will come to what waits for one that nobody would see.
+        Whether it is out of date differs between ranks, if one of them has written or moved
+        something, so that it does not wait for the next forward.
+        """
+        iteration = self.step.iteration
+        if iteration is None or self.phase is not Phase.WAITING:
+            return
+        unseen, iteration.untracked = iteration.untracked, {}
+        if not any(unit.step.pending > 0 for unit in self.units):
+            self.step.iteration = None
+        for unit in unseen:
+            unit.end_need(UNSEEN)
+
     # --- a lost step -----------------------------------------------------------------------------
 
     def on_error(self, unit: Unit) -> None:
@@ -1107,6 +1124,19 @@ def planned_roots(units: Sequence[Unit]) -> list[Root]:
         if unit.root is None:
             Root.plan(unit, unit.modules[0])
     return roots_of(units)
+
+
+def prepare(units: Sequence[Unit]) -> None:
+    """These are about to be gathered outside of forwards. Follow what users have changed now, on
+    all ranks: a forward of one rank alone would gather again what it finds changed.
+    """
+    with torch.no_grad():
+        for root in planned_roots(units):
+            if root.phase in (Phase.IDLE, Phase.WAITING) and not any(
+                unit.kept_by or unit.shown_by or unit.asleep or unit.step.to_run
+                for unit in root.units
+            ):
+                root.prepare()
 
 
 def _is_called_inside_its_call(module: nn.Module) -> bool:

@@ -311,7 +311,8 @@ class Unit:
         self.groups: list[ParamGroup] = []  # of parameters that are unsharded together
         self.gathers = False  # any of its groups does
         self.gradients = UnitGradients(self._on_gradient, self._on_gradient_at_rest)
-        self.trains = False  # any of its parameters requires gradients
+        self._trained: list[bool] = []  # which of its parameters require gradients
+        self.trains = False  # any does
         self._swap = ParameterSwap(())  # which form of parameters modules hold
         self._is_in = False  # modules hold compute parameters: from `swap_in` to `swap_out`
         self._buffers: BufferCasts | None = None  # the same for buffers that are cast
@@ -482,7 +483,8 @@ class Unit:
                 and param.compute.requires_grad != param.at_rest.requires_grad
             ):
                 param.compute.requires_grad_(param.at_rest.requires_grad)
-        self.trains = any(param.at_rest.requires_grad for param in self.params)
+        self._trained = [param.at_rest.requires_grad for param in self.params]
+        self.trains = any(self._trained)
 
     def rename(self, fqn: str) -> None:
         """Take the FQN below the root, for messages."""
@@ -630,7 +632,9 @@ class Unit:
 
     def end_explicit(self) -> None:
         """A step uses what `unshard()` has gathered, and frees it as usual."""
-        self.kept_by.pop(EXPLICIT, None)
+        if EXPLICIT in self.kept_by:
+            del self.kept_by[EXPLICIT]
+            self._follow_shown_freezing()
 
     def show(self) -> None:
         """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask,
@@ -645,12 +649,19 @@ class Unit:
             del self.kept_by[EXPLICIT]
             if not self.step.depth:
                 self.hold_at_rest()
-                self.follow_casts()
+                self.follow_shown()
 
-    def follow_casts(self) -> None:
-        """Modules held compute parameters for longer than a forward: `model.to(...)` in that time
-        means the at-rest ones.
+    def _follow_shown_freezing(self) -> None:
+        for param, trained in zip(self.params, self._trained, strict=False):
+            if param.compute is not param.at_rest and param.compute.requires_grad != trained:
+                param.at_rest.requires_grad_(not trained)
+                param.compute.requires_grad_(trained)  # until `follow`, as for what is at rest
+
+    def follow_shown(self) -> None:
+        """Modules held compute parameters for longer than a forward: `requires_grad_` and
+        `model.to(...)` in that time mean the at-rest ones.
         """
+        self._follow_shown_freezing()
         changed = [param for group in self.groups for param in group.recast()]
         for param in changed:
             param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
@@ -704,6 +715,11 @@ class Unit:
     def need(self, why: str) -> None:
         """A backward needs the parameters as they are."""
         self.step.needed_by[why] = None
+
+    def end_need(self, why: str) -> None:
+        """None does so for this reason any more."""
+        self.step.needed_by.pop(why, None)
+        self.free()
 
     def leave_backward(self, *, in_forward: bool) -> None:
         """Backward has gone through the unit.
