@@ -126,9 +126,9 @@ class Preparation:
         if not root.in_step and not any(unit.shown_by for unit in root.units):
             follow_ties(root.units, _left_alone(root.units))
         self._look_for_newcomers()
-        for unit in root.units:
-            self._look_into(unit)
-        self._note()
+        seen = [self._look_into(unit) for unit in root.units]
+        if all(seen):
+            self._note()
 
     def _note(self) -> None:
         """Flat lists, which are compared in C."""
@@ -197,7 +197,8 @@ class Preparation:
         )
 
     @outside_transforms
-    def _look_into(self, unit: Unit) -> None:
+    def _look_into(self, unit: Unit) -> bool:
+        """Returns whether all of it was seen."""
         root = self._root
         if unit.shown_by:
             raise PhaseError(
@@ -215,7 +216,7 @@ class Preparation:
         ):
             # `torch.func.functional_call` registers tensors of its own for one call, and they are
             # computed with
-            return
+            return False
         _refuse_cast_in_forward(unit)
         if _adopt(unit, self._owners):
             if not root.in_step:
@@ -226,6 +227,7 @@ class Preparation:
                 raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
         unit.follow()
         root.post_backward.buckets.follow()
+        return True
 
     def _look_for_newcomers(self) -> None:
         """Refuse trainable parameters below a unit that no unit manages, and ties that came after

@@ -469,6 +469,12 @@ class Root:
             land_held([self])
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
+        if iteration is not None and iteration.untracked and not self._is_awaited:
+            # A forward that gave detached outputs: backward could come to it unseen, and did not.
+            # What it has kept may be out of date.
+            iteration = self.step.iteration = None
+            for unit in self.units:
+                unit.end_backward(in_forward=False, goes_on=False)
         if iteration is None:  # gradient penalties: no backward goes through their graph any more
             for unit in self.units:
                 if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
@@ -620,13 +626,13 @@ class Root:
 
     def _end_forward(self, iteration: Iteration, *, grad: bool) -> None:
         """The outermost module has computed."""
-        forward, recomputes = self.step.forward, iteration.end is not None
+        forward, lost = self.step.forward, iteration.end is not None
         assert forward is not None
         self._learn_order(forward, iteration, grad=grad)
         self.step.forward = None
         waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
-        if not recomputes:  # reentrant checkpointing, inside of a backward that goes on
+        if not lost:  # by a backward inside of this forward that raised, and was caught
             for unit in self.beside:
                 unit.end_show()
             if not waits:
@@ -643,7 +649,7 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:
                     unit.free()
-        if not recomputes:
+        if not lost:
             if BY_HAND in self.units[0].kept_by:  # split backwards take what modules hold
                 self._reveal()
             release_idle_memory(self)
@@ -663,6 +669,14 @@ class Root:
                 iteration.order = forward.order
             if not self.order:
                 self._follow(forward.order)
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a backward is known to come, or under way."""
+        assert self.step.iteration is not None
+        return self.step.iteration.end is not None or any(
+            unit.step.pending > 0 or unit.step.pinned for unit in self.units
+        )
 
     @property
     def _is_kept(self) -> bool:
@@ -806,7 +820,7 @@ class Root:
         if unit in iteration.active:
             if torch.is_grad_enabled():
                 self._note_graph(unit, iteration)  # also where a recomputation has entered it
-            self._gather(unit, ())  # another output of it; a recomputation may have freed it
+            self._gather(unit, ())  # another output of it: anew, if it was written to since
             return
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
         # at the end of backward. Ranks that enter an expert leave the units before it earlier than
@@ -1013,6 +1027,9 @@ class Root:
                 self._warn(error)  # what failed in flight must not keep the rest
             if EXPLICIT in unit.kept_by:
                 unit.show()
+        for unit in self.shared:  # of several modules, of which the lost forward has called some
+            if not unit.step.depth:
+                unit.end_forward()
         release_idle_memory(self)
 
     def _warn(self, error: CommunicationError) -> None:

@@ -575,7 +575,9 @@ class Unit:
     def must_stay(self) -> bool:
         """Whether the parameters may not be freed now."""
         step = self.step  # a scope, a forward, a graph of create_graph=True, or a backward
-        return bool(self.kept_by or step.depth or step.to_run or step.pinned or step.needed_by)
+        return bool(
+            self.kept_by or step.depth or step.to_run or step.shown or step.pinned or step.needed_by
+        )
 
     def free(self) -> None:
         """Reshard, unless the parameters must stay."""
@@ -612,9 +614,7 @@ class Unit:
 
     def pin(self) -> None:
         """Stay unsharded for a graph of `create_graph=True`, until the next step begins."""
-        if not self.step.pinned:
-            self.free()  # see `keep`
-            self.step.pinned = True
+        self.step.pinned = True
 
     def unpin(self) -> None:
         """No backward can go through that graph any more."""
