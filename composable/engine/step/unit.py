@@ -48,7 +48,7 @@ from composable.contract.values import tensors_in
 from composable.engine.gradients.hook_stages import CommHook
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import GradientSpec, UnitGradients
-from composable.engine.params.extension import ExtendedGroup, travelling_together
+from composable.engine.params.extension import sharded_groups
 from composable.engine.params.param import (
     ManagedParam,
     ParameterSwap,
@@ -63,6 +63,7 @@ from composable.engine.params.precision import (
     Precision,
     resolve,
 )
+from composable.engine.params.replicated import ReplicatedGroup
 from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
 from composable.memory.offload import HostHome
@@ -419,31 +420,25 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            spread = not self.is_sharded and param.info.model is not None
+            spread = not self.is_sharded and not param.info.form.is_whole
             key = (precision, device, sparse, spread, id(param.info.mesh_info))
             alike.setdefault(key, []).append(param)
         self.groups = []
         for (precision, device, sparse, spread, _), members in alike.items():
-            extended, plain = travelling_together(members) if self.is_sharded else ([], members)
             mesh_info = self.mesh_info_of(members[0])
-            if extended:
-                self.groups.append(
-                    ExtendedGroup(
-                        extended, precision, device, mesh_info,
-                        kind=self.kind, policy=spec.mp_policy,
-                    )
-                )  # fmt: skip
-            if plain:
-                self.groups.append(
-                    ParamGroup(
-                        plain, precision, device, mesh_info,
-                        kind=self.kind,
-                        rest_mesh=None if sparse or spread else self.rest_mesh,
-                        # the root shows those next to shards as long as it computes
-                        read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
-                        offload=spec.offload,
-                    )
-                )  # fmt: skip
+            if self.is_sharded:
+                self.groups += sharded_groups(
+                    members, precision, device, mesh_info, spec.mp_policy, spec.offload
+                )
+                continue
+            self.groups.append(
+                ReplicatedGroup(
+                    members, precision, device, mesh_info,
+                    rest_mesh=None if sparse or spread else self.rest_mesh,
+                    # the root shows those next to shards as long as it computes
+                    read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
+                )
+            )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
         self._build_gradients()
@@ -607,7 +602,7 @@ class Unit:
         for group in self.groups:
             if group.state is not ShardedState.SHARDED and group.gathers:
                 if self.must_stay:
-                    group.follow_writes()
+                    group.note_writes(by_all=True)
                 else:
                     group.reshard()
 
@@ -675,13 +670,7 @@ class Unit:
         `model.to(...)` in that time mean the at-rest ones.
         """
         self._follow_shown_freezing()
-        groups = [group for group in self.groups if not group.extended]
-        members = [(param, group) for group in groups for param in group.params]
-        changed = [
-            p
-            for p, g in members
-            if (p.compute.dtype, p.compute.device) != (g.precision.compute, g.device)
-        ]
+        changed = [param for group in self.groups for param in group.recast()]
         for param in changed:
             param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
         if changed:
@@ -904,7 +893,7 @@ class Unit:
             return
         self.gradients.clear()
         for group in self.groups:
-            group.leave(home)
+            group.leave(lambda tensor: home.take([tensor])[0])
         self.groups = []
         self._swap = ParameterSwap(())
 
