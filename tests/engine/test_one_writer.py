@@ -18,7 +18,6 @@ LEFT: Final = {
     ("params/param_group.py", "compute"),
     ("params/param_group.py", "own"),
     ("step/prepare.py", "original"),
-    ("step/root.py", "given"),
 }
 
 
