@@ -101,6 +101,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     if recurse:
         # replicated parameters next to shards are no plain ones either
         units = units_below([unwrapped(module)])
+    root.prepare(units)
     for unit in units:
         if (
             not unit.step.depth
@@ -166,6 +167,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     units_in("keep_unsharded", module, sharded=True)
     # replicated parameters next to shards are no plain ones either
     units = units_below([unwrapped(module)])
+    root.prepare(units)
     scope = object()
     shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
     shown = [

@@ -100,6 +100,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             )
         if unit is not None and unit.kept_by:
             kept.append(unit)
+        if unit is not None and unit.root is not None and not runs_in_backward:
+            unit.root.end_unseen()
         if unit is not None and unit.root is not None and unit.root.split_by:
             raise OptimizerError(
                 f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes"

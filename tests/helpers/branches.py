@@ -389,7 +389,8 @@ def _with_forms(plan: Plan, draw: _Draw) -> Plan:
 
 def _with_events(plan: Plan, draw: _Draw) -> Iterator[Op]:
     """The operations of a plan, and events at its start and between its steps."""
-    legal = events_of(plan.consists_of, unused=True, spread=plan.tensor > 1)
+    held = any(op.kind == "backward" and op.how for op in plan.ops)
+    legal = events_of(plan.consists_of, unused=True, spread=plan.tensor > 1, held=held)
     scopes = [name for name in legal if EVENTS[name][1] == GATHERED]
     alone = [name for name in legal if name not in scopes]
     often = draw.choice([0.0, 0.5, 0.9])

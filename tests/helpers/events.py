@@ -87,16 +87,21 @@ def _event(*of: str) -> Callable[[Event], Event]:
     return register
 
 
-def events_of(kind: str, *, unused: bool = False, spread: bool = False) -> list[str]:
+def events_of(
+    kind: str, *, unused: bool = False, spread: bool = False, held: bool = False
+) -> list[str]:
     """Names of the events that are legal in models of that kind.
 
     Args:
         unused: steps may leave parameters out. Zeros in place of no gradient are another step then.
         spread: parameters are tensor-parallel. Torch's anomaly mode has no rule for DTensors.
+        held: gradients that are reduced may be there when more come under `no_sync`, which is
+            refused of parameters with tensor hooks.
     """
     left_out = [
         *(["gradients_set_to_zeros"] if unused else []),
         *(["anomaly mode"] if spread else []),
+        *(["tensor_hooks_of_parameters"] if held else []),
     ]
     return [name for name, (_, of) in EVENTS.items() if kind in of and name not in left_out]
 
@@ -188,18 +193,24 @@ def _hooks_of_all_modules(scene: Scene) -> Iterator[None]:
     yield
 
 
-@_event()
-def _hooks_of_parameters(scene: Scene) -> Iterator[None]:
-    """As they measure gradients."""
-    handles = []
-    for parameter in scene.model.parameters() if scene.acts else ():
-        if parameter.requires_grad:
-            handles.append(parameter.register_hook(lambda _: None))
-            handles.append(parameter.register_post_accumulate_grad_hook(lambda _: None))
-    yield
-    for handle in handles:
-        handle.remove()
-    yield
+def _hooks_of_parameters(name: str) -> Event:
+    def event(scene: Scene) -> Iterator[None]:
+        """As they measure gradients."""
+        trained = [each for each in _all_parameters(scene) if each.requires_grad and scene.acts]
+        handles = [getattr(parameter, name)(lambda _: None) for parameter in trained]
+        yield
+        for handle in handles:
+            handle.remove()
+        yield
+
+    return event
+
+
+EVENTS["tensor_hooks_of_parameters"] = _hooks_of_parameters("register_hook"), ANY
+EVENTS["hooks_after_accumulation"] = (
+    _hooks_of_parameters("register_post_accumulate_grad_hook"),
+    ANY,
+)
 
 
 # --- buffers ------------------------------------------------------------------------------------

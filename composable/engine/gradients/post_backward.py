@@ -228,6 +228,8 @@ class PostBackward:
         for unit, now in zip(self._units, reduces, strict=True):
             for bucket in unit.buckets:
                 bucket.decide()
+                if now:
+                    bucket.run_hooks()
             for sparse in unit.sparse if not due.builds_graph else ():
                 sparse.end_backward(reduces=now)
         if self.in_one_order is None and all(reduces):
@@ -311,6 +313,9 @@ class PostBackward:
                 if sparse.holds:
                     sparse.reduce()
             unit.run_hooks()
+        for unit in self._units:
+            for bucket in unit.buckets:
+                bucket.run_hooks()
 
     def compare_held(self, name: str) -> None:
         """On hosts, all ranks have accumulated equally often: a rank without gradients would launch

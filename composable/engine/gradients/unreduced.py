@@ -29,18 +29,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.engine.gradients.reduction import Reducer
+from composable.engine.params.dtensors import gradient_like, gradient_of_shards, is_unreduced
+from composable.engine.params.form import ParamForm
 from composable.engine.params.layout import Route
 from composable.engine.params.param import (
     ManagedParam,
     cut,
-    gradient_like,
-    gradient_of_shards,
-    is_unreduced,
     keep_gradients_in,
     set_holds_unreduced,
-    unreduced_gradient,
 )
-from composable.engine.params.tensor_parallel import ModelSpec, redistributed
+from composable.engine.params.tensor_parallel import redistributed
 from composable.errors import PhaseError
 from composable.memory.torch_private import gradient_hooks, local_of, locals_of
 
@@ -95,7 +93,7 @@ class Accumulated:
         self._params = params
         self._at_rest = tuple(param.at_rest for param in params)
         self._compute = tuple(param.compute for param in params)
-        self._models = tuple(param.info.model for param in params)
+        self._forms = tuple(param.info.form for param in params)
         self._reducer = reducer
         self.marks = all(param.at_rest is param.own for param in params)
         precision = reducer.precision
@@ -122,7 +120,7 @@ class Accumulated:
 
     # --- sequence parallel -----------------------------------------------------------------------
 
-    def waiting(self, *, first: bool) -> dict[int, tuple[Placement, ...]]:
+    def waiting(self, *, first: bool) -> dict[int, Sequence[Placement]]:
         """Of the gradients that this backward has left, by index, those that stay `Partial` over
         the user's dimensions (sequence parallel) until they are reduced, and their placements
         there: what waits already is so, too.
@@ -131,25 +129,28 @@ class Accumulated:
             first: also those of which nothing waits.
         """
         found = {}
-        for index, model in enumerate(self._models if any(self._models) else ()):
-            if model is None or (self.marks and model.ndim < model.mesh.ndim):
+        for index, form in enumerate(self._forms):
+            if form.is_whole:
                 continue
-            held = self._at_rest[index].grad
-            kept = model.placements_held(self._compute[index].grad)
-            alike = isinstance(held, DTensor) and held.placements[: model.ndim] == kept
-            if kept != model.kept and (alike or (first and held is None)):
+            at_rest = self._at_rest[index]
+            if self.marks and isinstance(at_rest, DTensor) and form.ndim < at_rest.device_mesh.ndim:
+                continue
+            held = at_rest.grad
+            kept = form.placements_held(self._compute[index].grad)
+            alike = isinstance(held, DTensor) and held.placements[: form.ndim] == kept
+            if kept != form.kept and (alike or (first and held is None)):
                 found[index] = kept
         return found
 
     def _settled(self, index: int, held: Tensor) -> Tensor:
         """A gradient that waits, with the user's placements over the user's dimensions."""
-        model = self._models[index]
-        if model is None or not isinstance(held, DTensor):
+        form = self._forms[index]
+        if form.is_whole or not isinstance(held, DTensor):
             return held
         at_rest = self._at_rest[index]
         if self.marks and isinstance(at_rest, DTensor):
             return redistributed(held, at_rest.placements)
-        return redistributed(held, (*model.kept, *held.placements[model.ndim :]))
+        return redistributed(held, (*form.kept, *held.placements[form.ndim :]))
 
     # --- gradients come --------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ class Accumulated:
     def add(
         self,
         gradients: Sequence[Tensor | None],
-        waiting: Mapping[int, tuple[Placement, ...]],
+        waiting: Mapping[int, Sequence[Placement]],
         trainable: Sequence[bool],
     ) -> None:
         """Add the gradients of the backward that `begin` was called for to what waits.
@@ -192,12 +193,12 @@ class Accumulated:
             if gradient is None:  # other ranks may have one
                 (compute,) = locals_of([self._compute[index]])
                 gradient = torch.zeros_like(compute)
-            model, dtype = self._models[index], self.dtype
+            form, dtype = self._forms[index], self.dtype
             if before is None and self.marks:
                 self._show(index, gradient_like(gradient.to(dtype), at_rest, waiting.get(index)))
             elif before is None:
                 self._show(index, self._unreduced(index, gradient.to(dtype), waiting))
-            elif self.marks or _is_whole(before, model):
+            elif self.marks or _is_whole(before, form):
                 if index not in waiting:
                     before = self._settled(index, before)
                 if before.dtype != dtype:  # marked, and reduced earlier
@@ -222,11 +223,9 @@ class Accumulated:
         at_rest.grad = gradient
 
     def _unreduced(
-        self, index: int, whole: Tensor, waiting: Mapping[int, tuple[Placement, ...]]
+        self, index: int, whole: Tensor, waiting: Mapping[int, Sequence[Placement]]
     ) -> Tensor:
-        model = self._models[index]
-        kept = waiting.get(index, () if model is None else model.kept)
-        return unreduced_gradient(whole, self._at_rest[index], model, kept)
+        return self._forms[index].unreduced(whole, self._at_rest[index], waiting.get(index))
 
     def add_shards(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
         """Add gradients that are reduced over the shard dimension."""
@@ -239,8 +238,7 @@ class Accumulated:
             if isinstance(before, DTensor):  # a mean, the same on every replica
                 self._refuse_hooks_twice(index)
                 local = local + local_of(before)
-            model, shard_dim = self._models[index], self._reducer.mesh_info.shard_dim
-            first = 0 if model is None else model.ndim
+            first, shard_dim = self._forms[index].ndim, self._reducer.mesh_info.shard_dim
             self._show(index, gradient_of_shards(local, at_rest, first, first + shard_dim))
 
     def _refuse_hooks_twice(self, index: int) -> None:
@@ -255,7 +253,7 @@ class Accumulated:
     # --- they are reduced ------------------------------------------------------------------------
 
     def take(
-        self, gradients: list[Tensor | None], waiting: Mapping[int, tuple[Placement, ...]]
+        self, gradients: list[Tensor | None], waiting: Mapping[int, Sequence[Placement]]
     ) -> tuple[list[Tensor | None], list[tuple[int, Tensor]]]:
         """Whole gradients to be reduced: those of this backward, and with them what waited; and
         shards, by index, that are reduced over the shard dimension already.
@@ -268,7 +266,7 @@ class Accumulated:
             held = at_rest.grad
             if held is None or not (self.wanted[index] if self.marks else is_unreduced(held)):
                 continue
-            if not self.marks and not _is_whole(held, self._models[index]):
+            if not self.marks and not _is_whole(held, self._forms[index]):
                 carried.append((index, local_of(held)))  # type: ignore[arg-type]
                 continue
             fresh = gradients[index]
@@ -282,9 +280,8 @@ class Accumulated:
         return [None if gradient is None else gradient.to(dtype) for gradient in gradients], carried
 
 
-def _is_whole(gradient: Tensor | None, model: ModelSpec | None) -> TypeGuard[DTensor]:
+def _is_whole(gradient: Tensor | None, form: ParamForm) -> TypeGuard[DTensor]:
     """Whether `gradient` was accumulated before any stage of its reduction."""
     return isinstance(gradient, DTensor) and all(
-        placement.is_partial()
-        for placement in gradient.placements[0 if model is None else model.ndim :]
+        placement.is_partial() for placement in gradient.placements[form.ndim :]
     )

@@ -469,6 +469,12 @@ class Root:
             land_held([self])
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
+        if iteration is not None and iteration.untracked and not self._is_awaited:
+            # A forward that gave detached outputs: backward could come to it unseen, and did not.
+            # What it has kept may be out of date.
+            iteration = self.step.iteration = None
+            for unit in self.units:
+                unit.end_backward(in_forward=False, goes_on=False)
         if iteration is None:  # gradient penalties: no backward goes through their graph any more
             for unit in self.units:
                 if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
@@ -479,7 +485,7 @@ class Root:
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
         for unit in explicit:  # `unshard()`, and maybe `model.to(dtype)`, before the step
             unit.swap_out()
-            unit.follow_casts()
+            unit.follow_shown()
             if grad:
                 unit.end_explicit()
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
@@ -546,7 +552,8 @@ class Root:
         while it computes: of those that probably follow, the next `prefetch` ones over its ranks.
 
         Units over fewer ranks (experts) do not count, since not every rank enters them. One of them
-        is gathered ahead as well if it is the very next unit, and otherwise none.
+        is gathered ahead as well if it is the very next unit, and otherwise none. A replicated unit
+        next to shards gathers none ahead, unless it is the root: some ranks may skip it.
         """
         forward = self.step.forward
         gathered = {} if forward is None else forward.gathered
@@ -554,6 +561,8 @@ class Root:
             if group.unshard():
                 gathered[unit] = None
         comm, missing, is_first = unit.mesh_info.all, unit.spec.prefetch, True
+        if unit.kind is Kind.BESIDE and unit is not self.units[0]:
+            missing = 0
         for other in following:
             if not missing:
                 break
@@ -617,13 +626,13 @@ class Root:
 
     def _end_forward(self, iteration: Iteration, *, grad: bool) -> None:
         """The outermost module has computed."""
-        forward, recomputes = self.step.forward, iteration.end is not None
+        forward, lost = self.step.forward, iteration.end is not None
         assert forward is not None
         self._learn_order(forward, iteration, grad=grad)
         self.step.forward = None
         waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
-        if not recomputes:  # reentrant checkpointing, inside of a backward that goes on
+        if not lost:  # by a backward inside of this forward that raised, and was caught
             for unit in self.beside:
                 unit.end_show()
             if not waits:
@@ -640,7 +649,7 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:
                     unit.free()
-        if not recomputes:
+        if not lost:
             if BY_HAND in self.units[0].kept_by:  # split backwards take what modules hold
                 self._reveal()
             release_idle_memory(self)
@@ -660,6 +669,14 @@ class Root:
                 iteration.order = forward.order
             if not self.order:
                 self._follow(forward.order)
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a backward is known to come, or under way."""
+        assert self.step.iteration is not None
+        return self.step.iteration.end is not None or any(
+            unit.step.pending > 0 or unit.step.pinned for unit in self.units
+        )
 
     @property
     def _is_kept(self) -> bool:
@@ -803,7 +820,7 @@ class Root:
         if unit in iteration.active:
             if torch.is_grad_enabled():
                 self._note_graph(unit, iteration)  # also where a recomputation has entered it
-            self._gather(unit, ())  # another output of it; a recomputation may have freed it
+            self._gather(unit, ())  # another output of it: anew, if it was written to since
             return
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
         # at the end of backward. Ranks that enter an expert leave the units before it earlier than
@@ -939,6 +956,20 @@ class Root:
         if not self.step.running:
             release_idle_memory(self)
 
+    def end_unseen(self) -> None:
+        """An optimizer steps: no backward will come to what waits for one that nobody would see.
+        Whether it is out of date differs between ranks, if one of them has written or moved
+        something, so that it does not wait for the next forward.
+        """
+        iteration = self.step.iteration
+        if iteration is None or self.phase is not Phase.WAITING:
+            return
+        unseen, iteration.untracked = iteration.untracked, {}
+        if not any(unit.step.pending > 0 for unit in self.units):
+            self.step.iteration = None
+        for unit in unseen:
+            unit.end_need(UNSEEN)
+
     # --- a lost step -----------------------------------------------------------------------------
 
     def on_error(self, unit: Unit) -> None:
@@ -996,6 +1027,9 @@ class Root:
                 self._warn(error)  # what failed in flight must not keep the rest
             if EXPLICIT in unit.kept_by:
                 unit.show()
+        for unit in self.shared:  # of several modules, of which the lost forward has called some
+            if not unit.step.depth:
+                unit.end_forward()
         release_idle_memory(self)
 
     def _warn(self, error: CommunicationError) -> None:
@@ -1107,6 +1141,19 @@ def planned_roots(units: Sequence[Unit]) -> list[Root]:
         if unit.root is None:
             Root.plan(unit, unit.modules[0])
     return roots_of(units)
+
+
+def prepare(units: Sequence[Unit]) -> None:
+    """These are about to be gathered outside of forwards. Follow what users have changed now, on
+    all ranks: a forward of one rank alone would gather again what it finds changed.
+    """
+    with torch.no_grad():
+        for root in planned_roots(units):
+            if root.phase in (Phase.IDLE, Phase.WAITING) and not any(
+                unit.kept_by or unit.shown_by or unit.asleep or unit.step.to_run
+                for unit in root.units
+            ):
+                root.prepare()
 
 
 def _is_called_inside_its_call(module: nn.Module) -> bool:

@@ -33,7 +33,7 @@ from composable.contract.values import tensors_in
 from composable.engine.gradients.hook_stages import CommHook
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import GradientSpec, UnitGradients
-from composable.engine.params.extension import ExtendedGroup, travelling_together
+from composable.engine.params.extension import sharded_groups
 from composable.engine.params.param import (
     ManagedParam,
     ParameterSwap,
@@ -48,6 +48,7 @@ from composable.engine.params.precision import (
     Precision,
     resolve,
 )
+from composable.engine.params.replicated import ReplicatedGroup
 from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
 from composable.memory.offload import HostHome
@@ -310,7 +311,8 @@ class Unit:
         self.groups: list[ParamGroup] = []  # of parameters that are unsharded together
         self.gathers = False  # any of its groups does
         self.gradients = UnitGradients(self._on_gradient, self._on_gradient_at_rest)
-        self.trains = False  # any of its parameters requires gradients
+        self._trained: list[bool] = []  # which of its parameters require gradients
+        self.trains = False  # any does
         self._swap = ParameterSwap(())  # which form of parameters modules hold
         self._is_in = False  # modules hold compute parameters: from `swap_in` to `swap_out`
         self._buffers: BufferCasts | None = None  # the same for buffers that are cast
@@ -405,31 +407,25 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            spread = not self.is_sharded and param.info.model is not None
+            spread = not self.is_sharded and not param.info.form.is_whole
             key = (precision, device, sparse, spread, id(param.info.mesh_info))
             alike.setdefault(key, []).append(param)
         self.groups = []
         for (precision, device, sparse, spread, _), members in alike.items():
-            extended, plain = travelling_together(members) if self.is_sharded else ([], members)
             mesh_info = self.mesh_info_of(members[0])
-            if extended:
-                self.groups.append(
-                    ExtendedGroup(
-                        extended, precision, device, mesh_info,
-                        kind=self.kind, policy=spec.mp_policy,
-                    )
-                )  # fmt: skip
-            if plain:
-                self.groups.append(
-                    ParamGroup(
-                        plain, precision, device, mesh_info,
-                        kind=self.kind,
-                        rest_mesh=None if sparse or spread else self.rest_mesh,
-                        # the root shows those next to shards as long as it computes
-                        read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
-                        offload=spec.offload,
-                    )
-                )  # fmt: skip
+            if self.is_sharded:
+                self.groups += sharded_groups(
+                    members, precision, device, mesh_info, spec.mp_policy, spec.offload
+                )
+                continue
+            self.groups.append(
+                ReplicatedGroup(
+                    members, precision, device, mesh_info,
+                    rest_mesh=None if sparse or spread else self.rest_mesh,
+                    # the root shows those next to shards as long as it computes
+                    read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
+                )
+            )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
         self._build_gradients()
@@ -487,7 +483,8 @@ class Unit:
                 and param.compute.requires_grad != param.at_rest.requires_grad
             ):
                 param.compute.requires_grad_(param.at_rest.requires_grad)
-        self.trains = any(param.at_rest.requires_grad for param in self.params)
+        self._trained = [param.at_rest.requires_grad for param in self.params]
+        self.trains = any(self._trained)
 
     def rename(self, fqn: str) -> None:
         """Take the FQN below the root, for messages."""
@@ -578,7 +575,9 @@ class Unit:
     def must_stay(self) -> bool:
         """Whether the parameters may not be freed now."""
         step = self.step  # a scope, a forward, a graph of create_graph=True, or a backward
-        return bool(self.kept_by or step.depth or step.to_run or step.pinned or step.needed_by)
+        return bool(
+            self.kept_by or step.depth or step.to_run or step.shown or step.pinned or step.needed_by
+        )
 
     def free(self) -> None:
         """Reshard, unless the parameters must stay."""
@@ -595,7 +594,7 @@ class Unit:
         for group in self.groups:
             if group.state is not ShardedState.SHARDED and group.gathers:
                 if self.must_stay:
-                    group.follow_writes()
+                    group.note_writes(by_all=True)
                 else:
                     group.reshard()
 
@@ -615,9 +614,7 @@ class Unit:
 
     def pin(self) -> None:
         """Stay unsharded for a graph of `create_graph=True`, until the next step begins."""
-        if not self.step.pinned:
-            self.free()  # see `keep`
-            self.step.pinned = True
+        self.step.pinned = True
 
     def unpin(self) -> None:
         """No backward can go through that graph any more."""
@@ -635,7 +632,9 @@ class Unit:
 
     def end_explicit(self) -> None:
         """A step uses what `unshard()` has gathered, and frees it as usual."""
-        self.kept_by.pop(EXPLICIT, None)
+        if EXPLICIT in self.kept_by:
+            del self.kept_by[EXPLICIT]
+            self._follow_shown_freezing()
 
     def show(self) -> None:
         """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask,
@@ -650,19 +649,20 @@ class Unit:
             del self.kept_by[EXPLICIT]
             if not self.step.depth:
                 self.hold_at_rest()
-                self.follow_casts()
+                self.follow_shown()
 
-    def follow_casts(self) -> None:
-        """Modules held compute parameters for longer than a forward: `model.to(...)` in that time
-        means the at-rest ones.
+    def _follow_shown_freezing(self) -> None:
+        for param, trained in zip(self.params, self._trained, strict=False):
+            if param.compute is not param.at_rest and param.compute.requires_grad != trained:
+                param.at_rest.requires_grad_(not trained)
+                param.compute.requires_grad_(trained)  # until `follow`, as for what is at rest
+
+    def follow_shown(self) -> None:
+        """Modules held compute parameters for longer than a forward: `requires_grad_` and
+        `model.to(...)` in that time mean the at-rest ones.
         """
-        groups = [group for group in self.groups if not group.extended]
-        members = [(param, group) for group in groups for param in group.params]
-        changed = [
-            p
-            for p, g in members
-            if (p.compute.dtype, p.compute.device) != (g.precision.compute, g.device)
-        ]
+        self._follow_shown_freezing()
+        changed = [param for group in self.groups for param in group.recast()]
         for param in changed:
             param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
         if changed:
@@ -715,6 +715,11 @@ class Unit:
     def need(self, why: str) -> None:
         """A backward needs the parameters as they are."""
         self.step.needed_by[why] = None
+
+    def end_need(self, why: str) -> None:
+        """None does so for this reason any more."""
+        self.step.needed_by.pop(why, None)
+        self.free()
 
     def leave_backward(self, *, in_forward: bool) -> None:
         """Backward has gone through the unit.
@@ -880,7 +885,7 @@ class Unit:
             return
         self.gradients.clear()
         for group in self.groups:
-            group.leave(home)
+            group.leave(lambda tensor: home.take([tensor])[0])
         self.groups = []
         self._swap = ParameterSwap(())
 

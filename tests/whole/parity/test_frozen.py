@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import checkpoint, fully_shard, no_sync, replicate
+from composable import checkpoint, fully_shard, keep_unsharded, no_sync, replicate, unshard
 from composable.comm import comms_wrapped_by
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step.unit import units_below
@@ -335,3 +336,45 @@ def test_a_recomputation_does_as_its_own_forward_did_and_not_as_the_last_one() -
             second.square().sum().backward()
             first.sum().backward()
         assert_mean_gradients(plain, ours)
+
+
+def _frozen_as_shown(way: str) -> None:
+    """Parts are frozen, and unfrozen, where modules hold whole parameters."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).to(current_device(), torch.float64)
+    ours = copy.deepcopy(plain)
+    fully_shard(ours, policy={nn.Linear})
+    at_rest = [list(part.parameters()) for part in ours]
+    x = torch.randn(3, 4, dtype=torch.float64, device=current_device())
+    for step, freezes in enumerate([True, False, True, False]):
+        part = step // 2
+        plain[part].requires_grad_(not freezes)
+        with ExitStack() as stack:
+            if way == "unshard":
+                unshard(ours)
+            else:
+                stack.enter_context(keep_unsharded(ours))
+            if way == "by what is at rest":
+                for parameter in at_rest[part]:
+                    parameter.requires_grad_(not freezes)
+            else:
+                ours[part].requires_grad_(not freezes)
+            if way == "before the scope ends":
+                stack.close()
+            if way == "evaluated first":
+                with torch.no_grad():
+                    ours(x)
+            losses = [model(x).square().sum() for model in (plain, ours)]
+            for loss in losses:
+                loss.backward()
+        assert_mean_gradients(plain, ours)
+        for model in (plain, ours):
+            model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["unshard", "keep_unsharded", "evaluated first", "before the scope ends", "by what is at rest"],
+)
+def test_what_is_frozen_where_modules_hold_whole_parameters_is_frozen(pool: Pool, way: str) -> None:
+    pool.run(2, _frozen_as_shown, way)

@@ -4,15 +4,17 @@ make of the gradient.
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from typing import Final
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import checkpoint, fully_shard, no_sync, remove, replicate
+from composable import checkpoint, fully_shard, no_sync, reduce_gradients, remove, replicate
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 
@@ -147,3 +149,27 @@ def test_hooks_go_with_parameters_that_are_sharded_and_with_those_that_come_back
     model(batches[rank]).sum().backward()
     assert [who for who, _ in seen] == ["before"]
     assert model.bias.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("then", ["reduce_gradients", "another backward", "one of another part"])
+@spmd(ranks=2)
+def test_hooks_that_one_rank_alone_has_change_no_message_under_no_sync(then: str) -> None:
+    """Gradients of shards are reduced there: only the hooks wait."""
+    torch.manual_seed(0)
+    parts = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(current_device())
+    plain = copy.deepcopy(parts)
+    fully_shard(parts, policy={nn.Linear})
+    x, seen = torch.ones(2, 4, device=current_device()), list[Tensor]()
+    if dist.get_rank() == 1:
+        parts[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for model in (parts, plain):
+        with no_sync(parts, level="replicate"):
+            model(x).sum().backward()
+    assert not seen
+    if then == "reduce_gradients":
+        reduce_gradients(parts)
+    else:
+        for model in (parts, plain):
+            (model if then == "another backward" else model[1])(x).sum().backward()
+    assert len(seen) == dist.get_rank()
+    torch.testing.assert_close(full(parts[0].weight.grad), plain[0].weight.grad)

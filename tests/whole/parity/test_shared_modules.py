@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from composable import fully_shard, no_sync, reduce_gradients, replicate, reset
 from tests.helpers.compare import all_full, full_gradients
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, current_device, spmd
 
 
 class Encoder(nn.Module):
@@ -343,3 +343,34 @@ def test_memory_that_one_rank_moves_before_the_encoders_first_forward_is_followe
     pool: Pool, encoder: Callable[..., object], critic: Callable[..., object]
 ) -> None:
     pool.run(2, _move_on_one_rank, encoder, critic)
+
+
+class _Pair(nn.Module):
+    """Two modules that are one unit; between them the weight of the second is read."""
+
+    def __init__(self, pair: nn.ModuleList, stops: bool) -> None:
+        super().__init__()
+        self.pair, self.head, self.stops = pair, nn.Linear(4, 2), stops
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pair[1](x)
+        if self.stops:
+            raise ValueError("between the two")
+        return self.head(self.pair[0](x @ self.pair[0].weight))  # type: ignore[no-any-return]
+
+
+@spmd(ranks=2)
+def test_a_forward_lost_between_modules_of_a_shared_unit_leaves_them_at_rest() -> None:
+    torch.manual_seed(0)
+    pair = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)).to(current_device())
+    actor, critic = _Pair(pair, True).to(current_device()), _Pair(pair, False).to(current_device())
+    plain = copy.deepcopy(critic)
+    fully_shard(list(pair))
+    fully_shard(actor)
+    fully_shard(critic)
+    x = torch.ones(2, 4, device=current_device())
+    at_rest = list(pair.parameters())
+    with pytest.raises(ValueError, match="between the two"):
+        actor(x)
+    assert [id(p) for p in pair.parameters()] == [id(p) for p in at_rest]
+    torch.testing.assert_close(critic(x), plain(x))

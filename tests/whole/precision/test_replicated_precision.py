@@ -384,3 +384,56 @@ def test_gradients_that_come_outside_of_the_units_forward_are_told_of_once(
         if told:
             assert "gradient came to parameter" in lines[0]
             assert "register_forward_method" in lines[0]
+
+
+class _Tied(nn.Module):
+    """Reads the weight of a unit in its own forward, behind that unit's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, words: Tensor) -> Tensor:
+        h = self.wte(words).float()
+        for block in self.blocks:
+            h = block(h).tanh()
+        return nn.functional.linear(h.bfloat16(), self.wte.weight.bfloat16()).float()
+
+
+def _reads_a_cast_weight(grad: bool) -> None:
+    torch.manual_seed(0)
+    model = _Tied().to(current_device())
+    plain = copy.deepcopy(model)
+    plain.wte.weight.data = plain.wte.weight.data.bfloat16().float()
+    replicate(model.wte, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    fully_shard(model, policy={nn.Linear})
+    words = torch.arange(4, device=current_device())
+    for _ in range(2):
+        with torch.set_grad_enabled(grad):
+            loss, expected = model(words).sum(), plain(words).sum()
+        torch.testing.assert_close(loss, expected)
+        if grad:
+            loss.backward()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_root_reads_the_cast_weight_of_a_replicated_unit_next_to_shards(
+    pool: Pool, grad: bool
+) -> None:
+    pool.run(2, _reads_a_cast_weight, grad)
+
+
+def _memory_moves_before_a_functional_call() -> None:
+    model = nn.Linear(4, 4).to(current_device())
+    replicate(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    x = torch.ones(2, 4, device=current_device())
+    model(x)
+    model.weight.data = torch.zeros_like(model.weight)
+    theirs = {name: torch.ones_like(p, dtype=BF16) for name, p in model.named_parameters()}
+    torch.func.functional_call(model, theirs, (x,))
+    torch.testing.assert_close(model(x), model.bias.bfloat16().expand(2, 4))
+
+
+def test_memory_that_was_moved_before_a_functional_call_is_followed_after_it(pool: Pool) -> None:
+    pool.run(2, _memory_moves_before_a_functional_call)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, replicate
+from composable import fully_shard, keep_unsharded, replicate, reshard, unshard
 from tests.extensions.rows import Emulated, Rows
 from tests.helpers.compare import full_parameters
 from tests.helpers.events import MIXED, REPLICAS, SHARDS, Scene, events_of, perform
@@ -363,3 +363,78 @@ def test_a_weight_that_some_ranks_read_a_second_time_gets_the_mean_gradient(
     both, none, first, second = [True, True], [False, False], [True, False], [False, True]
     reads = [both, first, none, second, first, both]
     pool.run(2, _read_on_some_ranks, kind, reads, timeout=LIMIT, group_timeout=SECONDS)
+
+
+# --- what is gathered without a message that all ranks expect -----------------------------------
+
+
+def _two_layers() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)).to(
+        current_device(), torch.float64
+    )
+
+
+class _Constant(nn.Linear):
+    """Of which no loss takes a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach()
+
+
+def _train_beside_a_constant(kind: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, models = _two_layers(), _two_layers()
+    for each in (plain, models):
+        each[0].__class__ = _Constant
+    for module in models:
+        fully_shard(module)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, models)]
+    for step in range(3):
+        mine = [(models, _batch(step, rank), 1)]
+        for each, x, parts in (*mine, *((plain, _batch(step, r), ranks) for r in range(ranks))):
+            (sum(module(x) for module in each).square().mean() / parts).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0 and kind == "moved":
+            models._apply(lambda tensor: tensor.clone())
+        for parameter in models.parameters() if rank == 0 and kind == "written" else ():
+            local = parameter.detach().to_local()  # type: ignore[operator]
+            local.copy_(local.clone())
+    for found, expected in zip(models, plain, strict=True):
+        torch.testing.assert_close(full_parameters(found)["weight"], expected.weight.detach())
+
+
+@pytest.mark.parametrize("kind", ["moved", "written"])
+def test_what_a_forward_has_left_gathered_for_no_backward_goes_when_an_optimizer_steps(
+    pool: Pool, kind: str
+) -> None:
+    pool.run(2, _train_beside_a_constant, kind, timeout=LIMIT, group_timeout=SECONDS)
+
+
+def _gather_what_was_moved() -> None:
+    models, x = _two_layers(), _batch(0, 0)
+    for module in models:
+        fully_shard(module)
+    first, second = models
+    expected = [module(x).detach() for module in _two_layers()]
+    if dist.get_rank() == 0:
+        models._apply(lambda tensor: tensor.clone())
+    with keep_unsharded(first), torch.no_grad():
+        for _ in range(2 - dist.get_rank()):
+            torch.testing.assert_close(first(x), expected[0])
+    unshard(second)
+    with torch.no_grad():
+        for _ in range(dist.get_rank()):
+            torch.testing.assert_close(second(x), expected[1])
+    reshard(second)
+    second._apply(lambda tensor: tensor * 2)
+    unshard(second)
+    torch.testing.assert_close(second.weight.detach(), 2 * _two_layers()[1].weight.detach())
+
+
+def test_parameters_moved_before_the_first_forward_are_followed_where_ranks_gather_them(
+    pool: Pool,
+) -> None:
+    pool.run(2, _gather_what_was_moved, timeout=LIMIT, group_timeout=SECONDS)

@@ -217,3 +217,25 @@ def test_ranks_may_skip_replicated_units_next_to_shards_in_any_step(first: str) 
         ):
             assert found.grad is not None, f"{name} in step {number}"
             torch.testing.assert_close(full(found.grad), expected.grad)
+
+
+@spmd(ranks=2)
+def test_a_replicated_unit_that_some_ranks_skip_gathers_none_ahead_in_backward() -> None:
+    """What is next there is a unit of an earlier forward, and only ranks that run it come to it."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = _Branches().double().to(current_device())
+    alone = copy.deepcopy(model)
+    replicate(model.a)
+    fully_shard(model.expert)
+    replicate(model)
+    for taken in (("a", "a"), ("a", ""), ("", "a")):
+        inputs = torch.rand(2, 2, 3, 4, dtype=torch.float64).to(current_device())
+        for loss in [model(x, taken[rank]) for x in inputs[rank]]:
+            loss.backward()
+        for batches, branches in zip(inputs, taken, strict=True):
+            for x in batches:
+                (alone(x, branches) / 2).backward()
+        for name in ("a", "expert.0", "last"):
+            found, expected = (each.get_submodule(name).weight.grad for each in (model, alone))
+            torch.testing.assert_close(full(found), expected)

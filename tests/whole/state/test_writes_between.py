@@ -128,3 +128,30 @@ def test_what_plain_autograd_allows_is_allowed(program: str, after: bool | None)
             assert (expected.grad is None) == (actual.grad is None)
             if expected.grad is not None:
                 torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
+
+
+class _Target(nn.Module):
+    """As an average of weights that teaches: its outputs are detached, and its parameters train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).detach()  # type: ignore[no-any-return]
+
+
+@spmd(ranks=2)
+def test_writes_that_no_counter_shows_are_followed_behind_a_forward_with_detached_outputs() -> None:
+    device = current_device()
+    torch.manual_seed(0)
+    plain = _Target().to(device)
+    model = _Target().to(device)
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, policy={nn.Linear})
+    x = torch.ones(2, 3, device=device)
+    for _ in range(3):
+        torch.testing.assert_close(model(x), plain(x))
+        for each in (model, plain):
+            for parameter in each.parameters():
+                parameter.data.mul_(0.5)
