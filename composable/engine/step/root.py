@@ -29,7 +29,8 @@ Laws:
 * What must not survive a step is in `Step`, `UnitStep` and `Reduction`, which are dropped. A step
   is lost on all ranks or on none: `Root.reset`.
 * Nothing stays gathered from one root forward to the next outside of `unshard()`,
-  `keep_unsharded`, and what graphs of `create_graph=True` need.
+  `keep_unsharded`, what graphs of `create_graph=True` need, and what a backward that is to come may
+  read unseen (`UNSEEN`).
 
 When backward leaves a unit. Backward enters a unit at the graph nodes of its outputs. It leaves the
 unit when it enters another one that neither encloses it nor lies in it: autograd runs the newest
@@ -363,7 +364,7 @@ class Root:
     def name(self) -> str:
         return self.units[0].name
 
-    def is_in(self, unit: Unit) -> bool:
+    def backward_is_in(self, unit: Unit) -> bool:
         """Whether a backward is in `unit`."""
         return self.step.iteration is not None and unit in self.step.iteration.active
 

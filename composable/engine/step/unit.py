@@ -8,6 +8,21 @@ In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitSt
 and `Unit`: construction, which parameters modules hold, unshard and reshard, what a step does to
 it, gradients. It is passive: `visit.py` and `root.py` say what happens in a step, and
 `engine/edits/` between steps (state dicts, removal, copies, rest on the host).
+
+Why parameters stay gathered (`must_stay`), and why modules hold compute parameters
+(`hold_at_rest`):
+
+| reason | gathered | held | a program |
+|---|---|---|---|
+| `step.depth` | yes | yes | a forward of its module |
+| `step.to_run` | yes | yes | losses fused with the head, `[norm, head]`: until both have run |
+| `step.shown` | yes | yes | the root reads a weight that is replicated next to shards |
+| `BACKWARD` | yes | yes | backward is in the unit; checkpointed parts run again there |
+| `UNSEEN` | yes | no | an output aliases a parameter, or is detached |
+| `step.pinned` | yes | no | gradient penalties, `create_graph=True` |
+| `EXPLICIT` in `kept_by` | yes | yes | `unshard(model)`, until a forward with gradients |
+| a scope in `kept_by` | yes | no | `keep_unsharded(model)` |
+| `BY_HAND` in `kept_by` | yes | by `EXPLICIT` | zero-bubble pipelines |
 """
 
 from __future__ import annotations
@@ -106,7 +121,7 @@ class UnitSpec:
 
 
 class Counted(Protocol):
-    """What counts the forwards that are trained on: the iteration."""
+    """What counts the forwards that are trained on: what the iteration has to reduce."""
 
     def count(self, more: int) -> None: ...
 
@@ -285,9 +300,7 @@ class Relations:
 
 
 class Unit:
-    """See the top of this file. It is the verb's state in the registry, and the bracket around its
-    modules' forwards.
-    """
+    """See the top of this file. It is the verb's state in the registry."""
 
     spec: UnitSpec  # what the annotation asks for
     # told of gradients that autograd has accumulated on what modules compute with, and at rest
@@ -536,14 +549,9 @@ class Unit:
         and next to shards for as long as the root computes.
         """
         step = self.step
-        if not (
-            not self._is_in
-            or step.depth
-            or step.to_run
-            or step.shown
-            or BACKWARD in step.needed_by
-            or EXPLICIT in self.kept_by
-        ):
+        if step.depth or step.to_run or step.shown or BACKWARD in step.needed_by:
+            return
+        if self._is_in and EXPLICIT not in self.kept_by:
             self.swap_out()
 
     # --- unshard and reshard ---------------------------------------------------------------------
