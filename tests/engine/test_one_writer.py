@@ -13,7 +13,6 @@ from docs.counts import ENGINE, Source, foreign_writes, sources
 LEFT: Final = {
     ("gradients/grad_bucket.py", "backwards"),
     ("gradients/grad_bucket.py", "wanted"),
-    ("step/root.py", "given"),
 }
 
 

@@ -527,7 +527,7 @@ class Root:
         if training != self._training:
             self._training = training
             # inputs of frozen units may require gradients now, or no longer
-            self._given = self.agreed.given.setdefault(training, {})
+            self._given = self.agreed.given_where(training)
             for index, unit in enumerate(self.units):
                 unit.follow_given(self._given.get(index))
 
