@@ -46,26 +46,26 @@ class Piece:
 PIECES = (
     Piece("all-gathers of the faked group", ("comm.base:GroupComm.all_gather",), True),
     Piece("reduce-scatter of the faked group", ("comm.base:GroupComm.reduce_scatter",), True),
-    Piece("parameters out of the message", ("engine.gather:Gather.copy_out",), True),
-    Piece("gradients into the message", ("engine.reduction:Plan.copy_in",), True),
-    Piece("gradients taken from parameters", ("engine.grad_bucket:GradBucket._take",)),
-    Piece("gradients onto parameters", ("engine.grad_bucket:GradBucket._deliver",)),
-    Piece("checks before forward", ("engine.prepare:Preparation.prepare",), True),
+    Piece("parameters out of the message", ("engine.params.gather:Gather.copy_out",), True),
+    Piece("gradients into the message", ("engine.gradients.reduction:Plan.copy_in",), True),
+    Piece("gradients taken from parameters", ("engine.gradients.grad_bucket:GradBucket._take",)),
+    Piece("gradients onto parameters", ("engine.gradients.grad_bucket:GradBucket._deliver",)),
+    Piece("checks before forward", ("engine.step.prepare:Preparation.prepare",), True),
     Piece(
         "version counters",
         (
-            "engine.param_group:ParamGroup._note_writes",
-            "engine.param_group:ParamGroup._look_for_writes",
-            "engine.param_group:set_versions",
+            "engine.params.param_group:ParamGroup._note",
+            "engine.params.param_group:ParamGroup._look_for_writes",
+            "engine.params.param_group:set_versions",
         ),
         True,
     ),
     Piece(
         "which form modules hold",
-        ("engine.param:ParameterSwap.swap_in", "engine.param:ParameterSwap.swap_out"),
+        ("engine.params.param:ParameterSwap.swap_in", "engine.params.param:ParameterSwap.swap_out"),
         True,
     ),
-    Piece("outputs watched", ("engine.unit:watch",)),
+    Piece("outputs watched", ("engine.step.visit:watch",)),
     Piece("memory", ("memory.elastic:ElasticBuffer.allocate", "memory.elastic:ElasticBuffer.free")),
 )
 HOOKS = "torch's calls of empty hooks"

@@ -123,13 +123,6 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-def is_compiled(module: Any) -> bool:
-    """Whether calls of `module` run compiled code: after `module.compile()` or `torch.compile`."""
-    return (
-        getattr(module, "_compiled_call_impl", None) is not None or unwrapped(module) is not module
-    )
-
-
 def drop_compiled() -> None:
     """Let everything be compiled anew: graphs do not notice hooks that come later, and would
     compute without them.

@@ -19,7 +19,7 @@ from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.host import refuse_extended
 from composable.engine.gradients.hook_stages import cut_flat
-from composable.engine.params.param import describe_mesh
+from composable.engine.params.dtensors import describe_mesh
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, MeshError, closest, few
 from composable.memory.torch_private import locals_of
@@ -144,7 +144,7 @@ def _memory_of(unit: Unit) -> Iterator[Tensor]:
     refuse_extended("averages of parameters", unit)
     for group in unit.groups:
         if group.precision.original.is_floating_point or group.precision.original.is_complex:
-            if group.is_sharded:
+            if group.shard is not None:
                 yield group.shard.detach()
             else:
                 at_rest = [param.at_rest for param in group.params]

@@ -51,7 +51,7 @@ from composable.algorithms.narration import (
 from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.param import is_unreduced
+from composable.engine.params.dtensors import is_unreduced
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step import root as roots
 from composable.engine.step.buffers import broadcast_buffers

@@ -80,7 +80,7 @@ class Narrator(Observer):
 
     @override
     def goes_into(self, root: Root, unit: Unit) -> None:
-        if not root.is_in(unit) or not unit.is_unsharded:
+        if not root.backward_is_in(unit) or not unit.is_unsharded:
             open_scope().tell(Event.BACK, unit, now=True)
 
     @override

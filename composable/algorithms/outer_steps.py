@@ -42,9 +42,10 @@ from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo
 from composable.comm.base import DONE, Work
 from composable.compilation import untraced, unwrapped
-from composable.engine.edits.loading import shard_like
 from composable.engine.gradients.hook_stages import ALL_REDUCE, cut_flat
-from composable.engine.params.param import dtensor_parameter, gradient_like, label_of
+from composable.engine.params.dtensors import dtensor_parameter, gradient_like
+from composable.engine.params.form import PLAIN
+from composable.engine.params.param import label_of
 from composable.engine.step.unit import Unit
 from composable.errors import (
     AlreadyAnnotatedError,
@@ -463,7 +464,7 @@ def _like(value: Any, backup: nn.Parameter) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == backup.shape and isinstance(backup, DTensor):
-        value = shard_like(value, backup, local_of(backup).device)
+        value = PLAIN.shard_like(value, backup, local_of(backup).device)
     return value.detach().clone()
 
 

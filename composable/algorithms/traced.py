@@ -113,7 +113,7 @@ def _obstacle(root: Root) -> str:
             return f"unit '{unit.name}' has shards, or is replicated beside some"
         if any(param.compute is not param.at_rest for param in unit.params):
             return f"unit '{unit.name}' has a mixed precision policy (torch.autocast works)"
-        if any(param.info.model is not None for param in unit.params):
+        if any(not param.info.form.is_whole for param in unit.params):
             return f"unit '{unit.name}' has tensor-parallel parameters"
         if unit.gradients.comm_hooks:
             return f"unit '{unit.name}' has a communication hook"

@@ -26,8 +26,9 @@ from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.naming import find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
 from composable.engine.gradients.sparse import is_sparse_lookup
-from composable.engine.params.extension import has_protocol, pieces_of
-from composable.engine.params.param import ParamInfo, describe_mesh, label_of
+from composable.engine.params.dtensors import describe_mesh
+from composable.engine.params.param import ParamInfo, label_of
+from composable.engine.params.protocol import has_protocol, pieces_of
 from composable.engine.params.tensor_parallel import spread_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
@@ -331,7 +332,7 @@ def warn_of_padding(units: Iterable[Unit]) -> None:
     """
     groups = [(unit, group) for unit in units for group in unit.groups]
     for unit, group in groups:
-        for slot in group.slots if group.is_sharded and not group.extended else ():
+        for slot in group.slots if group.shard is not None else ():
             shape, ranks = slot.shape, slot.num_shards
             if not shape or not slot.numel:
                 continue

@@ -17,8 +17,9 @@ from composable.api.mesh import Spread, joint_mesh, part_of
 from composable.api.selection import ids_of_ignored
 from composable.comm import Comm, comm_of
 from composable.contract.tree import Managed, managed_parameters
-from composable.engine.params.param import ParamInfo, describe_mesh
-from composable.engine.params.tensor_parallel import PART, ModelSpec, model_like, spread_of
+from composable.engine.params.dtensors import describe_mesh
+from composable.engine.params.param import ParamInfo
+from composable.engine.params.tensor_parallel import PART, SpreadForm, spread_like, spread_of
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 
@@ -71,7 +72,7 @@ def told_to(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
         )
 
 
-def with_models(
+def with_forms(
     verb: str,
     infos: Sequence[ParamInfo],
     parameters: Sequence[Managed[nn.Parameter]],
@@ -100,8 +101,8 @@ def with_models(
                 _refuse_different_placements(verb, own, parameters, device)
         plain = not isinstance(tensor, DTensor)
         shape = _whole_shape(verb, managed, mesh, placements, device) if plain else tensor.shape
-        model = ModelSpec(model_like(tensor, shape), joint, dims, plain)
-        found.append(replace(info, model=model))
+        form = SpreadForm(spread_like(tensor, shape), joint, dims, plain)
+        found.append(replace(info, form=form))
     return tuple(found)
 
 

@@ -58,7 +58,7 @@ from composable.api.mesh import (
 )
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
-from composable.api.tensor_parallel import told_across, told_to, with_models
+from composable.api.tensor_parallel import told_across, told_to, with_forms
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.compilation import is_traced
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
@@ -348,7 +348,7 @@ def _note_meshes(verb: str, plan: UnitPlan) -> None:
         for param, own in zip(plan.settings["params"], plan.own, strict=True)
     ]
     spreads = [own or plan.spread for own in plan.own]
-    plan.settings["params"] = with_models(verb, params, plan.parameters, spreads, plan.device)
+    plan.settings["params"] = with_forms(verb, params, plan.parameters, spreads, plan.device)
 
 
 def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:

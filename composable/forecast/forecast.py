@@ -386,7 +386,7 @@ def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
 def _label_resting(machine: Machine, model: nn.Module) -> None:
     for unit in units_below([model]):
         for group in unit.groups:
-            if group.is_sharded and group.home is None:
+            if group.shard is not None and group.home is None:
                 machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)
             for buffer in () if group.gather is None else group.gather.buffers:
                 machine.hold_for(buffer.tensor.untyped_storage(), Kind.UNSHARDED)

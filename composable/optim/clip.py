@@ -31,7 +31,13 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
-from composable.engine.params.param import holds_unreduced, label_of, model_group_of, unit_mesh_of
+from composable.engine.params.param import (
+    holds_unreduced,
+    label_of,
+    mesh_of,
+    model_group_of,
+    unit_mesh_of,
+)
 from composable.engine.step.observer import announce
 from composable.errors import ClippingError, NonFiniteError
 from composable.memory.torch_private import locals_of
@@ -223,8 +229,7 @@ class _Gradients:
             unit_mesh, mesh, tree, group = None, None, None, None
             if label is not None and world > 1:
                 (unit_mesh, tree), group = unit_mesh_of(parameter), model_group_of(parameter)
-                # the unit of a tensor-parallel parameter has some of its ranks only
-                mesh = label.joint or unit_mesh
+                mesh = mesh_of(parameter)  # the unit's may have some of its ranks only
             if unit_mesh is not None:
                 self._meshes[id(unit_mesh)] = unit_mesh, tree
             if mesh is not None and mesh.size() == world:

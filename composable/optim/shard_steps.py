@@ -28,7 +28,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable.engine.params.param import gradient_like, gradient_of
+from composable.engine.params.dtensors import gradient_like
+from composable.engine.params.param import gradient_of
 from composable.errors import OptimizerError
 from composable.memory.torch_private import (
     as_tensors,

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import show_at_rest, warn_of_other_groups
-from composable.engine.params.param import cloned, describe_mesh, whole_of, wrap
+from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
+from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import units_below
 from composable.errors import ForeignParameterError, few
 from composable.memory.torch_private import local_of

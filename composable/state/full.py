@@ -20,7 +20,9 @@ from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups
-from composable.engine.params.param import plain_parts, whole_of
+from composable.engine.params.dtensors import whole_of
+from composable.engine.params.param import mesh_of
+from composable.engine.params.protocol import plain_parts
 from composable.errors import AnnotationError, RanksDisagreeError
 from composable.memory.torch_private import local_of, locals_of
 from composable.state.whole import (
@@ -143,8 +145,7 @@ def _refuse_other_values(caller: str, model: nn.Module) -> None:
     ranks = set(dist.get_process_group_ranks(around.group))
     apart: dict[str, tuple[Managed, DeviceMesh]] = {}
     for each in managed:
-        spec = each.param.info.model
-        mesh = each.unit.mesh_info_of(each.param).mesh if spec is None else spec.joint
+        mesh = mesh_of(each.param.at_rest)
         if mesh is None or mesh.size() >= len(ranks) or each.param.at_rest.is_meta:
             continue
         if ranks.issuperset(mesh.mesh.flatten().tolist()):

@@ -27,7 +27,7 @@ from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
 from composable.contract.tree import Place
-from composable.engine.params.param import whole_of
+from composable.engine.params.dtensors import whole_of
 from composable.engine.params.param_hooks import move_hooks
 from composable.engine.step.root import planned_roots
 from composable.engine.step.unit import Unit, unit_of

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable.compilation import unwrapped
-from composable.engine.edits.loading import shard_like
-from composable.engine.params.param import label_of, whole_of
+from composable.engine.params.dtensors import whole_of
+from composable.engine.params.form import PLAIN
+from composable.engine.params.param import label_of
 from composable.errors import OptimizerError, few
 from composable.memory.torch_private import local_of
 
@@ -92,7 +93,7 @@ def _follow(value: Any, former: Tensor, new: Tensor) -> Any:
     whole = whole_of(value)
     if not isinstance(new, DTensor):
         return whole
-    cut = shard_like(whole, new, local_of(new).device)
+    cut = PLAIN.shard_like(whole, new, local_of(new).device)
     return cut.clone()  # no view of the whole
 
 

@@ -16,14 +16,8 @@ from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.contract.tree import Place
-from composable.engine.edits.loading import shard_like
-from composable.engine.params.extension import has_protocol
-from composable.engine.params.param import (
-    holds_unreduced,
-    keep_gradients_in,
-    plain_parts,
-    unsharded_of,
-)
+from composable.engine.params.param import holds_unreduced, keep_gradients_in
+from composable.engine.params.protocol import has_protocol, plain_parts
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
 from composable.memory.torch_private import (
@@ -39,7 +33,6 @@ from composable.state.whole import (
     managed_in,
     require_at_rest,
     whole_parameter,
-    wrap_like,
     write_whole,
 )
 
@@ -156,9 +149,9 @@ def _show(
     if not isinstance(at_rest, DTensor) and writeback and not offload_to_cpu and not rank0_only:
         return  # the user's own parameter, which edits reach
     gradient = at_rest.grad if with_grads else None
-    model = managed.param.info.model
-    value = unsharded_of(at_rest, model)
-    whole_gradient = None if gradient is None else unsharded_of(gradient, model)
+    form = managed.param.info.form
+    value = form.unsharded(at_rest)
+    whole_gradient = None if gradient is None else form.unsharded(gradient)
     version = _version(at_rest)
     managed.unit.shown_by = RANK0_ONLY if rank0_only else _SCOPE
     if rank0_only and comm.rank:
@@ -167,14 +160,10 @@ def _show(
     if offload_to_cpu:
         value = value.cpu()
         whole_gradient = None if whole_gradient is None else whole_gradient.cpu()
-    # modules of a tensor-parallel model compute with DTensors
-    if model is not None and not model.is_plain:
-        value = wrap_like(value, model)
-        whole_gradient = None if whole_gradient is None else wrap_like(whole_gradient, model)
-    whole = whole_parameter(value, at_rest)
+    whole = whole_parameter(form.shown(value), at_rest)
     if whole_gradient is not None:
         keep_gradients_in(whole_gradient.dtype, whole)
-        whole.grad = whole_gradient
+        whole.grad = form.shown(whole_gradient)
     managed.param.register(whole)
     shown.append(_Shown(managed, whole, version))
 
@@ -219,9 +208,7 @@ def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
 
 def _check_edit(each: _Shown) -> None:
     managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
-    model = managed.param.info.model
-    is_part = model is not None and model.is_plain and whole is not at_rest
-    shape = model.local.shape if model is not None and is_part else at_rest.shape
+    shape = at_rest.shape if whole is at_rest else managed.param.info.form.shape_shown(at_rest)
     if (whole.shape, whole.dtype) != (shape, at_rest.dtype):
         raise ForeignParameterError(
             f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape"
@@ -255,10 +242,10 @@ def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
         if not isinstance(at_rest, DTensor):
             return not torch.equal(at_rest, each.whole.to(at_rest.device))
         local, (whole,) = local_of(at_rest), locals_of([each.whole])
-        model = each.managed.param.info.model
         if has_protocol(local):
             return True  # its class may not know how to compare
-        return not torch.equal(local, local_of(shard_like(whole, at_rest, local.device, model)))
+        form = each.managed.param.info.form
+        return not torch.equal(local, local_of(form.shard_like(whole, at_rest, local.device)))
 
     mine = int(any(map(differs, shown)))
     return (
@@ -270,21 +257,18 @@ def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
 def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
     managed, whole = each.managed, each.whole
     at_rest, comm = managed.param.at_rest, managed.comm
-    model = managed.param.info.model
-    value: Tensor = whole.detach()
-    gradient = whole.grad
-    if model is not None:
-        (value,) = locals_of([value])
-        gradient = None if gradient is None else locals_of([gradient])[0]
+    form = managed.param.info.form
+    (value,) = locals_of([whole.detach()])
+    gradient = None if whole.grad is None else locals_of([whole.grad])[0]
     if rank0_only and comm.size > 1:
         device = managed.unit.mesh_info.device
         flags = torch.tensor([int(gradient is not None), int(whole.requires_grad)], device=device)
         if has_protocol(locals_of([at_rest])[0]):
             # what its own class gathers, mostly no plain tensor, has room for what comes
-            room = unsharded_of(at_rest, model)
+            room = form.unsharded(at_rest)
             value = room if comm.rank else value
         elif comm.rank:
-            shape = at_rest.shape if model is None else model.local.shape
+            shape = form.local_like(at_rest).shape
             value = torch.empty(shape, dtype=at_rest.dtype, device=device)
         value = value.to(device).contiguous()
         comm.broadcast([*plain_parts(value), flags], f"edits of '{managed.fqn}'")
@@ -299,16 +283,16 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
             comm.broadcast([gradient], f"edited gradient of '{managed.fqn}'")
         else:
             gradient = None
-    write_whole(value, at_rest, model)
+    write_whole(value, at_rest, form)
     if not with_grads:
         return
     if gradient is None:
         at_rest.grad = None
     elif at_rest.grad is not None:
-        write_whole(gradient, at_rest.grad, model)
+        write_whole(gradient, at_rest.grad, form)
     else:
         at_rest.grad = (
-            shard_like(gradient, at_rest, local_of(at_rest).device, model)
+            form.shard_like(gradient, at_rest, local_of(at_rest).device)
             if isinstance(at_rest, DTensor)
             else gradient
         )

@@ -12,31 +12,24 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.comm import Comm
 from composable.compilation import unwrapped
-from composable.engine.edits.loading import shard_like
-from composable.engine.params.param import ManagedParam, copy_attributes, wrap
-from composable.engine.params.tensor_parallel import ModelSpec, comms_across
+from composable.engine.params.form import PLAIN, ParamForm
+from composable.engine.params.param import ManagedParam, copy_attributes
 from composable.engine.step.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, first_line
 from composable.memory.torch_private import in_backward, local_of
 
 
 @torch.no_grad()
-def write_whole(whole: Tensor, target: Tensor, model: ModelSpec | None = None) -> None:
-    """Write this rank's part of a whole tensor, which every rank has, into `target`. No message.
+def write_whole(whole: Tensor, target: Tensor, form: ParamForm = PLAIN) -> None:
+    """Write this rank's part of a local tensor of `form`, which is not sharded, into `target`.
 
-    With `model`, `whole` is this rank's local tensor on the user's mesh.
+    No message.
     """
     if isinstance(target, DTensor):
         local = local_of(target)
-        local.copy_(local_of(shard_like(whole, target, local.device, model)))
+        local.copy_(local_of(form.shard_like(whole, target, local.device)))
     else:
         target.copy_(whole)
-
-
-def wrap_like(local: Tensor, model: ModelSpec) -> DTensor:
-    """Make a DTensor, spread as the user did, around a local tensor."""
-    like = model.like
-    return wrap(local, model.mesh, model.placements, like.shape, like.stride())
 
 
 def whole_parameter(value: Tensor, at_rest: nn.Parameter) -> nn.Parameter:
@@ -64,8 +57,13 @@ def comms_of_model(units: Sequence[Unit]) -> list[Comm]:
     These are that of the first unit, and those across tensor-parallel ranks.
     """
     info = units[0].mesh_info
-    models = (param.info.model for unit in units for param in unit.params)
-    return [info.all, *comms_across(models, info.device)]
+    across = (
+        comm
+        for unit in units
+        for param in unit.params
+        for comm in param.info.form.comms(info.device)
+    )
+    return [info.all, *dict.fromkeys(across)]
 
 
 def all_or_none(

@@ -198,14 +198,11 @@ def _used_again_while_gathered(buffer: str) -> Callable[[], Patch]:
     def reusing(self: ParamGroup) -> None:
         before = self.state
         unshard(self)
-        elastic = getattr(self.gather, buffer, None)
-        if (
-            self.state is ShardedState.UNSHARDING
-            and before is not self.state
-            and elastic is not None
-        ):
-            elastic.free()
-            elastic.allocate()
+        found = getattr(self.gather, buffer, None)
+        if self.state is ShardedState.UNSHARDING and before is not self.state and found:
+            for elastic in found if isinstance(found, list) else [found]:
+                elastic.free()
+                elastic.allocate()
 
     return lambda: mock.patch.object(ParamGroup, "unshard", reusing)
 
@@ -285,7 +282,7 @@ FAULTS: Final[dict[str, Fault]] = {
         _used_again_while_gathered("full"), "fully_shard", GATHERED, FREED
     ),
     "the staging area is used again while it is gathered": Fault(
-        _used_again_while_gathered("_staging"), "fully_shard", GATHERED, FREED
+        _used_again_while_gathered("_stagings"), "fully_shard", GATHERED, FREED
     ),
     "what was cast for a gather is used again while it is sent": Fault(
         _used_again_while_gathered("_sent"),

@@ -17,8 +17,9 @@ from composable.contract.tree import Place
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import ManagedParam, ParamInfo
-from composable.engine.params.param_group import Kind, ParamGroup
 from composable.engine.params.precision import Precision
+from composable.engine.params.replicated import ReplicatedGroup
+from composable.engine.params.sharded import ShardedGroup
 from tests.comm.in_process import seats
 
 CPU: Final = torch.device("cpu")
@@ -106,10 +107,12 @@ class Rank:
 
     def build(self) -> None:
         """Again, too, from what is registered then."""
-        self.group = ParamGroup(
-            self.params, self.precision, CPU, self.info,
-            kind=Kind.SHARDED if self.shards else Kind.BESIDE, rest_mesh=self.rest_mesh,
-        )  # fmt: skip
+        args = self.params, self.precision, CPU, self.info
+        self.group = (
+            ShardedGroup(*args)
+            if self.shards
+            else ReplicatedGroup(*args, rest_mesh=self.rest_mesh, read_apart=False)
+        )
         self.group.rename("u")
         members = list(zip(self.params, self.group.slots, strict=True))
         self.bucket = GradBucket(members, self.precision, CPU, self.info, factor=self.factor)

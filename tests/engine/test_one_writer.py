@@ -13,12 +13,6 @@ from docs.counts import ENGINE, Source, foreign_writes, sources
 LEFT: Final = {
     ("gradients/grad_bucket.py", "backwards"),
     ("gradients/grad_bucket.py", "wanted"),
-    ("params/extension.py", "sends"),
-    ("params/param_group.py", "at_rest"),
-    ("params/param_group.py", "compute"),
-    ("params/param_group.py", "own"),
-    ("step/prepare.py", "original"),
-    ("step/root.py", "given"),
 }
 
 

@@ -225,7 +225,8 @@ def test_packed_parameters_get_their_memory_when_their_message_has_landed() -> N
     assert _nbytes(ranks[0]) >= 27 * 4
     group = ranks[0].group
     assert not any(
-        buffer is not None and buffer.held for buffer in (group.gather._staging, group.gather._sent)
+        buffer is not None and buffer.held
+        for buffer in (*group.gather._stagings, group.gather._sent)
     )
     each(ranks, lambda rank: rank.group.reshard())
     assert all(storage.nbytes() == 0 for storage in before), (
@@ -241,6 +242,21 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def test_on_a_device_one_kernel_copies_what_is_cut_along_rows_whatever_else_is_cut_otherwise() -> (
+    None
+):
+    on_device = Traits(direct_bytes=1 << 60, max_direct=0, align=1, on_stream=True)
+    shapes_ = [ParamShape("", (4, 3)), ParamShape("", (3, 6)), ParamShape("", (8,))]
+    ranks = ranks_of(values_of(shapes_), [0, 1, 0], infos_of_shards(2, traits=on_device))
+    each(ranks, lambda rank: rank.group.unshard())
+    with _Operators() as seen:
+        each(ranks[:1], lambda rank: rank.group.wait_for_unshard())
+    copies = [name for name in seen.names if "copy" in name]
+    assert copies == ["split_with_sizes_copy", "_foreach_copy_"]
+    (sizes,) = [sizes for _, sizes, _ in ranks[0].group.gather._columns]
+    assert sizes == [6, 4], "both matrices of rows, and not the one of columns"
 
 
 @pytest.mark.parametrize("number", [2, 4])  # the columns are cut evenly, or not
@@ -293,7 +309,7 @@ def test_a_gather_that_cannot_be_launched_leaves_no_memory_behind() -> None:
         group.unshard()
     assert group.state is SHARDED
     assert _nbytes(ranks[0]) == 0
-    held = [each.held for each in (group.gather._sent, group.gather._staging) if each is not None]
+    held = [each.held for each in (group.gather._sent, *group.gather._stagings) if each is not None]
     assert not any(held)
 
 

@@ -28,7 +28,9 @@ from composable.contract.naming import module_name
 from composable.contract.tree import REPLICATE, SHARD, states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
-from composable.engine.params.param import cloned, copy_attributes, dtensor_parameter
+from composable.engine.params.dtensors import dtensor_parameter
+from composable.engine.params.param import copy_attributes
+from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.errors import AnnotationError, PhaseError
 from composable.memory.torch_private import local_of

@@ -25,23 +25,20 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
 from composable.contract.contract import drop_attribute
-from composable.engine.params.extension import has_protocol, shard_of, whole_like
+from composable.engine.params.dtensors import describe_mesh, dtensor_parameter
+from composable.engine.params.form import PLAIN
 from composable.engine.params.param import (
     ManagedParam,
-    cloned,
-    describe_mesh,
-    dtensor_parameter,
     label_of,
+    mesh_of,
     model_group_of,
     owner_of,
-    unit_mesh_of,
-    wrap,
 )
-from composable.engine.params.tensor_parallel import ModelSpec
+from composable.engine.params.protocol import as_class_of, cloned
 from composable.engine.step.unit import EXPLICIT, Unit
 from composable.errors import AnnotationError
 from composable.memory.torch_private import in_backward, local_of
@@ -150,14 +147,13 @@ class StateDictHooks:
             )
             return at_rest
         with torch.no_grad():
-            taken = shard_like(value, at_rest, self._unit.rest_device)
+            taken = PLAIN.shard_like(value, at_rest, self._unit.rest_device)
         if not assign:
             return taken
         if param not in self._assigned:
             # A copy: the full tensor must not live on because of a view of it.
-            local = cloned(local_of(taken))
-            if has_protocol(local_of(at_rest)):  # as `copy_` would leave it
-                local = whole_like(local_of(at_rest), local)
+            # Of the class of the shard, as `copy_` would leave it.
+            local = as_class_of(local_of(at_rest), cloned(local_of(taken)))
             parameter = dtensor_parameter(
                 local, taken.device_mesh, taken.placements,
                 taken.shape, taken.stride(), requires_grad=at_rest.requires_grad,
@@ -229,7 +225,7 @@ def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
         assert label is not None
         assert owner is not None
         alone = label.mesh_info is None and prefix.count(".") <= label.fqn.count(".")
-        ranks, number = label.joint or unit_mesh_of(parameter)[0], dist.get_world_size(group)
+        ranks, number = mesh_of(parameter), dist.get_world_size(group)
         outermost: Any = owner.relations.units_around()[-1]
         silent = _SILENT.get() or alone or outermost.modules[0] in _TOLD
         if silent or ranks is None or ranks.size() >= number:
@@ -242,37 +238,3 @@ def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
             " ranks that share it",
             label, ranks.size(), number,
         )  # fmt: skip
-
-
-def shard_like(
-    value: Tensor, parameter: DTensor, device: torch.device, model: ModelSpec | None = None
-) -> DTensor:
-    """`value` with the placements of `parameter`: of a plain tensor, which every rank has, this
-    rank's part on `device`.
-
-    A DTensor with other placements is redistributed, so all ranks must call this.
-
-    Args:
-        model: `value` is this rank's local tensor on the user's mesh.
-    """
-    placements = parameter.placements
-    if isinstance(value, DTensor):
-        return (
-            value if value.placements == placements else value.redistribute(placements=placements)
-        )
-    mesh, local = parameter.device_mesh, value.detach()
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    cut = model is None or not model.owns(parameter)  # replicated parameters rest whole
-    for axis, placement in enumerate(placements if cut else ()):
-        if isinstance(placement, Shard) and (model is None or axis >= model.ndim):
-            size = local.shape[placement.dim]
-            chunk = -(-size // mesh.size(axis))
-            start = min(coordinate[axis] * chunk, size)
-            if has_protocol(local):
-                local = shard_of(local, mesh.size(axis), coordinate[axis])
-                continue
-            local = local.narrow(placement.dim, start, min(chunk, size - start))
-    if not local.is_meta:
-        local = local.to(device)
-    return wrap(local, mesh, placements, parameter.shape, parameter.stride())

@@ -38,21 +38,15 @@ from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.reduction import Reducer, Reduction
 from composable.engine.gradients.row import Counts, counts_of
 from composable.engine.gradients.unreduced import Accumulated
+from composable.engine.params.dtensors import gradient_like, is_unreduced
 from composable.engine.params.layout import Slot
-from composable.engine.params.param import (
-    ManagedParam,
-    gradient_like,
-    gradient_of,
-    is_unreduced,
-    trainability,
-)
+from composable.engine.params.param import ManagedParam, gradient_of, trainability
 from composable.engine.params.param_hooks import (
     post_accumulate_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
 )
 from composable.engine.params.precision import Precision
-from composable.engine.params.tensor_parallel import local_gradients
 from composable.memory.offload import HostHome, wait_for_traffic
 from composable.memory.torch_private import (
     as_tensors,
@@ -102,11 +96,12 @@ class GradBucket:
         self.at_rest = tuple(param.at_rest for param in self.params)
         self.compute = tuple(param.compute for param in self.params)
         slots = [slot for _, slot in members]
-        self.models = tuple(param.info.model for param in self.params)
+        self._forms = tuple(param.info.form for param in self.params)
+        self._are_whole = all(form.is_whole for form in self._forms)
         self.in_place = all(map(is_, self.at_rest, self.compute))
         # What is added to a gradient that is there must not be in its memory already.
         keeps = keeps and self.in_place and precision.reduce == precision.gradient
-        keeps = keeps and not any(self.models)
+        keeps = keeps and self._are_whole
         self.reducer = Reducer(
             self.at_rest, slots, precision, device, mesh_info,
             label=label, offloaded=home is not None, keeps=keeps,
@@ -177,9 +172,12 @@ class GradBucket:
             for parameter in self.compute:
                 parameter.grad = None
         self._earlier = []
-        if any(self.models):
+        if not self._are_whole:
             reduce = self.reducer.precision.reduce
-            gradients = local_gradients(gradients, self.models, reduce)
+            gradients = [
+                form.local_gradient(gradient, reduce)
+                for form, gradient in zip(self._forms, gradients, strict=True)
+            ]
         # `torch.nn.functional.embedding(..., sparse=True)`; None is not sparse
         if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
             gradients = [

@@ -121,8 +121,8 @@ class UnitGradients:
         in_place = all(param.compute is param.at_rest for param in group.params)
         sparse = kind is not Kind.SHARDED and only_looked_up(group.params[0].info)
         for param in group.params if in_place else ():
-            if param.info.model is not None:
-                settle = traceable(param.info.model.settled)
+            if not param.info.form.is_whole:
+                settle = traceable(param.info.form.settled)
                 self._undo += hook_gradients([param.compute], settle)
         if factor != 1.0 and (in_place or sparse):
             # autograd itself adds to what users see

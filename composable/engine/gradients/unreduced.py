@@ -28,18 +28,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable.engine.gradients.reduction import Reducer
+from composable.engine.params.dtensors import gradient_like, gradient_of_shards, is_unreduced
+from composable.engine.params.form import ParamForm
 from composable.engine.params.layout import Route
 from composable.engine.params.param import (
     ManagedParam,
     cut,
-    gradient_like,
-    gradient_of_shards,
-    is_unreduced,
     keep_gradients_in,
     set_holds_unreduced,
-    unreduced_gradient,
 )
-from composable.engine.params.tensor_parallel import ModelSpec
 from composable.errors import PhaseError
 from composable.memory.torch_private import gradient_hooks, local_of, locals_of
 
@@ -94,7 +91,7 @@ class Accumulated:
         self._params = params
         self._at_rest = tuple(param.at_rest for param in params)
         self._compute = tuple(param.compute for param in params)
-        self._models = tuple(param.info.model for param in params)
+        self._forms = tuple(param.info.form for param in params)
         self._reducer = reducer
         self.marks = all(param.at_rest is param.own for param in params)
         precision = reducer.precision
@@ -153,10 +150,10 @@ class Accumulated:
             if gradient is None:  # other ranks may have one
                 (compute,) = locals_of([self._compute[index]])
                 gradient = torch.zeros_like(compute)
-            model, dtype = self._models[index], self.dtype
+            form, dtype = self._forms[index], self.dtype
             if before is None:
                 self._show(index, self._unreduced(index, gradient.to(dtype)))
-            elif self.marks or _is_whole(before, model):
+            elif self.marks or _is_whole(before, form):
                 if before.dtype != dtype:  # marked, and reduced earlier
                     before = before.to(dtype)
                 self._show(index, before)
@@ -179,11 +176,10 @@ class Accumulated:
         at_rest.grad = gradient
 
     def _unreduced(self, index: int, whole: Tensor) -> Tensor:
-        model = self._models[index]
+        at_rest = self._at_rest[index]
         if self.marks:
-            return gradient_like(whole, self._at_rest[index])
-        kept = () if model is None else model.kept
-        return unreduced_gradient(whole, self._at_rest[index], model, kept)
+            return gradient_like(whole, at_rest)
+        return self._forms[index].unreduced(whole, at_rest)
 
     def add_shards(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
         """Add gradients that are reduced over the shard dimension."""
@@ -196,8 +192,7 @@ class Accumulated:
             if isinstance(before, DTensor):  # a mean, the same on every replica
                 self._refuse_hooks_twice(index)
                 local = local + local_of(before)
-            model, shard_dim = self._models[index], self._reducer.mesh_info.shard_dim
-            first = 0 if model is None else model.ndim
+            first, shard_dim = self._forms[index].ndim, self._reducer.mesh_info.shard_dim
             self._show(index, gradient_of_shards(local, at_rest, first, first + shard_dim))
 
     def _refuse_hooks_twice(self, index: int) -> None:
@@ -222,7 +217,7 @@ class Accumulated:
             held = at_rest.grad
             if held is None or not (self.wanted[index] if self.marks else is_unreduced(held)):
                 continue
-            if not self.marks and not _is_whole(held, self._models[index]):
+            if not self.marks and not _is_whole(held, self._forms[index]):
                 carried.append((index, local_of(held)))  # type: ignore[arg-type]
                 continue
             fresh, (local,) = gradients[index], locals_of([held])
@@ -232,9 +227,8 @@ class Accumulated:
         return [None if gradient is None else gradient.to(dtype) for gradient in gradients], carried
 
 
-def _is_whole(gradient: Tensor | None, model: ModelSpec | None) -> TypeGuard[DTensor]:
+def _is_whole(gradient: Tensor | None, form: ParamForm) -> TypeGuard[DTensor]:
     """Whether `gradient` was accumulated before any stage of its reduction."""
     return isinstance(gradient, DTensor) and all(
-        placement.is_partial()
-        for placement in gradient.placements[0 if model is None else model.ndim :]
+        placement.is_partial() for placement in gradient.placements[form.ndim :]
     )

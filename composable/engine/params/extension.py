@@ -36,80 +36,21 @@ from typing_extensions import override
 
 from composable.comm.base import Again, Comm, Work
 from composable.comm.mesh_info import MeshInfo
-from composable.config import MixedPrecisionPolicy
+from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot, round_up
-from composable.engine.params.param import ManagedParam, cloned, cut, memory_order
+from composable.engine.params.offloaded import OffloadedGroup
+from composable.engine.params.param import ManagedParam, cut, memory_order
 from composable.engine.params.param_group import ParamGroup
+from composable.engine.params.precision import Precision
+from composable.engine.params.protocol import POST, PRE, has_protocol, shard_of
+from composable.engine.params.sharded import ShardedGroup
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import local_of, storage_key, up_to_collectives
+from composable.memory.streams import has_streams
+from composable.memory.torch_private import local_of, locals_of, storage_key, up_to_collectives
 
-_PRE: Final = "fsdp_pre_all_gather"
-_POST: Final = "fsdp_post_all_gather"
 _ALIGN: Final = 16  # bytes; casts of bytes to any dtype start at multiples of it
-
-
-def has_protocol(tensor: Tensor) -> bool:
-    """Whether `tensor`, a shard or a parameter that is to be cut, is gathered by its own methods.
-
-    Raises:
-        AnnotationError: it has one of the two only.
-    """
-    pre, post = hasattr(tensor, _PRE), hasattr(tensor, _POST)
-    if pre != post:
-        raise AnnotationError(
-            f"a {type(tensor).__name__} has {_PRE if pre else _POST}() and no"
-            f" {_POST if pre else _PRE}(); a parameter that is gathered in its own form has both"
-        )
-    return pre
-
-
-@torch.no_grad()
-def pieces_of(whole: Tensor, ranks: int) -> list[Tensor]:
-    """The shards of a tensor with the protocol, cut by its own operators; empty ones are left out.
-
-    Raises:
-        AnnotationError: it cannot be cut into shards of the right shapes.
-    """
-    kind, size = type(whole).__name__, whole.shape[0] if whole.ndim else 0
-    rows = -(-size // ranks)
-    expected = [min(rows, size - start) for start in range(0, size, rows or 1)]
-    said = ""
-    try:
-        pieces = list(torch.chunk(whole, ranks, dim=0))
-        found = [tuple(piece.shape) for piece in pieces]
-        if found != [(each, *whole.shape[1:]) for each in expected] or not size:
-            said = f"torch.chunk gives shapes {found}"
-        elif not all(map(has_protocol, pieces)):
-            said = f"torch.chunk gives tensors without {_PRE}()"
-    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        said = f"torch.chunk raised {type(error).__name__}: {first_line(error)}"
-    if said:
-        raise AnnotationError(
-            f"a {kind} of shape {tuple(whole.shape)} cannot be cut along dimension 0 over {ranks}"
-            f" ranks, {size} rows with {rows} each: {said}"
-        )
-    return pieces
-
-
-@torch.no_grad()
-def shard_of(whole: Tensor, ranks: int, rank: int) -> Tensor:
-    """A copy of this rank's piece, so that the whole is freed."""
-    pieces = pieces_of(whole, ranks)
-    if rank >= len(pieces):
-        return whole.new_zeros((0, *whole.shape[1:]))
-    return cloned(pieces[rank])
-
-
-@torch.no_grad()
-def whole_like(local: Tensor, value: Tensor) -> Tensor:
-    """`value`, which may be plain, as a tensor of the class of a shard."""
-    if type(value) is type(local):
-        return value
-    whole = local.new_zeros(value.shape, device=value.device)
-    whole.copy_(value)
-    return whole
 
 
 @dataclass(slots=True)
@@ -154,7 +95,7 @@ class _Extended:
         strides = torch.empty(slot.shape, device="meta").stride()
         # torch's first form of the protocol takes the mesh alone
         self._is_plain = not has_protocol(local)
-        alone = not self._is_plain and _takes_one(getattr(local, _PRE))
+        alone = not self._is_plain and _takes_one(getattr(local, PRE))
         self._args: tuple[Any, ...] = (
             (mesh,) if alone else (mesh, self._shape, strides, param.info.places[0].module, policy)
         )
@@ -173,7 +114,7 @@ class _Extended:
         """What this rank sends."""
         if self._is_plain:
             return [self.local.to(self._dtype)]
-        tensors, self._metadata = getattr(self.local, _PRE)(*self._args)
+        tensors, self._metadata = getattr(self.local, PRE)(*self._args)
         return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
     def describe(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -208,11 +149,11 @@ class _Extended:
         whole, inner = (
             (outputs[0], ())
             if self._is_plain
-            else getattr(self.local, _POST)(outputs, self._metadata, self._dtype)
+            else getattr(self.local, POST)(outputs, self._metadata, self._dtype)
         )
         if whole.shape != self._shape or (self._trains and whole.dtype != self._dtype):
             raise AnnotationError(
-                f"{_POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype},"
+                f"{POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype},"
                 f" where the parameter has {tuple(self._shape)} and computes in {self._dtype}"
             )
         self._metadata = None
@@ -234,7 +175,7 @@ class _Extended:
             storage.resize_(nbytes)
         metadata, self._metadata = self._metadata, None
         outputs = tuple(each.output for each in self.sent)
-        getattr(self.local, _POST)(outputs, metadata, self._dtype, out=self.compute)
+        getattr(self.local, POST)(outputs, metadata, self._dtype, out=self.compute)
 
     def free(self) -> None:
         for storage, _ in self.inner:
@@ -284,7 +225,7 @@ class ExtendedGather(Gather):
             if not _fits(param.ask(), param.sends):
                 raise PhaseError(
                     f"parameter '{param.name}': its new shard sends other dtypes or sizes"
-                    f" ({_PRE}()) than all ranks agreed on when the module was annotated. Call"
+                    f" ({PRE}()) than all ranks agreed on when the module was annotated. Call"
                     " refresh(model) on all ranks, after all have exchanged it"
                 )
             param.make(param.sends, self._comm)
@@ -316,7 +257,7 @@ class ExtendedGather(Gather):
         for param, said in zip(self._params, made, strict=True):
             _refuse(param, said)
         for param, sends in zip(self._params, largest, strict=True):
-            param.param.sends = sends
+            param.param.agree(sends)
 
     @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()
@@ -340,7 +281,7 @@ class ExtendedGather(Gather):
         """What is sent must fit into what was asked for when the group was built."""
         if not _fits(tensors, param.sends):
             raise PhaseError(
-                f"parameter '{param.name}': {_PRE}() returned tensors of other dtypes or sizes than"
+                f"parameter '{param.name}': {PRE}() returned tensors of other dtypes or sizes than"
                 " when the module was annotated. They must stay the same"
             )
 
@@ -420,21 +361,11 @@ def _refuse(param: _Extended, said: _Said) -> None:
         )
 
 
-def travelling_together(
-    params: Sequence[ManagedParam],
-) -> tuple[list[ManagedParam], list[ManagedParam]]:
-    """Parameters with the protocol, with plain ones that can share their message; and the rest."""
-    if not any(map(_is_extended, params)):
-        return [], list(params)
-    together = [param for param in params if _is_extended(param) or _may_join(param)]
-    return together, [param for param in params if param not in together]
-
-
 def _is_extended(param: ManagedParam) -> bool:
     """A plain parameter's attributes are not its shards', so that it has no protocol."""
     registered = param.registered
     assert registered is not None
-    if type(registered) is nn.Parameter or param.info.model is not None:
+    if type(registered) is nn.Parameter or not param.info.form.is_whole:
         return False
     return has_protocol(local_of(registered) if isinstance(registered, DTensor) else registered)
 
@@ -442,21 +373,28 @@ def _is_extended(param: ManagedParam) -> bool:
 def _may_join(param: ManagedParam) -> bool:
     """Whether its shards are rows in memory order."""
     registered = param.registered
-    rows = param.info.model is None and param.info.shard_dim == 0
+    rows = param.info.form.is_whole and param.info.shard_dim == 0
     return rows and registered is not None and not memory_order(registered)
 
 
-class ExtendedGroup(ParamGroup):
+class ExtendedGroup(ShardedGroup):
     """A group of parameters with the protocol, and others. They have memory of their own."""
 
     extended = True
 
-    def __init__(self, *args: Any, policy: MixedPrecisionPolicy, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        precision: Precision,
+        device: torch.device,
+        mesh_info: MeshInfo,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
         self._policy = policy
-        super().__init__(*args, **options)
+        super().__init__(params, precision, device, mesh_info)
 
     @override
-    def _make_shards(self) -> None:
+    def _make_memory(self) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
         for param, slot in zip(self.params, self.slots, strict=True):
             registered = param.registered
@@ -467,37 +405,40 @@ class ExtendedGroup(ParamGroup):
                 found.append(cut(registered.data, slot, self.comm.rank).clone())
             else:
                 found.append(shard_of(registered, self.comm.size, self.comm.rank))
-        self._memory = tuple(found)
+        return tuple(found)
 
     @override
     def _local(self, slot: Slot) -> Tensor:
         return self._memory[self.slots.index(slot)]
 
     @override
-    def _make_gather(self) -> None:
-        self._post_forward_shard = None
+    def _make_gather(self) -> Gather:
         mesh = _mesh_of_shards(self.mesh_info)
         self._extended = [
             _Extended(param, slot, local, self.precision.compute, mesh, self._policy)
             for param, slot, local in zip(self.params, self.slots, self._memory, strict=True)
         ]
-        self.gather = ExtendedGather(self._extended, self.comm, self.device)
+        return ExtendedGather(self._extended, self.comm, self.device)
 
     @override
     def _aliased(self, slot: Slot) -> bool:
         return False
 
     @override
-    def _plain_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+    def _make_compute(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         compute = self._extended[self.slots.index(slot)].compute
         if compute is not None:
             return compute
         dtype = self.precision.compute
         return nn.Parameter(torch.empty(slot.shape, dtype=dtype, device="meta"), False)
 
-    def has_moved(self, param: ManagedParam, local: Tensor) -> bool:
-        """Whether the user has given the at-rest parameter another local tensor."""
-        return local is not self._memory[self.params.index(param)]
+    @override
+    def recast(self) -> list[ManagedParam]:
+        return []  # their class says in which dtype they compute
+
+    @override
+    def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
+        return locals_of([param.at_rest])[0] is not self._local(slot)
 
 
 def _mesh_of_shards(info: MeshInfo) -> DeviceMesh:
@@ -509,3 +450,26 @@ def _mesh_of_shards(info: MeshInfo) -> DeviceMesh:
     if mesh.mesh_dim_names:
         return mesh[mesh.mesh_dim_names[info.shard_dim]]
     return DeviceMesh.from_group(mesh.get_group(info.shard_dim), mesh.device_type)
+
+
+def sharded_groups(
+    params: Sequence[ManagedParam],
+    precision: Precision,
+    device: torch.device,
+    mesh_info: MeshInfo,
+    policy: MixedPrecisionPolicy,
+    offload: CPUOffloadPolicy | None,
+) -> list[ParamGroup]:
+    """One group, or two where some parameters have the protocol: these, with plain ones that can
+    share their message, and the rest.
+    """
+    args, together = (precision, device, mesh_info), list[ManagedParam]()
+    if any(map(_is_extended, params)):
+        together = [param for param in params if _is_extended(param) or _may_join(param)]
+    rest = [param for param in params if param not in together]
+    groups: list[ParamGroup] = [ExtendedGroup(together, *args, policy)] if together else []
+    if rest and offload and has_streams(device):
+        groups.append(OffloadedGroup(rest, *args, offload))
+    elif rest:
+        groups.append(ShardedGroup(rest, *args))
+    return groups

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from composable.engine.params.layout import Layout, Route, Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import Precision
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.offload import ComingShards, HostHome
 from composable.memory.torch_private import innermost, locals_of, storage_key
 
 
@@ -32,7 +32,6 @@ class Gather:
     Args:
         params: of the group, with their slots in `layout`.
         shard: the shard buffer; None where parameters are whole already and are cast only.
-        home: where the shards rest under CPU offload.
         sends: whether the launch takes a message, so that all ranks take part.
 
     Attributes:
@@ -50,15 +49,12 @@ class Gather:
         device: torch.device,
         comm: Comm,
         shard: Tensor | None,
-        home: HostHome | None,
         *,
         sends: bool,
     ) -> None:
         self._comm = comm
         self._sends = sends
         self._shard = shard
-        self._coming = None if shard is None or home is None else ComingShards(shard, home)
-        self.copies = precision.casts or home is not None  # whole parameters, too
         dtype = precision.compute
 
         def buffer(numel: int) -> ElasticBuffer | None:
@@ -70,13 +66,21 @@ class Gather:
             self.full = ElasticBuffer(0, dtype, device)
         self.buffers = tuple(each for each in (self.full, self.late) if each is not None)
         # where packed shards arrive; cast shards that are sent: while a gather is in flight
-        self._staging = buffer(layout.num_shards * layout.packed_numel)
+        self._stagings: list[ElasticBuffer] = []
         self._sent = (
             ElasticBuffer(layout.cut_numel, dtype, device) if sends and precision.casts else None
         )
+        self._holds_input = self._sent is not None  # what is sent has memory of its own
+        self._pairs: list[tuple[Tensor, Tensor]] = []
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._pairs = Again(self._plan_sending(params, layout))
-        self._plan_copy_out(layout)
+        # Of each kernel that copies packed parameters out: rows, their sizes and targets.
+        self._columns: list[tuple[Tensor, list[int], list[Tensor]]] = []
+        self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._plan_packed(layout, dtype, device)
+        self._plan_sending(params if self._copies_whole(precision) else (), layout)
+        found = (*self._stagings, self._sent, self.full)
+        self._in_flight = [buffer for buffer in found if buffer is not None]
+        self._pairs = Again(self._pairs)
 
     # --- made once -------------------------------------------------------------------------------
 
@@ -91,27 +95,25 @@ class Gather:
 
     def _read(self, start: int, numel: int) -> Tensor:
         """A stretch of the shard buffer, where the message or a cast reads it."""
-        if self._coming is not None:
-            return self._coming.buffer.stretch(start, numel).data
         assert self._shard is not None
         return self._shard.data[start : start + numel]
 
-    def _plan_sending(
-        self, params: Sequence[ManagedParam], layout: Layout
-    ) -> list[tuple[Tensor, Tensor]]:
-        pairs, sent = list[tuple[Tensor, Tensor]](), self._sent
+    def _copies_whole(self, precision: Precision) -> bool:
+        """Whether parameters that are whole already are copied, too."""
+        return precision.casts
 
-        def mine(start: int, numel: int) -> Tensor:
-            return self._read(start, numel) if sent is None else sent.stretch(start, numel).data
+    def _send(self, start: int, numel: int, into: Tensor) -> None:
+        """Let a stretch of all ranks' shard buffers arrive in `into`."""
+        sent = self._sent
+        mine = self._read(start, numel) if sent is None else sent.stretch(start, numel).data
+        self._pairs.append((into, mine))
 
-        if self._staging is not None:
-            packed = mine(layout.packed_start, layout.packed_numel)
-            pairs.append((self._staging.tensor.data, packed))
+    def _plan_sending(self, params: Sequence[ManagedParam], layout: Layout) -> None:
         for slot in layout.of(Route.DIRECT):
-            pairs.append((self._room(slot), mine(slot.shard_start, slot.chunk_numel)))
+            self._send(slot.shard_start, slot.chunk_numel, self._room(slot))
         targets, sources = self._casts
-        for param, slot in zip(params, layout.slots, strict=True):
-            if slot.route is not Route.WHOLE or not slot.numel or not self.copies:
+        for param, slot in zip(params, layout.slots, strict=False):
+            if slot.route is not Route.WHOLE or not slot.numel:
                 continue
             if self._shard is not None:
                 targets.append(self._room(slot))
@@ -121,110 +123,107 @@ class Gather:
                 targets.append(self._room(slot).view(slot.shape))
                 (own,) = locals_of([param.own.data])
                 sources.append(own.permute(slot.order) if slot.order else own)
-        if sent is not None:
-            targets.append(sent.tensor.data)
+        if self._sent is not None:
+            targets.append(self._sent.tensor.data)
             sources.append(self._read(0, layout.cut_numel))
-        return pairs
 
-    def _plan_copy_out(self, layout: Layout) -> None:
-        """How packed parameters get from the staging buffer, a row per rank, to their place."""
-        self._columns: tuple[list[int], list[Tensor]] | None = None
-        self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
-        staging, ranks, row = self._staging, layout.num_shards, layout.packed_numel
-        if staging is None:
-            return
-        self._rows = staging.tensor.data.view(ranks, -1)
+    def _plan_packed(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        """Packed parameters arrive in staging buffers, a row per rank, and are copied out.
+
+        On an accelerator one kernel copies all that are cut along their first dimension, if nothing
+        else is in their rows: then the others have a message of their own. A host does the same in
+        half of the time without it: `split_with_sizes_copy` makes views.
+        """
         packed = [slot for slot in layout.of(Route.PACKED) if slot.chunk_numel]
-        straight = [slot for slot in packed if slot.dim == 0]
-        if self._comm.traits.on_stream and straight == packed:
-            # On an accelerator one kernel. A host does the same in half of the time without it:
-            # `split_with_sizes_copy` makes views.
-            self._plan_columns(packed, layout)
-            return
-        targets, sources = self._copies
-        for chunk, slots in groupby(straight, key=lambda slot: slot.chunk_numel):
-            alike = list(slots)
-            into = self.buffer_of(alike[0])
-            assert into is not None
-            full = [slot.full_start for slot in alike]
-            sent = [slot.shard_start - layout.packed_start for slot in alike]
-            targets.append(_stacked(into, full, ranks, chunk, chunk))
-            sources.append(_stacked(staging, sent, ranks, row, chunk))
-        for slot in packed:
-            into, start = self.buffer_of(slot), slot.shard_start - layout.packed_start
-            assert into is not None
-            for each in _across(slot, row):
-                at = slot.full_start + each.at
-                targets.append(into.part(at, each.shape, each.strides).data)
-                sources.append(staging.part(start + each.row_at, each.shape, each.row_strides).data)
+        ranks, start = layout.num_shards, layout.packed_start
+        ends = [slot.shard_start for slot in packed[1:]] + [layout.cut_numel]
+        in_columns = [slot.dim == 0 and self._comm.traits.on_stream for slot in packed]
+        for by_columns, part in groupby(zip(in_columns, packed, ends, strict=False), itemgetter(0)):
+            _, slots, part_ends = zip(*part, strict=True)
+            numel = part_ends[-1] - start
+            staging = ElasticBuffer(ranks * numel, dtype, device)
+            self._stagings.append(staging)
+            self._send(start, numel, staging.tensor.data)
+            if by_columns:
+                self._copy_columns(slots, part_ends, staging.tensor.data.view(ranks, -1))
+            else:
+                self._copy_parts(slots, staging, start, numel)
+            start = part_ends[-1]
 
-    def _plan_columns(self, packed: Sequence[Slot], layout: Layout) -> None:
-        ranks, sizes, targets = layout.num_shards, list[int](), list[Tensor]()
-        ends = [
-            *(slot.shard_start for slot in packed[1:]),
-            layout.packed_start + layout.packed_numel,
-        ]
-        for slot, end in zip(packed, ends, strict=False):
+    def _copy_columns(self, slots: Sequence[Slot], ends: Sequence[int], rows: Tensor) -> None:
+        ranks, sizes, targets = len(rows), list[int](), list[Tensor]()
+        for slot, end in zip(slots, ends, strict=True):
             sizes.append(slot.chunk_numel)
             targets.append(self._room(slot).view(ranks, slot.chunk_numel))
             if padding := end - slot.shard_start - slot.chunk_numel:
                 sizes.append(padding)
-                targets.append(self._rows.new_empty(ranks, padding))
-        self._columns = (sizes, targets)
+                targets.append(rows.new_empty(ranks, padding))
+        self._columns.append((rows, sizes, targets))
+
+    def _copy_parts(
+        self, slots: Sequence[Slot], staging: ElasticBuffer, start: int, row: int
+    ) -> None:
+        targets, sources = self._copies
+        straight = [slot for slot in slots if slot.dim == 0]
+        for chunk, alike in groupby(straight, key=lambda slot: slot.chunk_numel):
+            members = list(alike)
+            into = self.buffer_of(members[0])
+            assert into is not None
+            ranks = members[0].num_shards
+            full = [slot.full_start for slot in members]
+            sent = [slot.shard_start - start for slot in members]
+            targets.append(_stacked(into, full, ranks, chunk, chunk))
+            sources.append(_stacked(staging, sent, ranks, row, chunk))
+        for slot in slots:
+            into = self.buffer_of(slot)
+            assert into is not None
+            for each in _across(slot, row):
+                at, row_at = slot.full_start + each.at, slot.shard_start - start + each.row_at
+                targets.append(into.part(at, each.shape, each.strides).data)
+                sources.append(staging.part(row_at, each.shape, each.row_strides).data)
 
     # --- in every step ---------------------------------------------------------------------------
 
     def launch(self, label: str) -> Work | None:
         """Allocate, cast and send. Returns what to wait for, if anything is sent."""
         try:
-            for buffer in (self._staging, self._sent, self.full):
-                if buffer is not None:
-                    buffer.allocate()
-            targets, sources = self._casts
-            if self._coming is not None:
-                self._coming.bring(targets, sources)
-                if self._sends:
-                    with self._coming.here():
-                        return self._comm.all_gather(self._pairs, label)
-            else:
-                if targets:
-                    torch._foreach_copy_(targets, sources)
-                if self._sends:
-                    return self._comm.all_gather(self._pairs, label)
+            for buffer in self._in_flight:
+                buffer.allocate()
+            if self._casts[0]:
+                torch._foreach_copy_(*self._casts)
+            return self._comm.all_gather(self._pairs, label) if self._sends else None
         except BaseException:  # out of memory, or the communicator refuses
             self.free()
             raise
-        return None
 
     def land(self) -> None:
         """The message is there: put packed parameters where they are computed with."""
-        if self._sent is not None or self._coming is not None:
+        if self._holds_input:
             self.end_sending()  # frees what was sent before `late` gets its memory
-        if self._staging is not None:
+        if self._stagings:
             if self.late is not None:
                 self.late.allocate()
             self.copy_out()
-            self._staging.free()
+            for staging in self._stagings:
+                staging.free()
 
     def copy_out(self) -> None:
-        if self._columns is not None:
-            torch.split_with_sizes_copy(self._rows, self._columns[0], dim=1, out=self._columns[1])
-        else:
+        for rows, sizes, targets in self._columns:
+            torch.split_with_sizes_copy(rows, sizes, dim=1, out=targets)
+        if self._copies[0]:
             torch._foreach_copy_(*self._copies)
 
     def end_sending(self) -> None:
         """The gather has read its input."""
-        if self._coming is not None:
-            self._coming.end()
         if self._sent is not None:
             self._sent.free()
 
     def free(self) -> None:
         """Give all memory back. Nothing is in flight."""
-        if self._sent is not None or self._coming is not None:
+        if self._holds_input:
             self.end_sending()
-        for buffer in (self._staging, *self.buffers):
-            if buffer is not None and buffer.held:
+        for buffer in (*self._stagings, *self.buffers):
+            if buffer.held:
                 buffer.free()
 
     def aliases(self, tensor: Tensor) -> bool:

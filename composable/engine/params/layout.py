@@ -199,8 +199,10 @@ def plan_layout(
     for route in (Route.DIRECT, Route.PACKED, Route.WHOLE):
         is_late = late and route is Route.PACKED
         indices = [index for index, each in enumerate(routes) if each is route]
-        if route is Route.PACKED:  # those of one size side by side, to be copied out at once
-            indices.sort(key=lambda index: -_chunk(specs[index], num_shards))
+        if route is Route.PACKED:
+            # Those of one size side by side, to be copied out at once; and behind those that are
+            # rows those that are not.
+            indices.sort(key=lambda i: (specs[i].dim != 0, -_chunk(specs[i], num_shards)))
         for index in indices:
             spec, start = specs[index], late_numel if is_late else full
             slot = Slot(

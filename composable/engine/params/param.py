@@ -27,19 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from composable.comm.mesh_info import MeshInfo
 from composable.contract.tree import Place
+from composable.engine.params.dtensors import dtensor_parameter, gradient_like, is_unreduced
+from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.layout import Route, Slot
-from composable.engine.params.tensor_parallel import ModelSpec, whole_over_units
-from composable.errors import few
 from composable.memory.torch_private import (
-    dtensor_like,
     local_of,
-    parameter_around,
     set_local,
 )
 
@@ -57,7 +54,7 @@ class ParamInfo:
         shard_dim: the dimension to shard; None for a parameter that is not sharded.
         exact: it keeps its dtype, whatever the mixed precision policy says.
         keeps: it computes in its dtype (`param_dtype_override_fn`).
-        model: of a tensor-parallel parameter, how the user spread it.
+        form: what it is.
         mesh_info: of a parameter on a mesh of its own (`shard_placement_fn`); None for that of its
             unit.
     """
@@ -67,7 +64,7 @@ class ParamInfo:
     shard_dim: int | None = None
     exact: bool = False
     keeps: bool = False
-    model: ModelSpec | None = None
+    form: ParamForm = PLAIN
     mesh_info: MeshInfo | None = None
 
 
@@ -94,10 +91,10 @@ class ParamLabel:
         places: modules, weakly, and names at which the unit's parameter is registered.
         holds_unreduced: its gradient, a plain tensor, was accumulated under `no_sync`.
         mesh_info: as of `ParamInfo`.
-        joint: of a tensor-parallel parameter, as of `ModelSpec`.
+        mesh: that it rests on, if it is not the unit's.
     """
 
-    __slots__ = ("form", "fqn", "holds_unreduced", "joint", "mesh_info", "owner", "places", "unit")
+    __slots__ = ("form", "fqn", "holds_unreduced", "mesh", "mesh_info", "owner", "places", "unit")
 
     def __init__(self, unit: str, fqn: str, form: str) -> None:
         self.unit, self.fqn, self.form = unit, fqn, form
@@ -105,7 +102,7 @@ class ParamLabel:
         self.places: tuple[tuple[ref[nn.Module], str], ...] = ()
         self.holds_unreduced = False
         self.mesh_info: MeshInfo | None = None
-        self.joint: DeviceMesh | None = None
+        self.mesh: DeviceMesh | None = None
 
     @override
     def __str__(self) -> str:
@@ -134,7 +131,7 @@ def set_label(
         setattr(parameter, _LABEL, label)
     label.unit, label.fqn, label.form = unit, info.fqn, form
     label.mesh_info = info.mesh_info
-    label.joint = None if info.model is None else info.model.joint
+    label.mesh = info.form.mesh_at_rest(None)
     label.places = tuple((ref(place.module), place.name) for place in info.places)
     if owner is not None:
         label.owner = ref(owner)
@@ -175,6 +172,14 @@ def unit_mesh_of(parameter: Tensor) -> tuple[DeviceMesh | None, object]:
     if owner is None or label is None:
         return None, None
     return (label.mesh_info or owner.mesh_info).mesh, next(reversed(owner.relations.around), owner)
+
+
+def mesh_of(parameter: Tensor) -> DeviceMesh | None:
+    """The mesh of all ranks that have a part or a copy of a parameter: the one over which its
+    gradient is reduced, and the user's dimensions.
+    """
+    label = label_of(parameter)
+    return (label and label.mesh) or unit_mesh_of(parameter)[0]
 
 
 def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
@@ -287,6 +292,31 @@ class ManagedParam:
     def agree_anew(self) -> None:
         self.sends = None
 
+    def agree(self, sends: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self.sends = sends
+
+    def keep(self, own: nn.Parameter) -> None:
+        """The user's parameter stays where it is."""
+        self.own = own
+
+    def rest_as(self, at_rest: nn.Parameter) -> None:
+        if self.registered is not at_rest:
+            self.register(at_rest)
+        self.at_rest = at_rest
+
+    def compute_with(self, compute: nn.Parameter) -> None:
+        self.compute = compute
+
+    def follow_grad_dtype(self, parameter: nn.Parameter) -> None:
+        self.grad_dtype = chosen_grad_dtype(parameter)
+
+    def follow(self, newcomer: nn.Parameter) -> None:
+        """The user registered another parameter at one of the places."""
+        self.grad_dtype = chosen_grad_dtype(newcomer) or self.grad_dtype
+        if not isinstance(newcomer, DTensor):
+            self.original = ref(newcomer)  # an optimizer that was made before now may hold it
+        self.register(newcomer)
+
     @property
     def fqn(self) -> str:
         return self.info.fqn
@@ -297,14 +327,26 @@ class ManagedParam:
             (found for place in self.info.places if (found := place.registered) is not None), None
         )
 
+    @property
+    def given(self) -> Tensor | None:
+        """The local tensor of what is registered, as its user made it; None of what rests."""
+        registered = self.registered
+        assert registered is not None
+        label = label_of(registered)
+        if isinstance(registered, DTensor) and label is not None and label.form == "at_rest":
+            return None  # where nothing cuts it, it has the placements that it was given with
+        return self.info.form.given(registered)
+
     def move(self, move: Callable[[Tensor], Tensor], shard: Tensor | None = None) -> None:
-        """Let the at-rest parameter and its gradient be on another device.
+        """Let the at-rest parameter and its gradient be on another device, and modules compute with
+        nothing else.
 
         Args:
             move: makes a copy there.
             shard: the copy of its shard; None for a parameter that has memory of its own.
         """
-        at_rest, own = self.at_rest, self.own
+        self.compute = at_rest = self.at_rest
+        own = self.own
         gradient, at_rest.grad = at_rest.grad, None
         if own is not None:
             own.data = move(own.data)
@@ -409,60 +451,6 @@ def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
     return whole.narrow(slot.cut_dim, *slot.extent(rank))
 
 
-# --- DTensors -----------------------------------------------------------------------------------
-
-
-def wrap(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-) -> DTensor:
-    """A `DTensor` around `local`, without a collective."""
-    if local.device.type not in ("meta", mesh.device_type):
-        # A local tensor on the host, on a mesh of accelerators (CPU offload): `from_local` would
-        # move it.
-        bare = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-        return dtensor_like(
-            local,
-            DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride),
-        )
-    # Around a stand-in: a DTensor takes over the storage offset of what it is made around, and then
-    # cannot be copied; and operators of a tensor subclass may not know `view_as`.
-    plain = type(local) in (Tensor, nn.Parameter)
-    stand_in = local if plain and not local.storage_offset() else _like(local)
-    made = DTensor.from_local(
-        stand_in, mesh, placements, run_check=False, shape=shape, stride=stride
-    )
-    set_local(made, local)
-    return made
-
-
-def _like(local: Tensor) -> Tensor:
-    """A plain tensor like `local`, of whatever class that is."""
-    return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
-
-
-def dtensor_parameter(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    *,
-    requires_grad: bool,
-) -> nn.Parameter:
-    """A parameter around `local`. Around a stand-in first, since a Parameter is a detached copy of
-    what it is made of.
-    """
-    made = wrap(_like(local), mesh, placements, shape, stride)
-    parameter = parameter_around(made, requires_grad=requires_grad)
-    assert isinstance(parameter, DTensor)
-    set_local(parameter, local)
-    return parameter
-
-
 def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
     """The at-rest parameter keeps its identity when its data moves into `local`, on any device."""
     assert isinstance(registered, DTensor)
@@ -482,142 +470,6 @@ def at_home(registered: nn.Parameter, local: Tensor) -> nn.Parameter:
         from_host = local_of(gradient).to(local.device)
         registered.grad = gradient_like(from_host, registered)
     return registered
-
-
-def shard_placements(slot: Slot, mesh: DeviceMesh, mesh_dim: int) -> list[Placement]:
-    """The placements of a sharded parameter: cut over `mesh_dim`, the same along other dimensions
-    of the mesh.
-    """
-    uncut = slot.route is Route.WHOLE and (slot.num_shards > 1 or not slot.shape)
-    along: Placement = Replicate() if uncut else Shard(slot.cut_dim)
-    return [along if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
-
-
-def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """`local` as a gradient of `parameter`: a `DTensor` of the same placements, or itself."""
-    if not isinstance(parameter, DTensor):
-        return local
-    own = local_of(parameter)
-    if local.shape == own.shape and local.stride() == own.stride() and local.dtype == own.dtype:
-        return dtensor_like(local, parameter)  # the usual case, 5 us instead of 50
-    return wrap(
-        local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-    )
-
-
-def unreduced_gradient(
-    local: Tensor, parameter: Tensor, model: ModelSpec | None, kept: Sequence[Placement] = ()
-) -> Tensor:
-    """This rank's whole gradient of `parameter`, not yet reduced: the mean over all ranks is the
-    gradient.
-
-    Args:
-        kept: of a tensor-parallel parameter, its placements over the user's dimensions.
-    """
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, like = parameter.device_mesh, local if model is None else model.like
-    placements = [*kept, *[Partial("avg")] * (mesh.ndim - len(kept))]
-    made = wrap(local, mesh, placements, like.shape, like.stride())
-    # torch refuses a gradient on another device than its parameter; under CPU offload this one is
-    # on its way there.
-    return (
-        made
-        if made.device.type == parameter.device.type
-        else dtensor_like(local, made, parameter.device)
-    )
-
-
-def gradient_of_shards(local: Tensor, parameter: Tensor, first: int, shard_dim: int) -> Tensor:
-    """A gradient that is reduced over the shard dimension of the mesh, and not yet over the
-    replicate dimension. The unit's dimensions of the mesh begin with `first`.
-    """
-    assert isinstance(parameter, DTensor)
-    placements = [
-        each if dim < first or dim == shard_dim else Partial("avg")
-        for dim, each in enumerate(parameter.placements)
-    ]
-    return wrap(local, parameter.device_mesh, placements, parameter.shape, parameter.stride())
-
-
-def is_unreduced(gradient: Tensor | None) -> bool:
-    """Whether `gradient`, of a `DTensor`, was accumulated under `no_sync` and is not the mean over
-    all ranks yet.
-    """
-    return isinstance(gradient, DTensor) and any(
-        placement.is_partial() for placement in gradient.placements
-    )
-
-
-@torch.no_grad()
-def unsharded_of(tensor: Tensor, model: ModelSpec | None) -> Tensor:
-    """Gather what modules compute with: all of a plain parameter, and of a tensor-parallel one the
-    local tensor on the user's mesh. All ranks of the unit's mesh call this.
-    """
-    if model is None or not isinstance(tensor, DTensor):
-        return whole_of(tensor)
-    mesh, local = tensor.device_mesh, local_of(tensor)
-    if local.device.type not in ("meta", mesh.device_type):  # at rest on the host
-        moved = gradient_like(local.to(mesh.device_type), tensor)
-        assert isinstance(moved, DTensor)
-        tensor, local = moved, local_of(moved)
-    whole = whole_over_units(tensor, model)
-    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
-
-
-@torch.no_grad()
-def whole_of(tensor: Tensor) -> Tensor:
-    """Gather a whole copy of a parameter, gradient or optimizer state; all ranks of its mesh call
-    this.
-
-    One all-gather of one tensor, torch's own, which knows uneven shards and every placement.
-    """
-    if not isinstance(tensor, DTensor):
-        return cloned(tensor.detach())
-    local = local_of(tensor)
-    if local.is_meta:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if local.device.type != tensor.device_mesh.device_type:  # at rest on the host
-        moved = gradient_like(local.to(tensor.device_mesh.device_type), tensor)
-        assert isinstance(moved, DTensor)
-        tensor = moved
-    whole = tensor.full_tensor()
-    # Replicated, or over one rank, the whole is the local tensor itself.
-    return cloned(whole) if whole.data_ptr() == local.data_ptr() else whole
-
-
-def cloned(tensor: Tensor) -> Tensor:
-    """A copy of a tensor that shares no memory with it. Of one with FSDP2's extension protocol, a
-    copy of what it is made of: `clone` of an `NF4Tensor` quantises again, and its `new_zeros` keeps
-    some of the memory.
-    """
-    if not hasattr(tensor, "fsdp_pre_all_gather"):
-        return tensor.clone()
-    if hasattr(tensor, "__tensor_flatten__"):
-        kind: Any = type(tensor)
-        names, context = tensor.__tensor_flatten__()
-        inner = {name: cloned(getattr(tensor, name)) for name in names}
-        found: Tensor = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-        return found
-    made = tensor.new_zeros(tensor.shape)
-    made.copy_(tensor)
-    return made
-
-
-def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that one with FSDP2's extension protocol is made of; else the tensor."""
-    if not hasattr(tensor, "fsdp_pre_all_gather") or not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in plain_parts(getattr(tensor, name))]
-
-
-def describe_mesh(mesh: DeviceMesh) -> str:
-    """Like `the (2,) cpu mesh of ranks 0, 1`."""
-    return (
-        f"the {tuple(mesh.shape)} {mesh.device_type} mesh of ranks"
-        f" {few([str(r) for r in mesh.mesh.flatten().tolist()])}"
-    )
 
 
 def chosen_grad_dtype(parameter: nn.Parameter) -> torch.dtype | None:

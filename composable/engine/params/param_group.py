@@ -21,17 +21,23 @@ through tensors made from `.data`, whose version counters are their own.
 
 Versions. Autograd refuses a backward if the version counter of a saved tensor has moved. Graphs
 save compute parameters, and users write to at-rest ones, so `unshard` looks for such writes and
-moves the counters of the compute parameters (`_note_writes`). A write moves one of two counters: an
+moves the counters of the compute parameters (`_note`). A write moves one of two counters: an
 operator on a `DTensor` moves the at-rest parameter's own, a write to its local tensor that of the
 shard buffer, which all local tensors share. While the memory is gone, the counters have the value
 `ABSENT`, which no graph has saved: autograd raises its error and does not read freed memory.
+
+Writes. Parameters that are there are gathered again by the next `unshard` if all ranks have written
+to them: by an operator on a `DTensor`, as steps of optimizers do; in any way after a state dict was
+made (`expect_load`); or in any way before a step (`note_writes(by_all=True)`). Another write to a
+local tensor may be this rank's alone. No message may depend on it, so that a warning tells of it.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import add, attrgetter, ne, or_
 from typing import Final
@@ -39,42 +45,24 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Comm, Work
 from composable.comm.mesh_info import MeshInfo
-from composable.config import CPUOffloadPolicy
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
 from composable.engine.params.param import (
     ManagedParam,
-    as_parameter,
-    at_home,
     copy_attributes,
-    cut,
-    dtensor_parameter,
-    gradient_like,
     keep_gradients_in,
-    label_of,
     memory_order,
-    shard_placements,
     whole_shape,
 )
-from composable.engine.params.param_hooks import move_hooks
 from composable.engine.params.precision import Precision
 from composable.errors import few
-from composable.memory.elastic import ElasticBuffer, with_own_storage
+from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome
-from composable.memory.streams import has_streams
-from composable.memory.torch_private import (
-    as_tensors,
-    local_of,
-    locals_of,
-    outside_transforms,
-    set_versions,
-    take_hooks,
-)
+from composable.memory.torch_private import as_tensors, locals_of, outside_transforms, set_versions
 
 logger = logging.getLogger("composable")
 
@@ -99,8 +87,8 @@ class Kind(enum.Enum):
     """How the parameters of a unit lie over the ranks, and when their gradients are reduced.
 
     Those of BESIDE rest as `DTensor(Replicate)`, as optimizers and clipping expect next to shards,
-    if the unit has the ranks of the shards around it (`Unit.choose_rest`). Otherwise, and if they
-    are tensor parallel or have sparse gradients, they rest as users made them.
+    if the unit has the ranks of the shards around it (`choose_rest`). Otherwise, and if they are
+    spread by users or have sparse gradients, they rest as users made them.
     """
 
     SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
@@ -109,36 +97,27 @@ class Kind(enum.Enum):
     LOCAL = "one rank: autograd does everything"
 
 
-def _is_given(param: ManagedParam) -> bool:
-    """Whether a tensor-parallel parameter is registered as the user spread it."""
-    registered, model = param.registered, param.info.model
-    if model is None or registered is None or not model.owns(registered):
-        return False
-    label = label_of(registered)
-    return label is None or label.form != "at_rest"
-
-
-class ParamGroup:
-    """See the top of this file.
+class ParamGroup(ABC):
+    """See the top of this file. How its parameters rest is the matter of `ShardedGroup`
+    (`sharded.py`) and `ReplicatedGroup` (`replicated.py`).
 
     Args:
-        params: as they are registered now: plain parameters, or `DTensor`s of an earlier group of
+        params: as they are registered now: as users made them, or at rest in an earlier group of
             the same unit.
-        rest_mesh: on which parameters of the kind BESIDE rest as `DTensor(Replicate)`, if any.
-        read_apart: modules of other units compute with some of them, in calls that this unit does
-            not hear of.
 
     Attributes:
         unit: its name, for messages.
-        is_sharded: at-rest parameters are views of a shard buffer; otherwise they are the users'
-            own.
+        extended: its parameters are gathered in a form of their own, see `extension.py`.
+        home: where they rest, if not on the device (`offloaded.py`).
+        shard: the memory of shards; None if there is no one buffer of them.
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.
         takes_message: unsharding takes a message, so that all ranks take part.
-        extended: its parameters are gathered in a form of their own, see `extension.py`.
     """
 
     extended = False
+    home: HostHome | None = None
+    shard: Tensor | None = None
 
     def __init__(
         self,
@@ -146,36 +125,31 @@ class ParamGroup:
         precision: Precision,
         device: torch.device,
         mesh_info: MeshInfo,
-        *,
-        kind: Kind,
-        rest_mesh: DeviceMesh | None = None,
-        read_apart: bool = False,
-        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.params = tuple(params)
-        self._read_apart = read_apart
         self.precision = precision
         self.device = device
         self.mesh_info = mesh_info
-        self.is_sharded = kind is Kind.SHARDED
         self.comm: Comm = mesh_info.shard
         self.unit = ""
         self._label = ""
         self._work: Work | None = None
         self._warned = False
-        self.home = (
-            HostHome(device, pin_memory=offload.pin_memory)
-            if self.is_sharded and offload and has_streams(device)
-            else None
-        )
         self.layout = self._plan()
         self.slots = self.layout.slots
-        self.takes_message = self.is_sharded and (self.layout.gathered or self.extended)
+        self.takes_message = self.layout.gathered or self.extended
         self.gathers = self.takes_message or precision.casts or self.home is not None
+        self._post_forward_shard: ElasticBuffer | None = None
         with torch.no_grad(), torch.inference_mode(False):
-            self._make_shards() if self.is_sharded else self._adopt_own(rest_mesh)
-            self._make_gather()
-            self._make_forms()
+            self._memory = self._make_memory()
+            self.gather = self._make_gather() if self.gathers else None
+            near = mesh_info.post_forward
+            if near and self.takes_message and self.gather and self.gather.full:
+                numel = self.layout.full_numel // near.size
+                self._post_forward_shard = ElasticBuffer(numel, precision.compute, device)
+            for param, slot in zip(self.params, self.slots, strict=True):
+                self._make_forms(param, slot)
+            self._watch()
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
 
     # --- construction ----------------------------------------------------------------------------
@@ -184,11 +158,11 @@ class ParamGroup:
         traits, precision = self.comm.traits, self.precision
         specs = []
         for param in self.params:
-            tensor = param.registered if param.info.model is None else param.info.model.local
-            assert tensor is not None
+            assert param.registered is not None
+            tensor = param.info.form.local_like(param.registered)
             # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out
             # as the parameter is.
-            order, dim = memory_order(tensor), param.info.shard_dim if self.is_sharded else None
+            order, dim = memory_order(tensor), param.info.shard_dim
             shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
             specs.append(
                 ParamShape(
@@ -200,7 +174,7 @@ class ParamGroup:
         )
         return plan_layout(
             specs,
-            num_shards=self.comm.size if self.is_sharded else 1,
+            num_shards=self.comm.size,
             direct_numel=-(-traits.direct_bytes // precision.compute.itemsize),
             max_direct=traits.max_direct,
             align=max(1, _CACHE_LINE // smallest),
@@ -208,148 +182,60 @@ class ParamGroup:
             late=self.mesh_info.post_forward is None,
         )
 
-    def _make_shards(self) -> None:
-        """The shard buffer, filled from what is registered now."""
-        dtype, numel = self.precision.original, self.layout.shard_numel
-        if self.home is not None:
-            self.shard = self.home.zeros(numel, dtype)
-        else:
-            self.shard = torch.zeros(numel, dtype=dtype, device=self.device)
-        for param, slot in zip(self.params, self.slots, strict=True):
-            registered, view = param.registered, self.shard_view(slot).data
-            assert registered is not None
-            tensor: Tensor = registered
-            if _is_given(param):
-                (tensor,) = locals_of([registered])
-            if isinstance(tensor, DTensor):
-                view.copy_(local_of(tensor).reshape(view.shape))
-            elif self.device.type != "meta":
-                view.copy_(cut(tensor.data, slot, self.comm.rank))
-        self._memory: tuple[Tensor, ...] = (self.shard,)  # of at-rest parameters
+    @abstractmethod
+    def _make_memory(self) -> tuple[Tensor, ...]:
+        """The memory that at-rest parameters are views of."""
 
-    def shard_view(self, slot: Slot) -> Tensor:
-        shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
-        return as_parameter(shard.view(slot.local_shape(self.comm.rank)), slot)
+    @abstractmethod
+    def _make_at_rest(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        """The at-rest parameter over that memory."""
 
-    def _local(self, slot: Slot) -> Tensor:
-        """A shard as the at-rest parameter holds it: the buffer's memory and version counter, and a
-        storage of its own.
+    @abstractmethod
+    def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
+        """See `is_changed`.
 
-        What `torch.save` writes is storages, and a view of the buffer would take the whole buffer
-        with it.
+        Args:
+            address: of the local tensor when the group was made.
         """
-        shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
-        local = shard.detach()
-        local.data = as_parameter(
-            with_own_storage(shard).view(slot.local_shape(self.comm.rank)), slot
-        )
-        return local
 
-    def leave(self, home: HostHome) -> None:
-        """Let at-rest parameters and gradients be on the host; the unit drops the group."""
-        if self.is_sharded:
-            (self.shard,) = home.take([self.shard])
-        for param, slot in zip(self.params, self.slots, strict=True):
-            param.move(
-                lambda tensor: home.take([tensor])[0],
-                self._local(slot) if self.is_sharded else None,
-            )
-            param.compute = param.at_rest
-
-    def _adopt_own(self, rest_mesh: DeviceMesh | None) -> None:
-        """The users' parameters stay where they are; with `rest_mesh` they rest as
-        `DTensor(Replicate)` over the same memory.
-        """
-        for param in self.params:
-            registered, known = param.registered, False
-            assert registered is not None
-            model = param.info.model
-            if model is not None:  # it rests as the user made it, next to shards, too
-                own = registered
-                param.drop_original()
-            elif param.own is not None and registered is param.at_rest:
-                own, known = param.own, True
-                local = local_of(registered) if isinstance(registered, DTensor) else own
-                # torch gives no memory to what was made on the meta device
-                if own.is_meta and not local.is_meta:
-                    own = nn.Parameter(local.detach(), requires_grad=registered.requires_grad)
-                elif local.data_ptr() != own.data_ptr():
-                    own.data = local  # the at-rest parameter was moved
-            elif isinstance(registered, DTensor):  # loaded with assign=True
-                own = nn.Parameter(local_of(registered), requires_grad=registered.requires_grad)
-            else:
-                own = registered
-            param.own = own
-            if rest_mesh is None:
-                at_rest = own
-                if known and param.at_rest is not own:  # the shards around it were removed
-                    move_hooks(param.at_rest, own)
-                    if isinstance(param.at_rest.grad, DTensor):
-                        own.grad = local_of(param.at_rest.grad)
-            elif isinstance(registered, DTensor) and registered.device_mesh == rest_mesh:
-                at_rest = at_home(registered, own.detach())
-            else:
-                at_rest = dtensor_parameter(
-                    own.detach(), rest_mesh, [Replicate()] * rest_mesh.ndim,
-                    own.shape, own.stride(), requires_grad=own.requires_grad,
-                )  # fmt: skip
-                copy_attributes(own, at_rest)
-                # autograd accumulates on `own`, and users mean the reduced gradient
-                move_hooks(own, at_rest)
-                if own.grad is not None:
-                    at_rest.grad = gradient_like(own.grad, at_rest)
-                    own.grad = None
-            if param.registered is not at_rest:
-                param.register(at_rest)
-            param.at_rest = at_rest
-        self._memory = tuple(param.own for param in self.params if param.own is not None)
-
-    def _make_gather(self) -> None:
-        self.gather: Gather | None = None
-        self._post_forward_shard: ElasticBuffer | None = None
-        if not self.gathers:
-            return
-        self.gather = Gather(
-            self.params, self.layout, self.precision, self.device, self.comm,
-            self.shard if self.is_sharded else None, self.home, sends=self.takes_message,
+    def _make_gather(self) -> Gather:
+        return Gather(
+            self.params, self.layout, self.precision, self.device, self.comm, self.shard,
+            sends=self.takes_message,
         )  # fmt: skip
-        if self.mesh_info.post_forward is not None and self.takes_message:
-            numel = self.layout.full_numel // self.mesh_info.post_forward.size
-            self._post_forward_shard = ElasticBuffer(numel, self.precision.compute, self.device)
 
-    def _make_forms(self) -> None:
-        """Give each parameter its at-rest and its compute form."""
-        mesh = self.mesh_info.mesh
-        for param, slot in zip(self.params, self.slots, strict=True):
-            registered = param.registered
-            assert registered is not None
-            if self.is_sharded:
-                assert mesh is not None
-                model = param.info.model
-                if isinstance(registered, DTensor) and not _is_given(param):
-                    param.at_rest = at_home(registered, self._local(slot))
-                else:
-                    whole = whole_shape(slot) if model is None else model.like
-                    placements = shard_placements(slot, mesh, self.mesh_info.shard_dim)
-                    if model is not None:
-                        placements = [*model.kept, *placements]
-                    param.at_rest = dtensor_parameter(
-                        self._local(slot), mesh if model is None else model.joint, placements,
-                        whole.shape, whole.stride(), requires_grad=registered.requires_grad,
-                    )  # fmt: skip
-                    take_hooks(registered, param.at_rest)
-                    copy_attributes(registered, param.at_rest)
-                if param.registered is not param.at_rest:
-                    param.register(param.at_rest)
-            keep_gradients_in(self.precision.gradient, param.at_rest)
-            param.compute = self._compute_form(param, slot)
-            if param.compute is not param.at_rest:
-                copy_attributes(param.at_rest, param.compute)
-                if self.precision.accumulate is not None:
-                    keep_gradients_in(self.precision.accumulate, param.compute)
+    def _make_forms(self, param: ManagedParam, slot: Slot) -> None:
+        """Give a parameter its at-rest and its compute form."""
+        param.rest_as(self._make_at_rest(param, slot))
+        keep_gradients_in(self.precision.gradient, param.at_rest)
+        param.compute_with(self._make_compute(param, slot))
+        if param.compute is not param.at_rest:
+            copy_attributes(param.at_rest, param.compute)
+            if self.precision.accumulate is not None:
+                keep_gradients_in(self.precision.accumulate, param.compute)
+
+    def _make_compute(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        """The compute parameter, whose memory may come later."""
+        return param.info.form.compute_parameter(
+            self._local_compute(slot), requires_grad=self._differentiable
+        )
+
+    def _local_compute(self, slot: Slot) -> Tensor:
+        assert self.gather is not None
+        buffer, shape = self.gather.buffer_of(slot), whole_shape(slot)
+        if buffer is None:  # the group has no elements
+            return torch.empty_like(shape, dtype=self.precision.compute, device=self.device)
+        return buffer.part(slot.full_start, shape.shape, shape.stride()).data
+
+    @property
+    def _differentiable(self) -> bool:
+        return self.precision.compute.is_floating_point or self.precision.compute.is_complex
+
+    def _watch(self) -> None:
+        """Note the versions of parameters, and where they are."""
         self._comes = tuple(self.gathers and not self._aliased(slot) for slot in self.slots)
         coming = [param.compute for param in compress(self.params, self._comes)]
-        # Autograd may have saved a tensor-parallel parameter, or its local tensor.
+        # Autograd may have saved a `DTensor`, or its local tensor.
         self._inside = tuple(isinstance(param, DTensor) for param in coming)
         self._counters = (*coming, *locals_of(list(compress(coming, self._inside))))
         self._versions = tuple(map(version_of, self._counters))
@@ -358,9 +244,9 @@ class ParamGroup:
         self._counted = (*[param.at_rest for param in self.params], *self._memory) if apart else ()
         self._seen = self._versions_now()
         self._regather = False  # writes were noted, and the gather is to be repeated
-        self._loads = False  # writes to local tensors count, too
+        self._loads = False  # see `expect_load`
         locals_ = locals_of([param.at_rest for param in self.params])
-        self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
+        self._addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
             set_versions(self._counters, self._absent)
 
@@ -368,42 +254,38 @@ class ParamGroup:
         """Whether a parameter's compute form is the memory of its at-rest form, though the group
         gathers others.
         """
-        return slot.route is Route.WHOLE and not self.precision.casts and self.home is None
+        return slot.route is Route.WHOLE and not self.precision.casts
 
-    def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        plain, model = self._plain_form(param, slot), param.info.model
-        if model is None or model.is_plain or plain is param.own:
-            return plain
-        # Only what is not gathered shares the counter of the shards; torch.compile refuses views.
-        local = plain.detach() if self._aliased(slot) else plain.data
-        return model.compute_parameter(local, requires_grad=self._differentiable)
+    def is_changed(self) -> bool:
+        """Whether users have moved or cast parameters at rest, or asked for gradients of another
+        dtype, so that the group has to be made anew.
 
-    def _plain_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        if not self.is_sharded and not self.precision.casts:
-            assert param.own is not None
-            summed_apart = self.precision.changes and param.at_rest is param.own
-            if summed_apart and not self._read_apart:
-                # Gradients are summed in another dtype. Autograd must not add to the user's
-                # gradient, which would be rounded again. Of what is read apart it must: no unit
-                # would show another form in all calls that read it.
-                (own,) = locals_of([param.own])
-                return nn.Parameter(own.detach(), requires_grad=self._differentiable)
-            return param.own
-        if self.is_sharded and self._aliased(slot):  # shares the shards' version counter
-            return nn.Parameter(self.shard_view(slot), requires_grad=self._differentiable)
-        assert self.gather is not None
-        buffer, shape = self.gather.buffer_of(slot), whole_shape(slot)
-        if buffer is None:  # the group has no elements
-            return nn.Parameter(
-                torch.empty_like(shape, dtype=self.precision.compute, device=self.device),
-                self._differentiable,
-            )
-        view = buffer.part(slot.full_start, shape.shape, shape.stride())
-        return nn.Parameter(view.data, requires_grad=self._differentiable)
+        Raises:
+            ForeignParameterError: what they did cannot be followed.
+        """
+        changed = False
+        for param, slot, address in zip(self.params, self.slots, self._addresses, strict=True):
+            asked = param.at_rest.grad_dtype
+            if param.at_rest.dtype == self.precision.original and asked not in (
+                None,
+                self.precision.gradient,
+            ):
+                param.follow_grad_dtype(param.at_rest)
+                changed = True
+            changed = self._is_changed(param, slot, address) or changed
+        return changed
 
-    @property
-    def _differentiable(self) -> bool:
-        return self.precision.compute.is_floating_point or self.precision.compute.is_complex
+    def recast(self) -> list[ManagedParam]:
+        """Parameters of which users have cast or moved what modules compute with."""
+        expected = self.precision.compute, self.device
+        return [p for p in self.params if (p.compute.dtype, p.compute.device) != expected]
+
+    def leave(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Let at-rest parameters and gradients be elsewhere, where `move` makes copies; the unit
+        drops the group.
+        """
+        for param in self.params:
+            param.move(move)
 
     def rename(self, unit: str) -> None:
         self.unit = unit
@@ -420,16 +302,23 @@ class ParamGroup:
         """Whether at-rest parameters were written to since they were gathered."""
         return self._regather or self._seen != self._versions_now()
 
-    def _note_writes(self, now: list[int]) -> None:
+    def note_writes(self, *, by_all: bool = False) -> None:
+        """Look for writes to at-rest parameters since the last look, see the top of this file.
+
+        Args:
+            by_all: all ranks have made them.
+        """
+        if (now := self._versions_now()) != self._seen:
+            self._note(now, by_all=by_all)
+
+    def _note(self, now: list[int], *, by_all: bool = False) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, self._seen = self._seen, now
         number = len(self.params)
         changed = list(map(ne, before, now))
         at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
         if self.gather is not None:
-            # Operators on `DTensor`s, steps of optimizers and loads are common to all ranks. What
-            # else writes to a local tensor may be this rank alone.
-            self._regather = self._regather or self._loads or any(at_rest)
+            self._regather = self._regather or by_all or self._loads or any(at_rest)
             kept = self.state is not ShardedState.SHARDED and all(self._comes)
             if kept and not self._regather:
                 self._warn_of_local_writes(list(compress(self.params, memory)))
@@ -446,7 +335,7 @@ class ParamGroup:
             for param, told, comes, moved in zip(
                 self.params, memory, self._comes, at_rest, strict=True
             )
-            if ((moved and not told) or (told and param.info.model))
+            if ((moved and not told) or (told and isinstance(param.compute, DTensor)))
             and not comes
             and param.compute is not param.at_rest
         ]
@@ -466,21 +355,10 @@ class ParamGroup:
             )
 
     def expect_load(self) -> None:
-        """A state dict is made: writes to local tensors from now on may be a checkpoint's, which
-        all ranks load.
-        """
+        """A state dict is made: all ranks may load a checkpoint into its tensors."""
         if self.state is not ShardedState.SHARDED:
-            if (now := self._versions_now()) != self._seen:
-                self._note_writes(now)  # those of before, which may be this rank's alone
+            self.note_writes()
             self._loads = True
-
-    def follow_writes(self) -> None:
-        """A step begins with parameters of an earlier one, which must stay: let the next `unshard`
-        gather again if they were written to in any way.
-        """
-        if self._counted and (now := self._versions_now()) != self._seen:
-            self._loads = True
-            self._note_writes(now)
 
     def unshard(self) -> bool:
         """Launch the all-gather, unless the parameters are there or on their way, and were not
@@ -490,7 +368,7 @@ class ParamGroup:
             with as_tensors():
                 now = list(map(version_of, self._counted))
             if now != self._seen:
-                self._note_writes(now)
+                self._note(now)
         if self.gather is None:
             return False
         if self._regather:

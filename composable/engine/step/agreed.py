@@ -62,6 +62,10 @@ class Agreed:
         """Forwards gather ahead in this order from now on."""
         self.order = order
 
+    def given_where(self, training: tuple[int, ...]) -> dict[int, int]:
+        """`Unit.given` of frozen units, by index, while these units train."""
+        return self.given.setdefault(training, {})
+
     def stop_tracing(self, why: str) -> None:
         """The compiler reduces no gradients any more."""
         self.untraced = why

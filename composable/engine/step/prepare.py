@@ -29,16 +29,13 @@ from composable.contract.tree import (
     registered_parameters,
 )
 from composable.engine.gradients.post_backward import PostBackward
-from composable.engine.params.extension import ExtendedGroup, has_protocol
+from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.param import (
     ManagedParam,
-    chosen_grad_dtype,
-    describe_mesh,
     label_of,
     set_label,
     trainability,
 )
-from composable.engine.params.param_group import ParamGroup
 from composable.engine.step.observer import HEARERS
 from composable.engine.step.ties import follow_ties
 from composable.engine.step.unit import BY_HAND, Unit, unit_of, units_below
@@ -56,7 +53,6 @@ from composable.memory.torch_private import (
     as_tensors,
     innermost,
     local_of,
-    locals_of,
     outside_transforms,
     split_backward_schedule,
 )
@@ -369,9 +365,9 @@ def _refuse_cast_in_forward(unit: Unit) -> None:
     gathered out of its memory.
     """
     for group in unit.groups:
-        for param in group.params:
+        for param in group.recast():
             dtype, expected = param.compute.dtype, group.precision.compute
-            if param.compute is not param.own and dtype != expected and not group.extended:
+            if param.compute is not param.own and dtype != expected:
                 unit.reshard()
                 unit.build()
                 raise ForeignParameterError(
@@ -380,15 +376,6 @@ def _refuse_cast_in_forward(unit: Unit) -> None:
                     " reach it. The parameter is as before. Cast the module before annotating it,"
                     " pass mp_policy=, or cast a copy in forward"
                 )
-
-
-def _asks_for_other_gradients(at_rest: nn.Parameter, group: ParamGroup) -> bool:
-    """Whether the user has set `grad_dtype` since the group was made."""
-    asked = at_rest.grad_dtype
-    return at_rest.dtype == group.precision.original and asked not in (
-        None,
-        group.precision.gradient,
-    )
 
 
 def _refuse_cleared_hooks(unit: Unit) -> None:
@@ -447,64 +434,12 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
             tied.append(param)  # managed where it was before
     changed = bool(replaced)
     for group in unit.groups:
-        for param, slot, address in zip(group.params, group.slots, group.addresses, strict=True):
-            at_rest, own = param.at_rest, param.own
-            local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
-            if _asks_for_other_gradients(at_rest, group):
-                param.grad_dtype, changed = chosen_grad_dtype(at_rest), True
-            if own is not None:
-                (own_local,) = locals_of([own])
-                changed = changed or not local.data_ptr() == own_local.data_ptr() == address
-                changed = (
-                    changed
-                    or local.device != group.device
-                    or at_rest.dtype != group.precision.original
-                )
-            elif isinstance(group, ExtendedGroup):
-                changed = changed or group.has_moved(param, local)
-            elif isinstance(at_rest, DTensor):
-                _refuse_moved_off_the_host(unit, param, local)
-                changed = changed or has_protocol(local)  # given to it after the annotation
-                if param.registered is at_rest and local.data_ptr() == address:
-                    _refuse_resized(unit, param, local, group.shard_view(slot))
-                changed = changed or (local._base is None and local.data_ptr() != address)
-                # An empty shard has no address, wherever it is.
-                changed = changed or (local.device, local.dtype) != (
-                    group.shard.device,
-                    group.shard.dtype,
-                )
+        changed = group.is_changed() or changed
     for param, newcomer in replaced:
-        param.grad_dtype = chosen_grad_dtype(newcomer) or param.grad_dtype
         set_label(param.at_rest, param.info, unit.name, "replaced")
-        if not isinstance(newcomer, DTensor):
-            param.original = ref(newcomer)  # an optimizer that was made before now may hold it
-        param.register(newcomer)
+        param.follow(newcomer)
     unit.give(tied)
     return changed
-
-
-def _refuse_resized(unit: Unit, param: ManagedParam, local: Tensor, right: Tensor) -> None:
-    """An operator with `out=` resizes a shard to the whole, and fails. The next write would go
-    behind the shard's memory.
-    """
-    if local.numel() != right.numel():
-        local.as_strided_(right.shape, right.stride())
-        raise ForeignParameterError(
-            f"parameter '{param.fqn}' of unit '{unit.name}': its shard was resized by an operator"
-            " with out=, as torch.nn.init.eye_ calls one. The shard has its shape and its values"
-            " again. Initialise the parameter before fully_shard, or load_state_dict() the whole"
-            " tensor"
-        )
-
-
-def _refuse_moved_off_the_host(unit: Unit, param: ManagedParam, local: Tensor) -> None:
-    assert isinstance(param.at_rest, DTensor)
-    if param.at_rest.device_mesh.device_type == "cpu" and local.device.type not in ("cpu", "meta"):
-        raise ForeignParameterError(
-            f"parameter '{param.fqn}' of unit '{unit.name}' was moved to {local.device}, and the"
-            f" ranks of its mesh communicate on cpu. Call module.to('{local.device.type}') before"
-            f" fully_shard, or pass it a mesh of {local.device.type}"
-        )
 
 
 def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
@@ -544,13 +479,8 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__};"
             " only an nn.Parameter can be sharded"
         )
-    model = param.info.model
-    if model is not None and not model.is_plain and not isinstance(other, DTensor):
-        raise ForeignParameterError(
-            f"parameter '{name}' of unit '{unit.name}' is tensor parallel, and was replaced by a"
-            " plain one; nothing would tell which part of it each rank has. Load it with"
-            " load_state_dict(), or call remove(), and annotate again"
-        )
+    if refusal := param.info.form.refusal(f"'{name}' of unit '{unit.name}'", other):
+        raise ForeignParameterError(refusal)
     if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
         spread = (other.device_mesh, other.placements)
         if spread != (at_rest.device_mesh, at_rest.placements):

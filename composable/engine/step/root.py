@@ -29,7 +29,8 @@ Laws:
 * What must not survive a step is in `Step`, `UnitStep` and `Reduction`, which are dropped. A step
   is lost on all ranks or on none: `Root.reset`.
 * Nothing stays gathered from one root forward to the next outside of `unshard()`,
-  `keep_unsharded`, and what graphs of `create_graph=True` need.
+  `keep_unsharded`, what graphs of `create_graph=True` need, and what a backward that is to come may
+  read unseen (`UNSEEN`).
 
 When backward leaves a unit. Backward enters a unit at the graph nodes of its outputs. It leaves the
 unit when it enters another one that neither encloses it nor lies in it: autograd runs the newest
@@ -363,7 +364,7 @@ class Root:
     def name(self) -> str:
         return self.units[0].name
 
-    def is_in(self, unit: Unit) -> bool:
+    def backward_is_in(self, unit: Unit) -> bool:
         """Whether a backward is in `unit`."""
         return self.step.iteration is not None and unit in self.step.iteration.active
 
@@ -469,12 +470,6 @@ class Root:
             land_held([self])
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
-        if iteration is not None and iteration.untracked and not self._is_awaited:
-            # A forward that gave detached outputs: backward could come to it unseen, and did not.
-            # What it has kept may be out of date.
-            iteration = self.step.iteration = None
-            for unit in self.units:
-                unit.end_backward(in_forward=False, goes_on=False)
         if iteration is None:  # gradient penalties: no backward goes through their graph any more
             for unit in self.units:
                 if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
@@ -490,8 +485,9 @@ class Root:
                 unit.end_explicit()
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
         for unit in self.units:
-            # What an earlier forward left for its backward: if that step was lost, some ranks have
-            # lost it in the forward, and left nothing. After `unshard()` all have the same.
+            # What an earlier forward left for its backward, seen or unseen: if that step was lost,
+            # some ranks have lost it in the forward, and left nothing; outputs may be detached on
+            # some ranks only; and what was written since is read. After `unshard()` all are alike.
             if not unit.kept_by and unit not in explicit:
                 unit.free_before_step()
         saved = iteration is not None
@@ -531,7 +527,7 @@ class Root:
         if training != self._training:
             self._training = training
             # inputs of frozen units may require gradients now, or no longer
-            self._given = self.agreed.given.setdefault(training, {})
+            self._given = self.agreed.given_where(training)
             for index, unit in enumerate(self.units):
                 unit.follow_given(self._given.get(index))
 
@@ -669,14 +665,6 @@ class Root:
                 iteration.order = forward.order
             if not self.order:
                 self._follow(forward.order)
-
-    @property
-    def _is_awaited(self) -> bool:
-        """Whether a backward is known to come, or under way."""
-        assert self.step.iteration is not None
-        return self.step.iteration.end is not None or any(
-            unit.step.pending > 0 or unit.step.pinned for unit in self.units
-        )
 
     @property
     def _is_kept(self) -> bool:

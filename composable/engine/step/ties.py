@@ -53,7 +53,7 @@ def _move(held: list[Holder], keys: list[tuple[int, str]], units: Sequence[Unit]
     if not isinstance(tensor, nn.Parameter) or unit_of(tensor) not in (None, *units):
         return  # of one call of `torch.func.functional_call`; or of a unit elsewhere
     if not all(_can_move(unit, owner) for unit in touched) or not all(
-        param.info.model is None and param.info.mesh_info is None for _, param in held
+        param.info.form.is_whole and param.info.mesh_info is None for _, param in held
     ):
         return
     _, param = next((each for each in held if each[1].at_rest is tensor), held[0])

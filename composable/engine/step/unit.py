@@ -8,6 +8,21 @@ In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitSt
 and `Unit`: construction, which parameters modules hold, unshard and reshard, what a step does to
 it, gradients. It is passive: `visit.py` and `root.py` say what happens in a step, and
 `engine/edits/` between steps (state dicts, removal, copies, rest on the host).
+
+Why parameters stay gathered (`must_stay`), and why modules hold compute parameters
+(`hold_at_rest`):
+
+| reason | gathered | held | a program |
+|---|---|---|---|
+| `step.depth` | yes | yes | a forward of its module |
+| `step.to_run` | yes | yes | losses fused with the head, `[norm, head]`: until both have run |
+| `step.shown` | yes | yes | the root reads a weight that is replicated next to shards |
+| `BACKWARD` | yes | yes | backward is in the unit; checkpointed parts run again there |
+| `UNSEEN` | yes | no | an output aliases a parameter, or is detached |
+| `step.pinned` | yes | no | gradient penalties, `create_graph=True` |
+| `EXPLICIT` in `kept_by` | yes | yes | `unshard(model)`, until a forward with gradients |
+| a scope in `kept_by` | yes | no | `keep_unsharded(model)` |
+| `BY_HAND` in `kept_by` | yes | by `EXPLICIT` | zero-bubble pipelines |
 """
 
 from __future__ import annotations
@@ -33,7 +48,7 @@ from composable.contract.values import tensors_in
 from composable.engine.gradients.hook_stages import CommHook
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import GradientSpec, UnitGradients
-from composable.engine.params.extension import ExtendedGroup, travelling_together
+from composable.engine.params.extension import sharded_groups
 from composable.engine.params.param import (
     ManagedParam,
     ParameterSwap,
@@ -48,6 +63,7 @@ from composable.engine.params.precision import (
     Precision,
     resolve,
 )
+from composable.engine.params.replicated import ReplicatedGroup
 from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
 from composable.memory.offload import HostHome
@@ -105,7 +121,7 @@ class UnitSpec:
 
 
 class Counted(Protocol):
-    """What counts the forwards that are trained on: the iteration."""
+    """What counts the forwards that are trained on: what the iteration has to reduce."""
 
     def count(self, more: int) -> None: ...
 
@@ -284,9 +300,7 @@ class Relations:
 
 
 class Unit:
-    """See the top of this file. It is the verb's state in the registry, and the bracket around its
-    modules' forwards.
-    """
+    """See the top of this file. It is the verb's state in the registry."""
 
     spec: UnitSpec  # what the annotation asks for
     # told of gradients that autograd has accumulated on what modules compute with, and at rest
@@ -406,31 +420,25 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            spread = not self.is_sharded and param.info.model is not None
+            spread = not self.is_sharded and not param.info.form.is_whole
             key = (precision, device, sparse, spread, id(param.info.mesh_info))
             alike.setdefault(key, []).append(param)
         self.groups = []
         for (precision, device, sparse, spread, _), members in alike.items():
-            extended, plain = travelling_together(members) if self.is_sharded else ([], members)
             mesh_info = self.mesh_info_of(members[0])
-            if extended:
-                self.groups.append(
-                    ExtendedGroup(
-                        extended, precision, device, mesh_info,
-                        kind=self.kind, policy=spec.mp_policy,
-                    )
-                )  # fmt: skip
-            if plain:
-                self.groups.append(
-                    ParamGroup(
-                        plain, precision, device, mesh_info,
-                        kind=self.kind,
-                        rest_mesh=None if sparse or spread else self.rest_mesh,
-                        # the root shows those next to shards as long as it computes
-                        read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
-                        offload=spec.offload,
-                    )
-                )  # fmt: skip
+            if self.is_sharded:
+                self.groups += sharded_groups(
+                    members, precision, device, mesh_info, spec.mp_policy, spec.offload
+                )
+                continue
+            self.groups.append(
+                ReplicatedGroup(
+                    members, precision, device, mesh_info,
+                    rest_mesh=None if sparse or spread else self.rest_mesh,
+                    # the root shows those next to shards as long as it computes
+                    read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
+                )
+            )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
         self._build_gradients()
@@ -541,14 +549,9 @@ class Unit:
         and next to shards for as long as the root computes.
         """
         step = self.step
-        if not (
-            not self._is_in
-            or step.depth
-            or step.to_run
-            or step.shown
-            or BACKWARD in step.needed_by
-            or EXPLICIT in self.kept_by
-        ):
+        if step.depth or step.to_run or step.shown or BACKWARD in step.needed_by:
+            return
+        if self._is_in and EXPLICIT not in self.kept_by:
             self.swap_out()
 
     # --- unshard and reshard ---------------------------------------------------------------------
@@ -579,9 +582,18 @@ class Unit:
     @property
     def must_stay(self) -> bool:
         """Whether the parameters may not be freed now."""
-        step = self.step  # a scope, a forward, a graph of create_graph=True, or a backward
+        return self._stays or UNSEEN in self.step.needed_by
+
+    @property
+    def _stays(self) -> bool:
+        step = self.step
         return bool(
-            self.kept_by or step.depth or step.to_run or step.shown or step.pinned or step.needed_by
+            self.kept_by
+            or step.depth
+            or step.to_run
+            or step.shown
+            or step.pinned
+            or BACKWARD in step.needed_by
         )
 
     def free(self) -> None:
@@ -594,12 +606,13 @@ class Unit:
 
     def free_before_step(self) -> None:
         """Reshard what was gathered for earlier steps: shards may have been written to in a way
-        that no version counter shows.
+        that no version counter shows. What a backward may come to unseen is gathered again by this
+        step's forward.
         """
         for group in self.groups:
             if group.state is not ShardedState.SHARDED and group.gathers:
-                if self.must_stay:
-                    group.follow_writes()
+                if self._stays:
+                    group.note_writes(by_all=True)
                 else:
                     group.reshard()
 
@@ -667,13 +680,7 @@ class Unit:
         `model.to(...)` in that time mean the at-rest ones.
         """
         self._follow_shown_freezing()
-        groups = [group for group in self.groups if not group.extended]
-        members = [(param, group) for group in groups for param in group.params]
-        changed = [
-            p
-            for p, g in members
-            if (p.compute.dtype, p.compute.device) != (g.precision.compute, g.device)
-        ]
+        changed = [param for group in self.groups for param in group.recast()]
         for param in changed:
             param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
         if changed:
@@ -896,7 +903,7 @@ class Unit:
             return
         self.gradients.clear()
         for group in self.groups:
-            group.leave(home)
+            group.leave(lambda tensor: home.take([tensor])[0])
         self.groups = []
         self._swap = ParameterSwap(())
 

@@ -49,16 +49,10 @@ class Visit:
     ) -> tuple[Any, Any]:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
         unit = self.unit
-        # A forward inside of a backward recomputes what checkpointing dropped. The second half of a
-        # split backward runs outside of a step.
-        root, recomputes = unit.root, in_backward()
-        if root is not None and not root.eager_because:
-            # the compiler reduces the gradients: then backwards have no iteration
-            recomputes = recomputes or backward_is_compiled()
-        elif recomputes:
-            recomputes = root is not None and (root.in_step or BY_HAND in unit.kept_by)
-        # `root_for_call` may reset, which forgets all calls
-        of_forward = None if recomputes else root_for_call(unit, module, computes=computes)
+        root, of_forward = unit.root, None
+        if not _recomputes(unit, root):
+            # may reset, which forgets all calls
+            of_forward = root_for_call(unit, module, computes=computes)
         # before anything else that may raise: `on_error` takes it back
         call = unit.begin(module, of_forward)
         if of_forward is not None:
@@ -144,6 +138,18 @@ class Visit:
             root.on_error(unit)
         else:  # checkpointing stops a recomputation by an exception when it has what it needs
             end_call(call, keep=False)
+
+
+def _recomputes(unit: Unit, root: Root | None) -> bool:
+    """Whether a forward that begins repeats what checkpointing dropped: it runs inside of a
+    backward of its own root.
+    """
+    if root is None:
+        return False  # the first forward of a model that checkpointing around it runs again
+    if not root.eager_because:  # the compiler reduces the gradients: backwards have no iteration
+        return in_backward() or backward_is_compiled()
+    # The second half of a split backward runs outside of a step.
+    return in_backward() and (root.in_step or BY_HAND in unit.kept_by)
 
 
 def end_call(call: UnitCall, *, keep: bool) -> None:

@@ -141,7 +141,10 @@ def _held(model: nn.Module) -> int:
     """Bytes of gathered and cast parameters, and of idle blocks."""
     gathers = [group.gather for unit in units_below([model]) for group in unit.groups]
     buffers = [
-        buffer for each in gathers if each for buffer in (*each.buffers, each._staging, each._sent)
+        buffer
+        for each in gathers
+        if each
+        for buffer in (*each.buffers, *each._stagings, each._sent)
     ]
     return idle_bytes() + sum(buffer.nbytes for buffer in buffers if buffer and buffer.held)
 

@@ -1,0 +1,181 @@
+"""What a parameter is: a plain tensor, or one that its user has spread over ranks
+(`tensor_parallel.py`). The annotation picks the form, and nothing else asks which one it is.
+
+A unit shards, gathers and reduces one tensor of each parameter on this rank, the *local* one: all
+of a plain parameter, this rank's part of one that is spread. The form says what is around it. How a
+parameter rests is its group's matter (`param_group.py`), and how it travels its gather's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from composable.comm.base import Comm
+from composable.engine.params.dtensors import whole_of, wrap
+from composable.engine.params.protocol import cut_along
+from composable.memory.torch_private import can_take_data, dtensor_like
+
+
+class ParamForm:
+    """A plain parameter. Other forms override what differs."""
+
+    __slots__ = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the modules of one rank compute with all of it, in a plain tensor."""
+        return True
+
+    @property
+    def kept(self) -> Sequence[Placement]:
+        """Its placements over the user's dimensions of the mesh that it rests on, which are before
+        those of the unit.
+        """
+        return ()
+
+    @property
+    def ndim(self) -> int:
+        """The number of the user's dimensions of the mesh that it rests on."""
+        return len(self.kept)
+
+    def given(self, registered: Tensor) -> Tensor | None:
+        """The local tensor of a parameter as its user made it; None of one that rests."""
+        return None if isinstance(registered, DTensor) else registered
+
+    def local_like(self, registered: Tensor) -> Tensor:
+        """A tensor with the shape and strides of the local one, which is not sharded."""
+        return registered
+
+    # --- at rest ---------------------------------------------------------------------------------
+
+    def mesh_at_rest(self, mesh: DeviceMesh | None) -> DeviceMesh | None:
+        """The mesh that it rests on in a unit over `mesh`: all ranks that have a part or a copy."""
+        return mesh
+
+    def like(self, local: Tensor) -> Tensor:
+        """A tensor with the shape and strides of the whole, of which `local` is the local one."""
+        return local
+
+    def comms(self, device: torch.device) -> list[Comm]:
+        """The comms along the user's dimensions."""
+        return []
+
+    def refusal(self, name: str, newcomer: nn.Parameter) -> str:
+        """Why the parameter with this name cannot be replaced by `newcomer`; empty if it can."""
+        return ""
+
+    def uncut(self, parameter: DTensor) -> int:
+        """The first dimensions of a parameter's mesh along which its local tensor is not cut, when
+        it is sharded.
+        """
+        return 0
+
+    def shard_like(self, value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:
+        """`value` with the placements of `parameter`: of a plain tensor, the local one, this rank's
+        shard on `device`.
+
+        A DTensor with other placements is redistributed, so all ranks must call this.
+        """
+        placements = parameter.placements
+        if isinstance(value, DTensor):
+            same = value.placements == placements
+            return value if same else value.redistribute(placements=placements)
+        mesh, local = parameter.device_mesh, value.detach()
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard) and axis >= self.uncut(parameter):
+                local = cut_along(local, placement.dim, mesh.size(axis), coordinate[axis])
+        if not local.is_meta:
+            local = local.to(device)
+        return wrap(local, mesh, placements, parameter.shape, parameter.stride())
+
+    # --- compute ---------------------------------------------------------------------------------
+
+    def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """What modules compute with, around the local tensor, whose memory may come later."""
+        return nn.Parameter(local, requires_grad=requires_grad)
+
+    def shown(self, local: Tensor) -> Tensor:
+        """The local tensor, or its gradient, as modules see it that compute."""
+        return local
+
+    def shape_shown(self, at_rest: Tensor) -> torch.Size:
+        """The shape of what modules see."""
+        return at_rest.shape
+
+    # --- whole -----------------------------------------------------------------------------------
+
+    def unsharded(self, tensor: Tensor) -> Tensor:
+        """Gather a copy of the local tensor of what rests; all ranks of the unit's mesh call it."""
+        return whole_of(tensor)
+
+    def laid_out(self, value: Tensor, at_rest: nn.Parameter) -> Tensor:
+        """A copy of a local tensor with the strides of the parameter; what was gathered is
+        contiguous.
+        """
+        if type(value) is not Tensor:  # its class lays it out
+            return value
+        laid_out = torch.empty_strided(
+            value.shape, at_rest.stride(), dtype=value.dtype, device=value.device
+        )
+        return laid_out.copy_(value)
+
+    def refill(self, original: nn.Parameter, value: Tensor, at_rest: nn.Parameter) -> bool:
+        """Write a local tensor into the parameter that was there before the annotation, unless it
+        does not fit.
+        """
+        # torch gives no memory to what was made on meta, and none of some devices to what was made
+        # on a host
+        if (
+            (original.shape, original.dtype, original.is_meta)
+            != (value.shape, value.dtype, value.is_meta)
+        ) or not can_take_data(original, value):
+            return False
+        if original.device == value.device:
+            original.data.copy_(value)
+        else:
+            original.data = self.laid_out(value, at_rest)
+        return True
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def local_gradient(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The local tensor of what autograd left, with the parameter's placements.
+
+        Args:
+            dtype: of a reduction over the user's dimensions, if that takes one.
+        """
+        return gradient
+
+    def settled(self, gradient: Tensor) -> Tensor:
+        """A gradient of this rank as autograd may add it to a reduced one, of which it does not
+        know that it is a mean: with the parameter's placements, this rank's term inside.
+        """
+        return gradient
+
+    def unreduced(self, local: Tensor, at_rest: Tensor) -> Tensor:
+        """This rank's gradient, not yet reduced: the mean over all ranks is the gradient."""
+        if not isinstance(at_rest, DTensor):
+            return local
+        mesh, like = at_rest.device_mesh, self.like(local)
+        placements = [*self.kept, *[Partial("avg")] * (mesh.ndim - len(self.kept))]
+        made = wrap(local, mesh, placements, like.shape, like.stride())
+        # torch refuses a gradient on another device than its parameter; under CPU offload this one
+        # is on its way there.
+        if made.device.type == at_rest.device.type:
+            return made
+        return dtensor_like(local, made, at_rest.device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParamForm:
+        return self  # it may hold process groups, and nothing of it changes
+
+
+PLAIN: Final = ParamForm()

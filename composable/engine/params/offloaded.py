@@ -1,0 +1,88 @@
+"""CPU offload: shards that rest on the host, and come to the device before they are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from composable.comm.base import Work
+from composable.comm.mesh_info import MeshInfo
+from composable.config import CPUOffloadPolicy
+from composable.engine.params.gather import Gather
+from composable.engine.params.layout import Slot
+from composable.engine.params.param import ManagedParam
+from composable.engine.params.precision import Precision
+from composable.engine.params.sharded import ShardedGroup
+from composable.memory.offload import ComingShards, HostHome
+
+
+class OffloadedGather(Gather):
+    """Sends a copy of the shards that exists as long as the gather needs it."""
+
+    def __init__(self, coming: ComingShards, *args: Any, sends: bool) -> None:
+        self._coming = coming
+        super().__init__(*args, sends=sends)
+        self._holds_input = True
+
+    @override
+    def _read(self, start: int, numel: int) -> Tensor:
+        return self._coming.buffer.stretch(start, numel).data
+
+    @override
+    def _copies_whole(self, precision: Precision) -> bool:
+        return True
+
+    @override
+    def launch(self, label: str) -> Work | None:
+        try:
+            for buffer in self._in_flight:
+                buffer.allocate()
+            self._coming.bring(*self._casts)
+            if not self._sends:
+                return None
+            with self._coming.here():
+                return self._comm.all_gather(self._pairs, label)
+        except BaseException:
+            self.free()
+            raise
+
+    @override
+    def end_sending(self) -> None:
+        self._coming.end()
+        super().end_sending()
+
+
+class OffloadedGroup(ShardedGroup):
+    """Parameters whose shards rest on the host, as their gradients do."""
+
+    home: HostHome
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        precision: Precision,
+        device: torch.device,
+        mesh_info: MeshInfo,
+        policy: CPUOffloadPolicy,
+    ) -> None:
+        self.home = HostHome(device, pin_memory=policy.pin_memory)
+        super().__init__(params, precision, device, mesh_info)
+
+    @override
+    def _make_shard(self) -> Tensor:
+        return self.home.zeros(self.layout.shard_numel, self.precision.original)
+
+    @override
+    def _make_gather(self) -> Gather:
+        return OffloadedGather(
+            ComingShards(self.shard, self.home), self.params, self.layout, self.precision,
+            self.device, self.comm, self.shard, sends=self.takes_message,
+        )  # fmt: skip
+
+    @override
+    def _aliased(self, slot: Slot) -> bool:
+        return False

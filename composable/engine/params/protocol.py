@@ -1,0 +1,113 @@
+"""Tensors of classes with FSDP2's extension protocol: how they are cut, copied and filled. How they
+are gathered is in `extension.py`. All functions take plain tensors, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from composable.errors import AnnotationError, first_line
+
+PRE: Final = "fsdp_pre_all_gather"
+POST: Final = "fsdp_post_all_gather"
+
+
+def has_protocol(tensor: Tensor) -> bool:
+    """Whether `tensor`, a shard or a parameter that is to be cut, is gathered by its own methods.
+
+    Raises:
+        AnnotationError: it has one of the two only.
+    """
+    pre, post = hasattr(tensor, PRE), hasattr(tensor, POST)
+    if pre != post:
+        raise AnnotationError(
+            f"a {type(tensor).__name__} has {PRE if pre else POST}() and no"
+            f" {POST if pre else PRE}(); a parameter that is gathered in its own form has both"
+        )
+    return pre
+
+
+@torch.no_grad()
+def pieces_of(whole: Tensor, ranks: int) -> list[Tensor]:
+    """The shards of a tensor with the protocol, cut by its own operators; empty ones are left out.
+
+    Raises:
+        AnnotationError: it cannot be cut into shards of the right shapes.
+    """
+    kind, size = type(whole).__name__, whole.shape[0] if whole.ndim else 0
+    rows = -(-size // ranks)
+    expected = [min(rows, size - start) for start in range(0, size, rows or 1)]
+    said = ""
+    try:
+        pieces = list(torch.chunk(whole, ranks, dim=0))
+        found = [tuple(piece.shape) for piece in pieces]
+        if found != [(each, *whole.shape[1:]) for each in expected] or not size:
+            said = f"torch.chunk gives shapes {found}"
+        elif not all(map(has_protocol, pieces)):
+            said = f"torch.chunk gives tensors without {PRE}()"
+    except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        said = f"torch.chunk raised {type(error).__name__}: {first_line(error)}"
+    if said:
+        raise AnnotationError(
+            f"a {kind} of shape {tuple(whole.shape)} cannot be cut along dimension 0 over {ranks}"
+            f" ranks, {size} rows with {rows} each: {said}"
+        )
+    return pieces
+
+
+@torch.no_grad()
+def shard_of(whole: Tensor, ranks: int, rank: int) -> Tensor:
+    """A copy of this rank's piece, so that the whole is freed."""
+    pieces = pieces_of(whole, ranks)
+    if rank >= len(pieces):
+        return whole.new_zeros((0, *whole.shape[1:]))
+    return cloned(pieces[rank])
+
+
+def cut_along(whole: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
+    """A rank's part, as `torch.chunk` cuts: a view of a plain tensor."""
+    if has_protocol(whole):
+        return shard_of(whole, ranks, rank)
+    size = whole.shape[dim]
+    chunk = -(-size // ranks)
+    start = min(rank * chunk, size)
+    return whole.narrow(dim, start, min(chunk, size - start))
+
+
+@torch.no_grad()
+def as_class_of(local: Tensor, value: Tensor) -> Tensor:
+    """`value`, which may be plain, as a tensor of the class of a shard."""
+    if type(value) is type(local) or not has_protocol(local):
+        return value
+    whole = local.new_zeros(value.shape, device=value.device)
+    whole.copy_(value)
+    return whole
+
+
+def cloned(tensor: Tensor) -> Tensor:
+    """A copy of a tensor that shares no memory with it. Of one with the protocol, a copy of
+    what it is made of: `clone` of an `NF4Tensor` quantises again, and its `new_zeros` keeps
+    some of the memory.
+    """
+    if not hasattr(tensor, PRE):
+        return tensor.clone()
+    if hasattr(tensor, "__tensor_flatten__"):
+        kind: Any = type(tensor)
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: cloned(getattr(tensor, name)) for name in names}
+        found: Tensor = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        return found
+    made = tensor.new_zeros(tensor.shape)
+    made.copy_(tensor)
+    return made
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that one with the protocol is made of; else the tensor."""
+    if not hasattr(tensor, PRE) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
