@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard
 from composable.errors import OutputError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_gradients, full
-from tests.helpers.world import spmd
+from tests.helpers.world import Pool, current_device, spmd
 
 
 class Opaque:
@@ -185,3 +186,25 @@ def test_a_penalty_that_is_made_after_the_output_is_refused_and_one_before_it_tr
         _loss_with_penalties(model).backward()
         for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(full(parameter.grad), expected.grad)
+
+
+class _Detaching(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.detach() if dist.get_rank() == 1 else y
+
+
+def _detached_on_one_rank() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Detaching(4, 4), nn.Linear(4, 4)).double().to(current_device())
+    fully_shard(model, policy={nn.Linear, _Detaching})
+    x = torch.ones(2, 4, device=current_device(), dtype=torch.float64)
+    for _ in range(3):
+        # what the first forward has kept on one rank is gathered again
+        first, second = model(x), model(2 * x)
+        (first.sum() + second.sum()).backward()
+        model.zero_grad()
+
+
+def test_outputs_that_one_rank_detaches_leave_the_ranks_alike(pool: Pool) -> None:
+    pool.run(2, _detached_on_one_rank)
