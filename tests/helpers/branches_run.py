@@ -317,6 +317,12 @@ class Side:
         x.requires_grad_(self.plan.input_grad and op.kind == "forward")
         return self.models[op.model][op.root](x, words, op.ways[rank]).square().mean()  # type: ignore[no-any-return]
 
+    def gradients(self, model: int) -> Mapping[str, Tensor | None]:
+        """Of what the optimizer steps: after `unshard` modules may hold whole parameters."""
+        names = [name for name, _ in self.models[model].named_parameters()]
+        held = [each for group in self.optimizers[model].param_groups for each in group["params"]]
+        return full_gradients(zip(names, held, strict=True))
+
     def end_event(self) -> None:
         for _ in self._event:
             pass
@@ -448,8 +454,8 @@ def _compare(plain: Side, ours: Side, op: Op, held: bool) -> Iterator[str]:
     elif op.kind in ("backward", "reduce") and not held:
         yield from _by_name(
             "gradient of ",
-            full_gradients(ours.models[op.model]),
-            full_gradients(plain.models[op.model]),
+            ours.gradients(op.model),
+            plain.gradients(op.model),
         )
     elif op.kind in ("step", "copy"):
         which = -1 if op.kind == "copy" else op.model

@@ -8,7 +8,7 @@ factors and magnifies noise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,9 +128,12 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     return dict(zip(named, all_full(list(named.values())), strict=True))
 
 
-def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """All gradients by FQN; collective."""
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+def full_gradients(
+    of: nn.Module | Iterable[tuple[str, nn.Parameter]],
+) -> dict[str, Tensor | None]:
+    """All gradients by FQN, of a module or of named parameters; collective."""
+    named = of.named_parameters() if isinstance(of, nn.Module) else of
+    gradients = {name: p.grad for name, p in named}
     there = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     whole = dict(zip(there, all_full(list(there.values())), strict=True))
     return {name: whole.get(name) for name in gradients}

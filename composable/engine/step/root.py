@@ -815,12 +815,15 @@ class Root:
         # ranks that do not, and both must launch in the same order.
         ran_around = unit.relations.ran_around
         for other in [*reversed(iteration.active)]:
-            if other not in ran_around and unit not in other.relations.ran_around:
-                self._leave_backward(other, iteration)
-                # With several forwards before one backward, a unit is reduced when the last of them
-                # has been left.
-                if other.step.pending <= 0 and other not in iteration.untracked:
-                    self.post_backward.leave(other.gradients, iteration.due)
+            if other in ran_around or unit in other.relations.ran_around:
+                continue
+            if other.step.pending > 0 and self._may_be_skipped(unit, other):
+                continue  # backward may come back to it next on a rank that skips `unit`
+            self._leave_backward(other, iteration)
+            # With several forwards before one backward, a unit is reduced when the last of them has
+            # been left.
+            if other.step.pending <= 0 and other not in iteration.untracked:
+                self.post_backward.leave(other.gradients, iteration.due)
         iteration.active.append(unit)
         unit.need(BACKWARD)
         self.post_backward.enter(unit.gradients, iteration.due)
@@ -833,6 +836,11 @@ class Root:
             self._note_graph(unit, iteration)
         self._gather(unit, reversed(finished))
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
+
+    @staticmethod
+    def _may_be_skipped(unit: Unit, other: Unit) -> bool:
+        """Whether a rank that runs `other` may not run `unit`."""
+        return unit.kind is Kind.BESIDE or unit.mesh_info.all.size < other.mesh_info.all.size
 
     def _note_graph(self, unit: Unit, iteration: Iteration) -> None:
         """create_graph=True: the new nodes need the parameters, and lie in no call."""

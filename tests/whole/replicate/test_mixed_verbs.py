@@ -219,6 +219,32 @@ def test_ranks_may_skip_replicated_units_next_to_shards_in_any_step(first: str) 
             torch.testing.assert_close(full(found.grad), expected.grad)
 
 
+@pytest.mark.parametrize("skipped", ["replicated", "an expert"])
+@spmd(ranks=4)
+def test_a_unit_with_shards_is_called_on_both_sides_of_one_that_some_ranks_skip(
+    skipped: str,
+) -> None:
+    device, rank = current_device(), dist.get_rank()
+    torch.manual_seed(0)
+    model = _Branches().double().to(device)
+    alone = copy.deepcopy(model)
+    fully_shard(model.a)
+    if skipped == "replicated":
+        replicate(model.b)
+    else:
+        mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("experts", "shards"))
+        fully_shard(model.b, mesh=mesh["shards"])
+    fully_shard(model)
+    for taken in (("aba",) * 4, ("aba", "aba", "aa", "aa"), ("aa", "aa", "aba", "aba")):
+        inputs = torch.rand(4, 3, 4, dtype=torch.float64).to(device)
+        model(inputs[rank], taken[rank]).backward()
+        for x, branches in zip(inputs, taken, strict=True):
+            (alone(x, branches) / 4).backward()
+        for name in ("a", "expert.0", "last"):
+            found, expected = (each.get_submodule(name).weight.grad for each in (model, alone))
+            torch.testing.assert_close(full(found), expected)
+
+
 @spmd(ranks=2)
 def test_a_replicated_unit_that_some_ranks_skip_gathers_none_ahead_in_backward() -> None:
     """What is next there is a unit of an earlier forward, and only ranks that run it come to it."""
