@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 from composable.comm import is_distributed
 from composable.compilation import untraced
 from composable.engine.params.param import labels_of
-from composable.engine.step.root import UNLANDED, land_held
+from composable.engine.step.root import UNLANDED, Root, land_held
 from composable.engine.step.unit import Unit
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
@@ -90,7 +90,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         return
     if UNLANDED and not runs_in_backward:
         land_held()
-    kept = []
+    kept, roots = list[Unit](), dict[Root, None]()
     for owner in dict.fromkeys(label.owner for _, label in labelled):
         unit = None if owner is None else owner()
         if unit is not None and unit.asleep:
@@ -100,8 +100,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             )
         if unit is not None and unit.kept_by:
             kept.append(unit)
-        if unit is not None and unit.root is not None and not runs_in_backward:
-            unit.root.end_unseen()
+        if unit is not None and unit.root is not None:
+            roots[unit.root] = None
         if unit is not None and unit.root is not None and unit.root.split_by:
             raise OptimizerError(
                 f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes"
@@ -109,6 +109,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
                 " reduces them over the ranks. Annotate the module of the stage itself, or use a"
                 " schedule that calls backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
             )
+    for root in roots if not runs_in_backward else ():
+        root.end_unseen()
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:
         refuse_unreduced(step, plain, OptimizerError)

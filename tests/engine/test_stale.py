@@ -321,9 +321,9 @@ def _labels_after_a_step(whose: str) -> list[str]:
     with keep_unsharded(model), torch.no_grad():
         model(x)
         assert log.labels()
-        if whose != "nobody's":
-            torch.optim.SGD(held.parameters(), lr=0.1).step()
         log.events.clear()
+        if whose != "nobody's":  # which gathers again at once
+            torch.optim.SGD(held.parameters(), lr=0.1).step()
         model(x)
     return log.labels()
 

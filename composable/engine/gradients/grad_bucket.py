@@ -340,7 +340,7 @@ class GradBucket:
             self._merge(parameters, grads, gradients, hooked=hooked)
         if after:
             self._unhooked.update(dict.fromkeys(indices))
-        if not self._hooks_wait:
+        if self._unhooked and not self._hooks_wait:
             self.run_hooks()
 
     def run_hooks(self) -> None:

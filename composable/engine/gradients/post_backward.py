@@ -162,7 +162,7 @@ class PostBackward:
         due.to_reduce.pop(unit, None)
         mode = unit.accumulation.now
         unit.hear()
-        if mode is SyncMode.REDUCE:
+        if unit.unhooked and mode is SyncMode.REDUCE:
             unit.run_hooks()
         if due.builds_graph:
             if unit.are_there:

@@ -470,6 +470,12 @@ class Root:
             land_held([self])
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
+        if iteration is not None and iteration.untracked and not self._is_awaited:
+            # A forward that gave detached outputs: backward could come to it unseen, and did not.
+            # What it has kept may be out of date.
+            iteration = self.step.iteration = None
+            for unit in self.units:
+                unit.end_backward(in_forward=False, goes_on=False)
         if iteration is None:  # gradient penalties: no backward goes through their graph any more
             for unit in self.units:
                 if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
@@ -485,9 +491,8 @@ class Root:
                 unit.end_explicit()
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
         for unit in self.units:
-            # What an earlier forward left for its backward, seen or unseen: if that step was lost,
-            # some ranks have lost it in the forward, and left nothing; outputs may be detached on
-            # some ranks only; and what was written since is read. After `unshard()` all are alike.
+            # What an earlier forward left for its backward: if that step was lost, some ranks have
+            # lost it in the forward, and left nothing. After `unshard()` all have the same.
             if not unit.kept_by and unit not in explicit:
                 unit.free_before_step()
         saved = iteration is not None
@@ -665,6 +670,14 @@ class Root:
                 iteration.order = forward.order
             if not self.order:
                 self._follow(forward.order)
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a backward is known to come, or under way."""
+        assert self.step.iteration is not None
+        return self.step.iteration.end is not None or any(
+            unit.step.pending > 0 or unit.step.pinned for unit in self.units
+        )
 
     @property
     def _is_kept(self) -> bool:

@@ -582,18 +582,9 @@ class Unit:
     @property
     def must_stay(self) -> bool:
         """Whether the parameters may not be freed now."""
-        return self._stays or UNSEEN in self.step.needed_by
-
-    @property
-    def _stays(self) -> bool:
         step = self.step
         return bool(
-            self.kept_by
-            or step.depth
-            or step.to_run
-            or step.shown
-            or step.pinned
-            or BACKWARD in step.needed_by
+            self.kept_by or step.depth or step.to_run or step.shown or step.pinned or step.needed_by
         )
 
     def free(self) -> None:
@@ -606,12 +597,11 @@ class Unit:
 
     def free_before_step(self) -> None:
         """Reshard what was gathered for earlier steps: shards may have been written to in a way
-        that no version counter shows. What a backward may come to unseen is gathered again by this
-        step's forward.
+        that no version counter shows.
         """
         for group in self.groups:
             if group.state is not ShardedState.SHARDED and group.gathers:
-                if self._stays:
+                if self.must_stay:
                     group.note_writes(by_all=True)
                 else:
                     group.reshard()
