@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import composable.api.tensor_parallel as tensor_parallel
-import composable.engine.params.param_group as param_group
+import composable.engine.params.sharded as sharded
 import composable.engine.step.root as engine_root
 import composable.memory.activations as activations
 import composable.memory.elastic as elastic
@@ -244,7 +244,7 @@ def _pretended(machine: Machine) -> Iterator[None]:
         mock.patch.object(elastic, "CAN_SWAP", False),  # storages are resized, as accelerators'
         mock.patch.object(tensor_parallel, "joint_mesh", cache(_joint_mesh)),
         mock.patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", foreach),
-        mock.patch.object(param_group, "with_own_storage", _with_own_storage),
+        mock.patch.object(sharded, "with_own_storage", _with_own_storage),
         mock.patch.object(Reduction, "land", _land),
         mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
         mock.patch.object(engine_root, "release_idle_memory", machine.release_idle),
