@@ -89,8 +89,9 @@ class Row:
             values["forwards"] = [0.0] * (2 * _BITS["forwards"])
         values["incomplete"] = [float(counts.incomplete)]
         with torch.inference_mode(False):
-            row = torch.tensor([x for name in self._columns for x in values[name]], dtype=dtype)
-            row = row.to(device, non_blocking=True)
+            said = torch.tensor([x for name in self._columns for x in values[name]], dtype=dtype)
+            row = torch.empty(self.numel, dtype=dtype, device=device)
+            row.copy_(said, non_blocking=True)
         self._last = key, row
         return row
 
