@@ -320,6 +320,8 @@ class GradBucket:
             self._put(indices, self._wrapped(indices, fresh))
 
     def _wrapped(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> list[Tensor]:
+        if not isinstance(self.at_rest[0], DTensor):  # all of a bucket rest alike
+            return list(fresh)
         return [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)]
 
     def _put(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
