@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -298,6 +300,37 @@ def test_what_a_backward_still_needs_outlives_another_forward(way: str) -> None:
             ).backward()
         for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
+
+
+def _trains_after_a_move(how: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(current_device())
+    model = copy.deepcopy(plain)
+    fully_shard(model, policy={nn.Linear})
+    steps = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    with keep_unsharded(model) if how == "keep_unsharded" else nullcontext():
+        if how != "keep_unsharded":
+            unshard(model)
+        if how == "_apply":  # as `model.to(...)` and `model.share_memory()` call it
+            model._apply(lambda tensor: tensor.clone())
+        else:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+    for _ in range(3):
+        losses = [each(torch.ones(2, 4, device=current_device())).sum() for each in (plain, model)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, optimizer in zip(losses, steps, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["unshard", "_apply", "keep_unsharded"])
+def test_whole_parameters_whose_memory_was_moved_are_gathered_into_what_modules_read(
+    pool: Pool, how: str, ranks: int
+) -> None:
+    pool.run(ranks, _trains_after_a_move, how)
 
 
 @spmd(ranks=2)

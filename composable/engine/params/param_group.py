@@ -38,7 +38,7 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, zip_longest
 from operator import add, attrgetter, ne, or_
 from typing import Final
 
@@ -62,7 +62,13 @@ from composable.engine.params.precision import Precision
 from composable.errors import few
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome
-from composable.memory.torch_private import as_tensors, locals_of, outside_transforms, set_versions
+from composable.memory.torch_private import (
+    as_tensors,
+    locals_of,
+    outside_transforms,
+    set_versions,
+    storage_key,
+)
 
 logger = logging.getLogger("composable")
 
@@ -150,6 +156,9 @@ class ParamGroup(ABC):
             for param, slot in zip(self.params, self.slots, strict=True):
                 self._make_forms(param, slot)
             self._watch()
+        # where modules compute, if that is memory of ours
+        ours = self.gathers or all(param.own is None for param in self.params)
+        self._places = self._places_now() if ours and not self.extended else []
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
 
     # --- construction ----------------------------------------------------------------------------
@@ -276,9 +285,19 @@ class ParamGroup(ABC):
         return changed
 
     def recast(self) -> list[ManagedParam]:
-        """Parameters of which users have cast or moved what modules compute with."""
+        """Parameters of which users have cast or moved what modules compute with: the next gather
+        would fill memory that nobody reads.
+        """
         expected = self.precision.compute, self.device
-        return [p for p in self.params if (p.compute.dtype, p.compute.device) != expected]
+        return [
+            param
+            for param, at, before in zip_longest(self.params, self._places_now(), self._places)
+            if (param.compute.dtype, param.compute.device) != expected
+            or (before is not None and at != before)
+        ]
+
+    def _places_now(self) -> list[int]:
+        return list(map(storage_key, locals_of([param.compute for param in self.params])))
 
     def leave(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let at-rest parameters and gradients be elsewhere, where `move` makes copies; the unit
