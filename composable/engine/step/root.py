@@ -471,11 +471,9 @@ class Root:
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
         if iteration is not None and iteration.untracked and not self._is_awaited:
-            # A forward that gave detached outputs: backward could come to it unseen, and did not.
-            # What it has kept may be out of date.
-            iteration = self.step.iteration = None
-            for unit in self.units:
-                unit.end_backward(in_forward=False, goes_on=False)
+            # outputs were detached; what that forward has kept may have been written to since
+            self.end_unseen()
+            iteration = self.step.iteration
         if iteration is None:  # gradient penalties: no backward goes through their graph any more
             for unit in self.units:
                 if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
