@@ -311,9 +311,10 @@ def _trains_after_a_move(how: str) -> None:
     with keep_unsharded(model) if how == "keep_unsharded" else nullcontext():
         if how != "keep_unsharded":
             unshard(model)
-        if how == "_apply":  # as `model.to(...)` and `model.share_memory()` call it
+        # on one rank: what it does alone needs no message
+        if dist.get_rank() == 0 and how == "_apply":  # as `model.to(...)` calls it
             model._apply(lambda tensor: tensor.clone())
-        else:
+        elif dist.get_rank() == 0:
             for parameter in model.parameters():
                 parameter.data = parameter.data.clone()
     for _ in range(3):

@@ -132,7 +132,11 @@ def _with_events(
     """
     verbs = {verb for node in tree.everything() for verb in node.verbs} & {"shard", "replicate"}
     kind = MIXED if len(verbs) > 1 else SHARDS if "shard" in verbs else REPLICAS
-    names, often, goes_on = events_of(kind, unused=True), draw.choice([0.0, 0.3, 0.8]), False
+    names, often, goes_on = (
+        events_of(kind, unused=True, held=any(held)),
+        draw.choice([0.0, 0.3, 0.8]),
+        False,
+    )
     pending: set[int] = set()
     for place, (step, level) in enumerate(zip_longest(program, held, fillvalue="")):
         if verbs and not pending and draw.random() < often:

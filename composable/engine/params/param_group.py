@@ -38,7 +38,7 @@ import enum
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import compress, zip_longest
+from itertools import compress
 from operator import add, attrgetter, ne, or_
 from typing import Final
 
@@ -156,9 +156,10 @@ class ParamGroup(ABC):
             for param, slot in zip(self.params, self.slots, strict=True):
                 self._make_forms(param, slot)
             self._watch()
-        # where modules compute, if that is memory of ours
-        ours = self.gathers or all(param.own is None for param in self.params)
-        self._places = self._places_now() if ours and not self.extended else []
+            # what modules compute with, where that is memory of ours
+            ours = self.gathers or all(param.own is None for param in self.params)
+            computes = [each.compute for each in self.params] if ours and not self.extended else []
+            self._views = [local.detach() for local in locals_of(computes)]
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
 
     # --- construction ----------------------------------------------------------------------------
@@ -285,19 +286,19 @@ class ParamGroup(ABC):
         return changed
 
     def recast(self) -> list[ManagedParam]:
-        """Parameters of which users have cast or moved what modules compute with: the next gather
-        would fill memory that nobody reads.
-        """
+        """Parameters of which users have cast or moved what modules compute with."""
         expected = self.precision.compute, self.device
-        return [
-            param
-            for param, at, before in zip_longest(self.params, self._places_now(), self._places)
-            if (param.compute.dtype, param.compute.device) != expected
-            or (before is not None and at != before)
-        ]
+        return [p for p in self.params if (p.compute.dtype, p.compute.device) != expected]
 
-    def _places_now(self) -> list[int]:
-        return list(map(storage_key, locals_of([param.compute for param in self.params])))
+    def put_back(self) -> None:
+        """Users may have exchanged the memory of what modules compute with (`param.data = ...`):
+        the next gather would fill what nobody reads. Theirs is dropped. Other ranks may not have
+        done so, so that nothing is gathered for it.
+        """
+        for param, view in zip(self.params, self._views, strict=False):
+            compute = param.compute
+            if not isinstance(compute, DTensor) and storage_key(compute) != storage_key(view):
+                compute.data = view
 
     def leave(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let at-rest parameters and gradients be elsewhere, where `move` makes copies; the unit

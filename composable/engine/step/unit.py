@@ -671,6 +671,8 @@ class Unit:
         """
         self._follow_shown_freezing()
         changed = [param for group in self.groups for param in group.recast()]
+        for group in self.groups if not changed else ():
+            group.put_back()
         for param in changed:
             param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
         if changed:
