@@ -239,13 +239,15 @@ class Plan:
         )
 
     @property
+    def units(self) -> list[Unit]:
+        annotated = [each.unit for part in self.parts for each in part.everything()]
+        roots = [root.unit or Unit("shard") for root in self.roots]
+        return [*roots, *(unit for unit in annotated if unit is not None)]
+
+    @property
     def consists_of(self) -> str:
         """Shards, replicas or both."""
-        units = [
-            *(root.unit or Unit("shard") for root in self.roots),
-            *(each.unit for part in self.parts for each in part.everything()),
-        ]
-        verbs = dict.fromkeys(unit.verb for unit in units if unit is not None)
+        verbs = dict.fromkeys(unit.verb for unit in self.units)
         return (
             MIXED if len(verbs) > 1 else {"shard": SHARDS, "replicate": REPLICAS}[next(iter(verbs))]
         )
@@ -377,7 +379,10 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
 
 def _with_forms(plan: Plan, draw: _Draw) -> Plan:
     """A plan with layers that are spread over the tensor-parallel dimension, or sent as bytes."""
-    sent = ["bytes"] if plan.consists_of == SHARDS and draw.may("bytes", 0.3) else []
+    # what is sent in a form of its own cannot be kept over a number of ranks
+    can_send = all(unit.reshard in (True, False, None) for unit in plan.units)
+    sends = plan.consists_of == SHARDS and can_send and draw.may("bytes", 0.3)
+    sent = ["bytes"] if sends else []
     choices = ["columns", "rows", *sent] if plan.tensor > 1 else sent
 
     def formed(part: Part) -> Part:
@@ -390,7 +395,9 @@ def _with_forms(plan: Plan, draw: _Draw) -> Plan:
 def _with_events(plan: Plan, draw: _Draw) -> Iterator[Op]:
     """The operations of a plan, and events at its start and between its steps."""
     held = any(op.kind == "backward" and op.how for op in plan.ops)
-    legal = events_of(plan.consists_of, unused=True, spread=plan.tensor > 1, held=held)
+    rounded = any(part.form == "bytes" for each in plan.parts for part in each.everything())
+    spread = plan.tensor > 1
+    legal = events_of(plan.consists_of, unused=True, spread=spread, held=held, rounded=rounded)
     scopes = [name for name in legal if EVENTS[name][1] == GATHERED]
     alone = [name for name in legal if name not in scopes]
     often = draw.choice([0.0, 0.5, 0.9])

@@ -88,7 +88,12 @@ def _event(*of: str) -> Callable[[Event], Event]:
 
 
 def events_of(
-    kind: str, *, unused: bool = False, spread: bool = False, held: bool = False
+    kind: str,
+    *,
+    unused: bool = False,
+    spread: bool = False,
+    held: bool = False,
+    rounded: bool = False,
 ) -> list[str]:
     """Names of the events that are legal in models of that kind.
 
@@ -97,8 +102,10 @@ def events_of(
         spread: parameters are tensor-parallel. Torch's anomaly mode has no rule for DTensors.
         held: gradients that are reduced may be there when more come under `no_sync`, which is
             refused of parameters with tensor hooks.
+        rounded: modules compute with rounded weights, which a scope shows around a step.
     """
     left_out = [
+        *(["a_step_between_orders_in_a_scope"] if rounded else []),
         *(["gradients_set_to_zeros"] if unused else []),
         *(["anomaly mode"] if spread else []),
         *(["tensor_hooks_of_parameters"] if held else []),
@@ -554,6 +561,8 @@ def _orders_after_unshard(scene: Scene) -> Iterator[None]:
     with torch.no_grad():
         scene.run()
     yield
+    reshard(scene.model)  # what one rank loads after this is its own
+    yield
 
 
 @_event(*GATHERED)
@@ -566,6 +575,8 @@ def _own_shard_written_after_unshard(scene: Scene) -> Iterator[None]:
             before = local.clone()
             local.zero_()
             local.copy_(before)
+    yield
+    reshard(scene.model)
     yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,50 @@ def test_gradients_are_accumulated_and_shown_reduced() -> None:
         torch.testing.assert_close({n: full(t) for n, t in found.items()}, dict(alone.state_dict()))
     remove(model, replicate)
     assert model.norm.weight.grad is not None
+
+
+def _nothing(model: nn.Module) -> None:
+    model.to(next(model.parameters()).dtype)
+
+
+def _memory(model: nn.Module) -> None:
+    model._apply(torch.clone)
+
+
+@pytest.mark.parametrize("verb", [replicate, fully_shard])
+@pytest.mark.parametrize("move", [_nothing, _memory])
+@spmd(ranks=4)
+def test_to_exchanges_parameters_with_new_ones(
+    move: Callable[[nn.Module], None], verb: Callable[..., None]
+) -> None:
+    """Before the first step, and by one rank before the second. torch exchanges a `DTensor` with
+    what `to` makes of it, also where that is of the same memory: hooks stay behind.
+    """
+    mesh = mesh_of(2, 2)
+    model, alone = made(MLP), made(MLP)
+    parallelize_mlp(model, mesh["tp"])
+    verb(model, mesh=mesh["dp"], grad_reduce="sum")
+    rank = mesh["dp"].get_local_rank()
+    inputs, whole = batches(model, rank, 2), batches(alone, -1, 2)
+    for step in range(2):
+        if step == 0 or rank == 1:
+            move(model)
+        loss_of(model, inputs[step]).backward()
+        loss_of(alone, whole[step]).backward()
+        norm = clip_grad_norm_(model.parameters(), 1e9)
+        for (name, parameter), plain in zip(
+            model.named_parameters(), alone.parameters(), strict=True
+        ):
+            assert parameter.grad is not None, name
+            assert plain.grad is not None
+            plain.grad *= 2
+            torch.testing.assert_close(full(parameter.grad), plain.grad)
+        torch.testing.assert_close(
+            norm,
+            nn.utils.get_total_norm([p.grad for p in alone.parameters() if p.grad is not None]),
+        )
+        model.zero_grad()
+        alone.zero_grad()
 
 
 @spmd(ranks=4)

@@ -39,8 +39,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import compress
-from operator import add, attrgetter, ne, or_
+from operator import add, attrgetter, call, is_not, ne, or_
 from typing import Final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     as_tensors,
+    local_of,
     locals_of,
     outside_transforms,
     set_versions,
@@ -257,6 +259,10 @@ class ParamGroup(ABC):
         self._loads = False  # see `expect_load`
         locals_ = locals_of([param.at_rest for param in self.params])
         self._addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
+        # not of a plain tensor: torch cannot exchange one that is referred to weakly
+        self._locals = [
+            ref(local_of(p.at_rest)) for p in self.params if isinstance(p.at_rest, DTensor)
+        ]
         if self.gathers:
             set_versions(self._counters, self._absent)
 
@@ -283,7 +289,10 @@ class ParamGroup(ABC):
                 param.follow_grad_dtype(param.at_rest)
                 changed = True
             changed = self._is_changed(param, slot, address) or changed
-        return changed
+        # `model.to()` exchanges a DTensor with one that was made of it, also where nothing moves:
+        # hooks in C++, and what the engine has noted, stay behind
+        locals_ = [local_of(p.at_rest) for p in self.params if isinstance(p.at_rest, DTensor)]
+        return changed or any(map(is_not, locals_, map(call, self._locals)))
 
     def recast(self) -> list[ManagedParam]:
         """Parameters of which users have cast or moved what modules compute with."""

@@ -52,6 +52,8 @@ def hook_gradients(
         if parameter.is_floating_point() or parameter.is_complex():
             # a frozen one takes no hook, and may be unfrozen later
             parameter.requires_grad_(True)
+            # Set anew: `model.to()` gives a DTensor another tensor of C++, which knows no hooks.
+            parameter._backward_hooks = gradient_hooks(parameter)
             undo.append(parameter.register_hook(hook).remove)
             parameter.requires_grad_(trains)
     return undo
