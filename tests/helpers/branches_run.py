@@ -32,7 +32,7 @@ from tests.helpers.compare import full_gradients, full_parameters
 from tests.helpers.world import current_device, set_timeout
 
 Ways = Mapping[str, str]
-PATIENCE: Final = 10.0  # seconds until a collective gives up
+PATIENCE: Final = 20.0  # seconds until a collective gives up
 
 OPTIMIZERS: Final[dict[str, Any]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),

@@ -60,8 +60,7 @@ def _first_failure(
             for line in found:
                 lines.setdefault(line, []).append(rank)
         if lines:
-            if any(len(ranks) < len(by_rank) for ranks in lines.values()):
-                pool.stop()  # some ranks may still wait for others
+            pool.stop()  # ranks may still wait for others, or have left something
             # What follows from another rank's error comes last.
             said = sorted(lines, key=lambda line: "CommunicationError" in line or "/gloo/" in line)
             return index, "\n".join(
