@@ -144,6 +144,8 @@ def _with_events(
             yield from [(("resume",), "")] if goes_on else []
             yield ("event", draw.choice(names), draw.randrange(ranks)), ""
             goes_on = True
+        if step[0] == "drop":  # a forward that raises gives it up, too: on one rank only
+            names = [name for name in names if not name.startswith("failed_evaluation")]
         match step:
             case ("forward", number):
                 pending.add(number)
