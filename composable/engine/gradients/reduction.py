@@ -512,9 +512,11 @@ class Reduction:
         self.pieces: Sequence[Tensor] = ()
         # The sums are written over gradients that live in the bucket, or are reduced where they
         # are. If no rank has brought one of them, it must be as it was, to the last bit.
-        written = absent if reducer.keeps else [index for index in absent if index in plan.apart]
-        earlier = [(index, gradients[index]) for index in written]
-        self.spared = {index: each.clone() for index, each in earlier if each is not None}
+        self.spared: dict[int, Tensor] = {}
+        for index in absent:
+            earlier = gradients[index]
+            if earlier is not None and (reducer.keeps or index in plan.apart):
+                self.spared[index] = earlier.clone()
         unused = self.missing
         if carried:
             there = [index for index, _ in carried]

@@ -101,6 +101,9 @@ class Row:
 
     def agrees(self, sums: Sequence[float]) -> bool:
         """Whether all ranks wrote the same counts."""
-        named = {name: sums[where] for name, where in self._columns.items()}
-        names = ("label", "held", "forwards") if named["incomplete"][0] else ("label", "held")
-        return all(named[name].count(0.0) >= _BITS[name] for name in names)
+        columns = self._columns
+        for name, bits in _BITS.items():
+            compared = name != "forwards" or sums[columns["incomplete"].start]
+            if compared and sums[columns[name]].count(0.0) < bits:
+                return False
+        return True
