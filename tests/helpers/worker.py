@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config, parse_warning_filter
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import debug
 from torch.utils._pytree import tree_map_only
 
@@ -72,12 +73,14 @@ class Outcome:
 
     Attributes:
         launches: what the rank has launched up to now, as `compared_launches()` says it.
+        groups: how many process groups it has.
     """
 
     kind: str
     value: Any = None
     text: str = ""
     launches: dict[str, tuple[int, int, list[str]]] = field(default_factory=dict)
+    groups: int = 0
 
 
 def backend_of(device: str) -> str:
@@ -177,7 +180,8 @@ class Worker:
             raise
         except BaseException as error:
             return Outcome("raised", text="".join(_relevant(error)))
-        return replace(outcome, launches=compared_launches())
+        groups = len(distributed_c10d._world.pg_map)
+        return replace(outcome, launches=compared_launches(), groups=groups)
 
 
 def _relevant(error: BaseException) -> list[str]:

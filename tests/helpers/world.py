@@ -36,6 +36,9 @@ from tests.helpers.worker import Outcome, Task
 TIMEOUT = float(os.environ.get("COMPOSABLE_TEST_TIMEOUT", "120"))
 GRACE = 3.0  # seconds the other ranks get to end by themselves once one has failed
 START = TIMEOUT  # seconds for workers to start
+# gloo keeps three threads for each group, which wake a hundred times a second: two hundred groups
+# of two ranks cost a third of a core.
+MANY_GROUPS = 16
 
 
 class RanksFailed(AssertionError):
@@ -141,6 +144,8 @@ class Pool:
         raised = any(outcome.kind == "raised" for outcome in outcomes.values())
         if spoils or apart or raised or len(outcomes) < ranks:
             self.stop()
+        elif max(outcome.groups for outcome in outcomes.values()) > MANY_GROUPS:
+            self._shape = None  # the next call gets a new default group, and the others go
         return _verdict(ranks, outcomes, notes, apart)
 
     def _start(self, ranks: int) -> None:

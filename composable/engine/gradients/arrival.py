@@ -314,7 +314,7 @@ class Buckets:
         for each in self._buckets:
             if each.bucket.accumulated.backwards:
                 each.bucket.open()
-                # no more than what is accumulated
+                # all are absent: no backward has brought anything new
                 each.bucket.reduce(range(len(each.bucket.params)))
 
     def land_held(self) -> None:

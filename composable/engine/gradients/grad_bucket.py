@@ -403,15 +403,13 @@ class GradBucket:
             if reduction is not None:
                 reduction.wait()
         finally:
-            local = begun and self.in_place
-            lost = local or self.accumulated.backwards or reduction is not None
+            local = self.in_place and (begun or reduction is not None)
+            lost = local or (self.accumulated.marks and self.accumulated.backwards)
             self._undecided, self._earlier, self._unhooked = [], [], {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:
-                if is_unreduced(parameter.grad) or (
-                    lost and self.accumulated.marks and not self.reducer.is_alone
-                ):
+                if is_unreduced(parameter.grad) or (lost and not self.reducer.is_alone):
                     parameter.grad = None
             if self.accumulated.backwards:
                 self.accumulated.end()

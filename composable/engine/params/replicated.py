@@ -68,8 +68,8 @@ class ReplicatedGroup(ParamGroup):
         if self._read_apart or not self.precision.changes or param.at_rest is not param.own:
             return param.own
         # Gradients are summed in another dtype. Autograd must not add to the user's gradient, which
-        # would be rounded again. Of what is read apart it must: no unit would show another form in
-        # all calls that read it.
+        # would be rounded again. (What other units read keeps the user's object: their calls would
+        # not show another form.)
         (own,) = locals_of([param.own])
         return param.info.form.compute_parameter(own.detach(), requires_grad=self._differentiable)
 

@@ -98,8 +98,9 @@ from composable.memory.torch_private import (
 
 logger = logging.getLogger("composable")
 
-# Entries of `Iteration.finished` and `Step.calls` at most: forwards without a backward must not
-# fill the memory.
+# Entries of `Iteration.finished` and `Step.calls` at most: forwards without a backward (rollouts
+# with gradients on) must not fill the memory. Older ones are not gathered ahead, and a checkpoint
+# that runs one of so many calls again does not enter the units around it first.
 REMEMBERED: Final = 4096
 
 CLOCK: Final = count()  # of forwards and ends of backwards
@@ -285,8 +286,9 @@ class Root:
         self.step = Step()
         self._training: tuple[int, ...] | None = None  # indices of units, in the last forward
         self._given: dict[int, int] = {}  # what is agreed while these train
-        # Forwards in training mode that were lost since the last backward has landed. Where a step
-        # is lost, it may be in its forward on some ranks, and after it on others.
+        # Forwards in training mode that were lost since the last backward has landed. A rank that
+        # raised behind its forward still counts it; one that raised inside must count it, too, or
+        # their rows differ.
         self._lost = 0
         self._gone = False  # a unit came or went
         self.eager_because = self.agreed.untraced or NOT_ON
@@ -474,7 +476,7 @@ class Root:
             # outputs were detached; what that forward has kept may have been written to since
             self.end_unseen()
             iteration = self.step.iteration
-        if iteration is None:  # gradient penalties: no backward goes through their graph any more
+        if iteration is None:  # gradient penalties: a forward with gradients, or a write, ends them
             for unit in self.units:
                 if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
                     unit.unpin()
@@ -754,8 +756,8 @@ class Root:
         self._show()
         self.post_backward.buckets.open(by_arrival=by_arrival)
         for unit in self.shared:
-            # Buckets are launched in every backward, used or not. And what runs again in a backward
-            # is no forward.
+            # On all ranks: its buckets go out also if this rank's batch did not come to it, and a
+            # recomputation is told from a forward only while its root is in a step.
             if unit.root is not None or unit.kind is Kind.ARRIVAL:
                 (unit.root or Root.plan(unit, unit.modules[0])).open_backward()
         return iteration
@@ -964,9 +966,8 @@ class Root:
             release_idle_memory(self)
 
     def end_unseen(self) -> None:
-        """An optimizer steps: no backward will come to what waits for one that nobody would see.
-        Whether it is out of date differs between ranks, if one of them has written or moved
-        something, so that it does not wait for the next forward.
+        """An optimizer steps, which all ranks come to: give up what is kept as `UNSEEN`. In the next
+        forward they might judge differently what is out of date.
         """
         iteration = self.step.iteration
         if iteration is None or self.phase is not Phase.WAITING:
@@ -1119,7 +1120,8 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
     root = unit.root
     if root is not None and root.step.running:
         forward = root.step.forward
-        if forward is None or forward.module is not module or not computes:
+        assert forward is not None
+        if forward.module is not module or not computes:
             return root
         if _is_called_inside_its_call(module):
             return root

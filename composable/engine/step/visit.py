@@ -239,9 +239,9 @@ def come_back(unit: Unit, call: UnitCall | None = None, *_: object) -> None:
 def _before_recomputation(root: Root, again: UnitCall) -> UnitCall | None:
     """Checkpointing is about to run a forward again, for the node that backward is at.
 
-    Whether this is a node of the last unit in the checkpointed part, or one behind it, differs
-    between ranks if some skip that unit. So backward enters the unit now, and before it those
-    around it: on all ranks in one order, before the recomputation gathers others.
+    If some ranks skip the last unit of the checkpointed part, ranks come here from different nodes.
+    So backward enters the unit now, and before it those around it: on all ranks in one order,
+    before the recomputation gathers others.
 
     Returns:
         The call that is run again; None if it ran without gradients (reentrant checkpointing).
