@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from composable.compilation import untraced, unwrapped
 from composable.contract.values import map_tensors
-from composable.engine.step.unit import Unit, units_below
+from composable.engine.step.unit import UNKNOWN, Unit, units_below
 from composable.engine.step.visit import Visit
 from composable.errors import PhaseError
 
@@ -76,7 +76,7 @@ def _through(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module,
         # If the parameters train, backward comes to this unit on ranks that compute it. If they are
         # frozen, it does where inputs require gradients: an image tower's do not, though what this
         # rank passes through may.
-        enters = unit.trains or unit.given in (None, 2)
+        enters = unit.trains or unit.given in (UNKNOWN, 2)
         y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor)) if enters else None
     except BaseException:
         visit.on_error(module)

@@ -52,10 +52,8 @@ def sleep(unit: Unit, home: HostHome | None) -> None:
     Args:
         home: None: they are on the host already.
     """
-    if unit.root is not None:
-        if unit.root.in_step and not unit.root.running:
-            unit.root.reset()
-        unit.root.forget()  # it holds shards
+    unit.give_up_step()
+    unit.forget_root()  # it holds shards
     unit.hide()
     unit.reshard()
     unit.sleep(home)

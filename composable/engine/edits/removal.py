@@ -46,8 +46,7 @@ def before_removal(units: Sequence[Unit]) -> None:
                 " zero_grad()"
             )
     for unit in units:
-        if unit.root is not None and unit.root.in_step and not unit.root.running:
-            unit.root.reset()
+        unit.give_up_step()
         unit.swap_out()
         unit.reshard()
         _gathered[unit] = _gather_whole(unit.params) if unit.is_sharded else []
@@ -59,8 +58,7 @@ def restore(unit: Unit) -> None:
     """
     # readers that still have its parameters are refused in their next forward
     for each in (unit, *unit.relations.readers):
-        if each.root is not None:
-            each.root.forget()
+        each.forget_root()
     whole = _gathered.pop(unit, [])
     for index, param in enumerate(unit.dissolve()):
         if param.own is not None:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.contract.contract import on_undo
-from composable.contract.tree import Place, names_below
+from composable.contract.tree import Place
 from composable.engine.params.param import ManagedParam, ParamInfo
 from composable.engine.params.param_group import Kind
-from composable.engine.step.unit import Unit, units_below, without_shards
+from composable.engine.step.unit import Unit, rename_below, units_below, without_shards
 
 
 def settle(
@@ -48,14 +48,9 @@ def settle(
     for unit in dict.fromkeys(unit for unit, _, _ in tied):
         unit.build()
     # until the first forward plans the tree, units have their FQNs below what was annotated last
-    for module in modules:
-        names = names_below(module)
-        for unit in (own, *below):
-            if unit.modules and id(unit.modules[0]) in names:
-                unit.rename(names[id(unit.modules[0])])
+    rename_below(modules, (own, *below))
     for unit in (own, *below):
-        if unit.root is not None:
-            unit.root.forget()
+        unit.forget_root()
 
 
 def leave_tree(unit: Unit) -> None:
@@ -75,12 +70,10 @@ def choose_rest(unit: Unit) -> None:
             return  # it was dropped, maybe not yet on other ranks: what it has decided stays
         mesh = _mesh_of_shards(around)
         if mesh is not None:
-            break
-    if mesh is None:
-        unit.rest(without_shards(unit.mesh_info), None)
-        return
-    ranks = sorted(unit.mesh_info.mesh.mesh.tolist())
-    unit.rest(Kind.BESIDE, mesh if sorted(mesh.mesh.flatten().tolist()) == ranks else None)
+            ranks = sorted(unit.mesh_info.mesh.mesh.tolist())
+            unit.rest(Kind.BESIDE, mesh if sorted(mesh.mesh.flatten().tolist()) == ranks else None)
+            return
+    unit.rest(without_shards(unit.mesh_info), None)
 
 
 def _mesh_of_shards(around: Unit) -> DeviceMesh | None:

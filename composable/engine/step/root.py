@@ -44,6 +44,7 @@ from __future__ import annotations
 import enum
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,7 +61,7 @@ from composable.comm.base import Comm, compare_launches
 from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
 from composable.contract.hooks import drop_calls
-from composable.contract.tree import TreeWatch, names_below
+from composable.contract.tree import TreeWatch
 from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.param_group import Kind
@@ -72,9 +73,11 @@ from composable.engine.step.unit import (
     BACKWARD,
     BY_HAND,
     EXPLICIT,
+    UNKNOWN,
     UNSEEN,
     Unit,
     UnitCall,
+    rename_below,
     unit_of,
     units_below,
 )
@@ -170,11 +173,11 @@ class Iteration:
         self.in_forward: int | None = None
         self.read_at_rest: tuple[int, Unit, ManagedParam] | None = None
         self.order: list[Unit] = []
-        self.finished: list[Unit] = []
-        self.last: list[Unit] = []
+        self.finished: deque[Unit] = deque(maxlen=REMEMBERED)
+        self.last: dict[Unit, None] = {}
         self.untracked: dict[Unit, None] = {}
         self.end: ref[Any] | None = None
-        self.active: list[Unit] = []
+        self.active: dict[Unit, None] = {}
         self.due = Due()
 
 
@@ -195,7 +198,7 @@ class Step:
         self.iteration: Iteration | None = None
         self.forward: Forward | None = None
         self.running: list[Unit] = []
-        self.calls: list[UnitCall] = []
+        self.calls: deque[UnitCall] = deque(maxlen=REMEMBERED)
 
 
 class BackwardEnd:
@@ -237,7 +240,7 @@ class BackwardEnd:
 
 ROOTS: Final[WeakSet[Root]] = WeakSet()
 # Of which reductions were launched outside of backward, and have not landed.
-UNLANDED: Final[list[Root]] = []
+UNLANDED: Final[dict[Root, None]] = {}
 # by the number of autograd's pass
 _ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()
 
@@ -258,7 +261,8 @@ class Root:
     """The units below the outermost annotated module that was called.
 
     Attributes:
-        modules: the outermost one that was called, with the other modules of its unit.
+        top: the unit that was called.
+        modules: of that unit.
         units: of both verbs, in `.modules()` order of when they were first planned.
         agreed: what all ranks have alike about these units.
         order: `Agreed.order`. The next forward gathers ahead by it; a backward does by
@@ -276,10 +280,8 @@ class Root:
             forward; empty if the compiler does.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], units: Sequence[Unit], shared: Sequence[Unit] = ()
-    ) -> None:
-        self.modules = tuple(modules)
+    def __init__(self, top: Unit, units: Sequence[Unit], shared: Sequence[Unit]) -> None:
+        self.top, self.modules = top, top.modules
         self.agreed = agreed_by(units)
         self.units: list[Unit] = self.agreed.units()
         self.order = [self.units[index] for index in self.agreed.order]
@@ -290,7 +292,6 @@ class Root:
         # raised behind its forward still counts it; one that raised inside must count it, too, or
         # their rows differ.
         self._lost = 0
-        self._gone = False  # a unit came or went
         self.eager_because = self.agreed.untraced or NOT_ON
         self.split_by = ""
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
@@ -308,15 +309,9 @@ class Root:
         self._preparation = Preparation(self)
 
     @staticmethod
-    def plan(unit: Unit, module: nn.Module) -> Root:
-        """Plan `module` and what is below it as one tree; also what is below the other modules of
-        its unit.
-        """
-        tops = unit.modules if module in unit.modules else (module,)
-        units = units_below(tops)
-        if unit not in units:
-            # annotated in a list, and called through a member that does not hold the others
-            units = [unit]
+    def plan(unit: Unit) -> Root:
+        """Plan the modules of `unit` and what is below them as one tree."""
+        units = units_below(unit.modules)
         known = _related_to(unit)
         shared = [
             each
@@ -324,22 +319,17 @@ class Root:
             if not known.issuperset(each.relations.around.keys() - {each.relations.number})
         ]
         # Replicated units that own a parameter which modules here read as well.
-        owners = [unit_of(parameter) for top in tops for parameter in top.parameters()]
+        owners = [unit_of(each) for module in unit.modules for each in module.parameters()]
         units += [owner for owner in owners if owner is not None and owner.kind is Kind.BESIDE]
         units = [each for each in dict.fromkeys(units) if each not in shared]
-        names: dict[int, str] = {}
-        for top in reversed(tops):
-            names |= names_below(top)
-        for each in units:
-            if id(each.modules[0]) in names:
-                each.rename(names[id(each.modules[0])])
+        rename_below(unit.modules, units)
         for former in roots_of(units):
             if former.phase in (Phase.BACKWARD, Phase.LOST) and not in_backward():
                 former.reset()
-            if former.modules == tops and set(former.units) == set(units) and not former._gone:
+            if former.top is unit and set(former.units) == set(units):
                 former._watch_tree(shared)  # of units nothing has changed
                 return former
-        root = Root(tops, units, shared)
+        root = Root(unit, units, shared)
         for each in units:
             each.follow_root(root)
         for each in shared:
@@ -348,7 +338,7 @@ class Root:
 
     def forget(self) -> None:
         """A unit came or went below: the next forward plans anew."""
-        self._gone = True
+        ROOTS.discard(self)
         for unit in self.units:
             if unit.root is self:
                 unit.follow_root(None)
@@ -447,10 +437,10 @@ class Root:
                     forward.cursor = self.order.index(unit, forward.cursor) + 1
                 except ValueError:
                     pass  # it did not run there
-            given = None if unit.trains or inputs is None else unit.describe_inputs(inputs)
-            if not unit.compared:
+            given = UNKNOWN if unit.trains or inputs is None else unit.describe_inputs(inputs)
+            if not (unit.compared or self._is_kept):
                 given = self._check_order(unit, given, forward)
-            if given is not None and forward.with_gradients:
+            if given != UNKNOWN and forward.with_gradients:
                 self._given[self.units.index(unit)] = given
                 unit.follow_given(given)
             call.take_place(forward.number, outermost=outermost, inside=inside)
@@ -463,13 +453,10 @@ class Root:
             raise
         if torch.is_grad_enabled():
             step.calls.append(call)
-            if len(step.calls) > REMEMBERED:
-                del step.calls[: REMEMBERED // 2]
 
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
-        if UNLANDED:  # reductions without a backward that nobody has waited for
-            land_held([self])
+        land_held([self])  # reductions without a backward that nobody has waited for
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
         if iteration is not None and iteration.untracked and not self._is_awaited:
@@ -534,19 +521,16 @@ class Root:
             # inputs of frozen units may require gradients now, or no longer
             self._given = self.agreed.given_where(training)
             for index, unit in enumerate(self.units):
-                unit.follow_given(self._given.get(index))
+                unit.follow_given(self._given.get(index, UNKNOWN))
 
     def _free_last(self, unit: Unit, iteration: Iteration) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay:
         not all of these run `unit`.
         """
-        comm, stay = unit.mesh_info.all, []
-        for other in iteration.last:
-            if other is unit or other.mesh_info.all is not comm:
-                stay.append(other)
-            else:
+        for other in [*iteration.last]:
+            if other is not unit and other.mesh_info.all is unit.mesh_info.all:
+                del iteration.last[other]
                 other.free()
-        iteration.last = stay
 
     def _gather(self, unit: Unit, following: Iterable[Unit]) -> None:
         """Have `unit` unshard. Before waiting, launch the gathers of units ahead, which travel
@@ -594,8 +578,6 @@ class Root:
             # is right on ranks without data, too, which do as they are told: `join`.)
             if unit.gathers and (unit.trains or unit.step.pending > 0):
                 iteration.finished.append(unit)
-                if len(iteration.finished) > REMEMBERED:
-                    del iteration.finished[: REMEMBERED // 2]
             if keep:
                 iteration.untracked[unit] = None
                 unit.need(UNSEEN)
@@ -614,9 +596,8 @@ class Root:
         """
         after = unit.spec.reshard_after_forward
         if after is None and (grad or unit in iteration.last):
-            if unit in iteration.last:
-                iteration.last.remove(unit)
-            iteration.last.append(unit)
+            iteration.last.pop(unit, None)  # it is the newest again
+            iteration.last[unit] = None
         elif after is False and (grad or unit in iteration.finished):
             pass
         elif grad and isinstance(after, int) and after is not True:
@@ -660,11 +641,10 @@ class Root:
         """All ranks have run the same units, if they were compared: the first forward's order is
         that of the next ones. Later a backward that lands says it (`_conclude`).
         """
-        if forward.compared:
-            for comm in dict.fromkeys(unit.mesh_info.all for unit in forward.compared):
-                self._compare_place(comm, None, -1)
-            for unit in forward.compared:
-                unit.pass_comparison()
+        for comm in dict.fromkeys(unit.mesh_info.all for unit in forward.compared):
+            self._compare_place(comm, len(self.units))
+        for unit in forward.compared:
+            unit.pass_comparison()
         if forward.order and not self._is_kept:
             if grad:
                 iteration.order = forward.order
@@ -689,30 +669,25 @@ class Root:
         self.order = list(order)
         self.agreed.follow(tuple(map(self.units.index, order)))
 
-    def _check_order(self, unit: Unit, given: int | None, forward: Forward) -> int | None:
+    def _check_order(self, unit: Unit, given: int, forward: Forward) -> int:
         """When a unit is first entered: all ranks do. Returns `Unit.given` as ranks that compute
         the unit have it.
         """
-        comm = unit.mesh_info.all
-        if comm.size == 1 or not unit.is_sharded:
-            unit.pass_comparison()
-            return given
-        if self._is_kept:
-            return given
-        code = self._compare_place(comm, unit, -1 if given is None else given)
-        if code >= 0 or unit.trains:  # otherwise no rank has computed it
+        given = self._compare_place(unit.mesh_info.all, self.units.index(unit), given)
+        if given != UNKNOWN or unit.trains:  # otherwise no rank has computed it
             forward.compared.append(unit)
-        return code if code >= 0 else None
+        return given
 
-    def _compare_place(self, comm: Comm, unit: Unit | None, code: int) -> int:
-        """All ranks enter `unit`, or end. Returns the highest code of a rank."""
-        name = self.name if unit is None else unit.name
-        mine = len(self.units) if unit is None else self.units.index(unit)
+    def _compare_place(self, comm: Comm, place: int, code: int = UNKNOWN) -> int:
+        """All ranks enter the unit with this index, or end, which is one more than the last.
+        Returns the highest code of a rank.
+        """
+        name = [*(unit.name for unit in self.units), self.name][place]
         (lowest, _), (highest, code) = comm.min_max(
-            [mine, code], f"check of the order of units at unit '{name}'"
+            [place, code], f"check of the order of units at unit '{name}'"
         )
         if lowest != highest:
-            said = comm.all_gather_ints([mine], "exchange of the order of units")
+            said = comm.all_gather_ints([place], "exchange of the order of units")
             does = [*(f"runs '{each.name}'" for each in self.units), "ends"]
             where = [f"rank {rank} {does[index]}" for rank, (index,) in enumerate(said)]
             raise RanksDisagreeError(
@@ -737,8 +712,7 @@ class Root:
                 " raised: what that one brought is lost, and on some ranks more than on others."
                 " Run the forward again; it gives up the lost step"
             )
-        if UNLANDED:
-            land_held([self])
+        land_held([self])
         for hear in HEARERS.opens_backward:
             hear(self)
         # buckets may be launched while gradients arrive
@@ -759,7 +733,7 @@ class Root:
             # On all ranks: its buckets go out also if this rank's batch did not come to it, and a
             # recomputation is told from a forward only while its root is in a step.
             if unit.root is not None or unit.kind is Kind.ARRIVAL:
-                (unit.root or Root.plan(unit, unit.modules[0])).open_backward()
+                (unit.root or Root.plan(unit)).open_backward()
         return iteration
 
     def refuse_compiled(self) -> NoReturn:
@@ -769,10 +743,9 @@ class Root:
             " Compile the model or its blocks, and leave compiled autograd off"
         )
 
-    def open_backward(self) -> None:
+    def open_backward(self) -> Iteration:
         """A backward is under way from now on."""
-        if self._in_backward() is None:
-            self._open_backward()
+        return self._in_backward() or self._open_backward()
 
     def _in_backward(self) -> Iteration | None:
         """The iteration, if its backward is under way."""
@@ -793,7 +766,7 @@ class Root:
             and not any(
                 root.step.iteration is not None and root.step.iteration.began > last
                 for root in ROOTS
-                if root is not self and not root._gone
+                if root is not self
             )
         )
 
@@ -837,14 +810,13 @@ class Root:
             # been left.
             if other.step.pending <= 0 and other not in iteration.untracked:
                 self.post_backward.leave(other.gradients, iteration.due)
-        iteration.active.append(unit)
+        iteration.active[unit] = None
         unit.need(BACKWARD)
         self.post_backward.enter(unit.gradients, iteration.due)
         finished = iteration.finished
-        for position in range(len(finished) - 1, -1, -1) if unit.gathers else ():
-            if finished[position] is unit:
-                del finished[position:]
-                break
+        if unit.gathers and unit in finished:
+            while finished.pop() is not unit:
+                pass
         if torch.is_grad_enabled():
             self._note_graph(unit, iteration)
         self._gather(unit, reversed(finished))
@@ -866,7 +838,7 @@ class Root:
         by_arrival = unit.kind is Kind.ARRIVAL
         if not by_arrival and iteration is not None and unit.gradients in iteration.due.to_reduce:
             return
-        iteration = self._in_backward() or self._open_backward()
+        iteration = self.open_backward()
         if by_arrival:
             self.post_backward.buckets.arrived(param)  # may launch a bucket
         else:
@@ -901,8 +873,7 @@ class Root:
         """Backward has gone through `unit`: free its parameters, before its gradients are copied
         into a message.
         """
-        if unit in iteration.active:
-            iteration.active.remove(unit)
+        iteration.active.pop(unit, None)
         unit.leave_backward(in_forward=bool(self.step.running))
         if len(unit.modules) == 1 or unit.step.pending <= 0:
             unit.free()  # of several modules: when backward has been in all that ran
@@ -954,8 +925,9 @@ class Root:
             following.finished, following.untracked = iteration.finished, iteration.untracked
             following.last = iteration.last
         self.step.iteration = following
-        waiting = (index for index, call in enumerate(self.step.calls) if call.waits)
-        del self.step.calls[: next(waiting, len(self.step.calls))]
+        calls = self.step.calls
+        while calls and not calls[0].waits:
+            calls.popleft()
         for unit in self.units:
             unit.end_backward(in_forward=bool(self.step.running), goes_on=following is not None)
             if following is None or unit not in following.last:
@@ -966,8 +938,8 @@ class Root:
             release_idle_memory(self)
 
     def end_unseen(self) -> None:
-        """An optimizer steps, which all ranks come to: give up what is kept as `UNSEEN`. In the next
-        forward they might judge differently what is out of date.
+        """An optimizer steps, which all ranks come to: give up what is kept as `UNSEEN`. In the
+        next forward they might judge differently what is out of date.
         """
         iteration = self.step.iteration
         if iteration is None or self.phase is not Phase.WAITING:
@@ -1008,8 +980,7 @@ class Root:
         unreduced gradients.
         """
         iteration, forward, self.step = self.step.iteration, self.step.forward, Step()
-        if self in UNLANDED:
-            UNLANDED.remove(self)
+        UNLANDED.pop(self, None)
         if why:
             logger.warning(
                 "unit '%s': %s; the step is lost, and its state was reset", self.name, why
@@ -1092,12 +1063,12 @@ class Root:
         except BaseException:
             self.reset()
             raise
-        UNLANDED.append(self)
+        UNLANDED[self] = None
 
     @torch.no_grad()
     def land_held(self) -> None:
         """Wait for what `launch_held` launched."""
-        UNLANDED.remove(self)
+        del UNLANDED[self]
         try:
             self.post_backward.land_held()
         except BaseException:
@@ -1121,23 +1092,19 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
     if root is not None and root.step.running:
         forward = root.step.forward
         assert forward is not None
-        if forward.module is not module or not computes:
-            return root
-        if _is_called_inside_its_call(module):
+        if forward.module is not module or not computes or _is_called_inside_its_call(module):
             return root
         # Entered again from outside: an interrupt ended the last forward without a word.
         drop_open_calls(root, entering=module)
         root.reset("its forward did not end")
     elif root is not None and root.phase in (Phase.BACKWARD, Phase.LOST):
         root.reset("its backward did not finish")
-    if root is not None and not root._gone and any(tree.changed() for tree in root._trees):
+    if root is not None and any(tree.changed() for tree in root._trees):
         # from where it was planned, as on ranks whose modules are as before
-        if Root.plan(root.units[0], root.modules[0]) is not root:
+        planned = Root.plan(root.top)
+        if planned is not root:
             root.forget()
-        root = unit.root
-    if root is None or root._gone:
-        root = Root.plan(unit, module)
-    return root
+    return unit.root or Root.plan(unit)
 
 
 def roots_of(units: Iterable[Unit]) -> list[Root]:
@@ -1148,7 +1115,7 @@ def planned_roots(units: Sequence[Unit]) -> list[Root]:
     """The roots of these units; units that have none get one."""
     for unit in units:
         if unit.root is None:
-            Root.plan(unit, unit.modules[0])
+            Root.plan(unit)
     return roots_of(units)
 
 
@@ -1207,7 +1174,7 @@ def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
     return partial(land_held, roots)
 
 
-def land_held(roots: Sequence[Root] = UNLANDED) -> None:
+def land_held(roots: Iterable[Root] = UNLANDED) -> None:
     """Wait for what `reduce_held` launched for these roots, unless it has landed."""
     unlanded = [root for root in roots if root in UNLANDED]
     for root in unlanded:

@@ -38,12 +38,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.contract.tree import SHARD, Place, states_below
+from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.gradients.hook_stages import CommHook
 from composable.engine.gradients.sparse import only_looked_up
@@ -69,7 +68,7 @@ from composable.errors import PhaseError, unit_name
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     in_backward,
-    local_of,
+    locals_of,
     next_node,
 )
 
@@ -82,6 +81,8 @@ EXPLICIT: Final = "unshard()"
 # The reason for units to stay unsharded, and for modules to hold whole parameters outside of
 # forwards and backwards, while split backwards bring gradients: `Root.hold_by_hand`.
 BY_HAND: Final = "split backwards"
+# `Unit.given` of a unit that was not computed yet.
+UNKNOWN: Final = -1
 # `Unit.shown_by` of a scope in which ranks hold different things
 RANK0_ONLY: Final = "unsharded(rank0_only=True)"
 
@@ -222,7 +223,7 @@ class UnitStep:
     def __init__(self) -> None:
         self.calls: list[UnitCall] = []
         self.depth = self.pending = 0
-        self.to_run: list[nn.Module] = []
+        self.to_run: dict[nn.Module, None] = {}
         self.pinned = self.shown = False
         self.needed_by: dict[str, None] = {}
 
@@ -328,16 +329,16 @@ class Unit:
         self.trains = False  # any does
         self._swap = ParameterSwap(())  # which form of parameters modules hold
         self._is_in = False  # modules hold compute parameters: from `swap_in` to `swap_out`
-        self._buffers: BufferCasts | None = None  # the same for buffers that are cast
+        self._buffers: tuple[BufferCasts, ...] = ()  # the same for buffers: one, if some are cast
 
         # --- a step
         self.root: Root | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
         # Of a frozen unit, how it was last computed: 0 without autograd, 1 with inputs that require
-        # no gradients, 2 with inputs that do; None: not known. Backward enters it in case 2 only,
+        # no gradients, 2 with inputs that do; UNKNOWN. Backward enters it in case 2 only,
         # and must do so on all ranks. A rank that skips the unit (`skipped`) has no inputs to tell
         # by, so ranks that compute it tell the others in the first forward (`Root._check_order`).
-        self.given: int | None = None
+        self.given = UNKNOWN
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
         self.anchors = False  # `UnitCall.anchors` of the last forward
@@ -374,7 +375,8 @@ class Unit:
             if spec.verb == SHARD and spec.mesh_info.mesh is not None
             else without_shards(spec.mesh_info)  # until shards around it are found (`rest`)
         )
-        self._buffers = BufferCasts(spec.buffer_holders) if spec.buffer_holders else None
+        self._buffers = (BufferCasts(spec.buffer_holders),) if spec.buffer_holders else ()
+        self._begin_comparison()
 
     def take(self, param: ManagedParam, places: tuple[Place, ...]) -> None:
         """Manage a parameter that was another unit's, or is at more places; `build` follows."""
@@ -394,8 +396,7 @@ class Unit:
         if (kind, mesh) != (self.kind, self.rest_mesh):
             self.kind, self.rest_mesh = kind, mesh
             self.build()
-            if self.root is not None:
-                self.root.forget()
+            self.forget_root()
 
     def note_model_group(self, group: ref[dist.ProcessGroup] | None) -> None:
         self.relations.model_group = group
@@ -409,7 +410,7 @@ class Unit:
             tensor = param.registered
             if tensor is None:
                 continue
-            local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+            (local,) = locals_of([tensor])
             stays = not self.is_sharded or local.device.type in ("meta", self.mesh_info.device.type)
             precision = resolve(
                 spec.mp_policy,
@@ -446,13 +447,23 @@ class Unit:
         if self.root is not None:
             self.root.unit_rebuilt()
 
+    def forget_root(self) -> None:
+        """The tree changed, or what ranks agree on: the next forward plans anew."""
+        if self.root is not None:
+            self.root.forget()
+
+    def give_up_step(self) -> None:
+        """A change between two steps does not wait for a backward that may come."""
+        if self.root is not None and self.root.in_step and not self.root.running:
+            self.root.reset()
+
     def note_agreement(self, made: Agreed) -> None:
         alive = [each for each in self.agreements if None not in each.units()]
         self.agreements = [*alive, made]  # those of dropped models go
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
-        self.compared = False
+        self._begin_comparison()
         self.agreements = []
         if any(group.extended for group in self.groups):
             for param in self.params:
@@ -491,11 +502,7 @@ class Unit:
         """Compute parameters follow what users froze and unfroze."""
         self.gradients.follow()
         for param in self.params:
-            if (
-                param.compute is not param.at_rest
-                and param.compute.requires_grad != param.at_rest.requires_grad
-            ):
-                param.compute.requires_grad_(param.at_rest.requires_grad)
+            param.compute.requires_grad_(param.at_rest.requires_grad)
         self._trained = [param.at_rest.requires_grad for param in self.params]
         self.trains = any(self._trained)
 
@@ -509,8 +516,8 @@ class Unit:
             original = param.original()
             if original is not None and original is not param.own:
                 set_label(original, param.info, fqn, "original", self)
-            if param.compute is not param.at_rest:
-                set_label(param.compute, param.info, fqn, "compute")
+            set_label(param.compute, param.info, fqn, "compute")
+            # also where it is the same object
             set_label(param.at_rest, param.info, fqn, "at_rest", self)
 
     @property
@@ -534,12 +541,12 @@ class Unit:
     def swap_in(self) -> None:
         self._is_in = True
         self._swap.swap_in()
-        if self._buffers is not None:
-            self._buffers.show()
+        for buffers in self._buffers:
+            buffers.show()
 
     def swap_out(self) -> None:
-        if self._buffers is not None:
-            self._buffers.hide()
+        for buffers in self._buffers:
+            buffers.hide()
         self._swap.swap_out()
         self._is_in = False
 
@@ -576,8 +583,7 @@ class Unit:
 
     def reshard(self) -> None:
         for group in self.groups:
-            if group.state is not ShardedState.SHARDED:
-                group.reshard()
+            group.reshard()
 
     @property
     def must_stay(self) -> bool:
@@ -590,9 +596,7 @@ class Unit:
     def free(self) -> None:
         """Reshard, unless the parameters must stay."""
         for group in self.groups:
-            if group.state is not ShardedState.SHARDED and group.gathers:
-                if self.must_stay:
-                    return
+            if group.state is not ShardedState.SHARDED and group.gathers and not self.must_stay:
                 group.reshard()
 
     def free_before_step(self) -> None:
@@ -614,11 +618,10 @@ class Unit:
 
     def release(self, reason: object) -> None:
         """Without `reason`; reshards if it was the last one, and no forward is under way."""
-        if reason in self.kept_by:
-            del self.kept_by[reason]
-            if not self.kept_by:
-                self.hold_at_rest()
-                self.free()
+        self.kept_by.pop(reason, None)
+        if not self.kept_by:
+            self.hold_at_rest()
+            self.free()
 
     def pin(self) -> None:
         """Stay unsharded for a graph of `create_graph=True`, until the next step begins."""
@@ -671,13 +674,14 @@ class Unit:
         """
         self._follow_shown_freezing()
         changed = [param for group in self.groups for param in group.recast()]
-        for group in self.groups if not changed else ():
-            group.put_back()
         for param in changed:
             param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
         if changed:
             self.reshard()
             self.build()
+        else:
+            for group in self.groups:
+                group.put_back()
 
     # --- a step (`visit.py` and `root.py` say what happens) --------------------------------------
 
@@ -692,7 +696,7 @@ class Unit:
         """The unit is gathered, and the module computes."""
         call.entered, step = True, self.step
         if not step.to_run and len(self.modules) > 1:
-            step.to_run = list(self.modules)
+            step.to_run = dict.fromkeys(self.modules)
         step.depth += 1
         self.swap_in()
 
@@ -705,15 +709,14 @@ class Unit:
 
     def has_run(self, module: nn.Module) -> None:
         """A call of `module` has ended."""
-        if module in self.step.to_run:
-            self.step.to_run.remove(module)
+        self.step.to_run.pop(module, None)
         self.hold_at_rest()
 
     def end_forward(self) -> None:
         """The root's forward, or a backward, ends, or raised: modules that have not run do not run
         any more.
         """
-        self.step.to_run = []
+        self.step.to_run = {}
         self.hold_at_rest()
 
     def count(self, more: int, counted_by: Counted | None) -> None:
@@ -739,9 +742,8 @@ class Unit:
         """
         self.step.needed_by.pop(BACKWARD, None)
         if not in_forward:
-            self.step.to_run = []  # a recomputation ran some of its modules only
-        if self._is_in:
-            self.hold_at_rest()
+            self.step.to_run = {}  # a recomputation ran some of its modules only
+        self.hold_at_rest()
 
     def end_backward(self, *, in_forward: bool, goes_on: bool) -> None:
         """The backward has ended.
@@ -779,9 +781,13 @@ class Unit:
         """`root` is told of changes from now on."""
         self.root = root
 
-    def follow_given(self, given: int | None) -> None:
+    def follow_given(self, given: int) -> None:
         """What ranks have agreed on in a forward, see `given`."""
         self.given = given
+
+    def _begin_comparison(self) -> None:
+        # Without shards, or other ranks, there is nothing to compare.
+        self.compared = not self.is_sharded or self.mesh_info.all.size == 1
 
     def pass_comparison(self) -> None:
         """All ranks were seen to enter it in one place."""
@@ -832,8 +838,7 @@ class Unit:
             self.kind = without_shards(mesh_info)
         self._build_gradients()
         self.rename(self.name)
-        if self.root is not None:
-            self.root.forget()
+        self.forget_root()
 
     def exchange_comms(self, exchange: Callable[[Comm], Comm]) -> None:
         """Gather and reduce-scatter by other comms of the same ranks, from now on.
@@ -855,8 +860,7 @@ class Unit:
         self.mesh_info = mesh_info
         if self.groups:  # `wake` builds those of a unit on the host
             self.build()  # messages are laid out anew
-        if self.root is not None:
-            self.root.forget()
+        self.forget_root()
 
     @property
     def in_step(self) -> bool:
@@ -922,7 +926,7 @@ class Unit:
 
     def buffers_shown(self) -> list[tuple[Tensor, Tensor]]:
         """Casts of buffers that modules hold now, each with the buffer itself."""
-        return [] if self._buffers is None else self._buffers.pairs()
+        return [pair for buffers in self._buffers for pair in buffers.pairs()]
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Unit:
         return Unit()  # if all its modules are copied, `edits/copies.py` fills it
@@ -939,6 +943,16 @@ def without_shards(mesh_info: MeshInfo) -> Kind:
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
     """The units of both verbs on `modules` and below, in `.modules()` order."""
     return states_below(modules)
+
+
+def rename_below(modules: Sequence[nn.Module], units: Iterable[Unit]) -> None:
+    """Give units their FQNs below `modules`; that below the first of these counts."""
+    names: dict[int, str] = {}
+    for module in reversed(modules):
+        names |= names_below(module)
+    for unit in units:
+        if unit.modules and id(unit.modules[0]) in names:
+            unit.rename(names[id(unit.modules[0])])
 
 
 def unit_of(parameter: Tensor) -> Unit | None:

@@ -49,25 +49,24 @@ class Visit:
     ) -> tuple[Any, Any]:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
         unit = self.unit
-        root, of_forward = unit.root, None
-        if not _recomputes(unit, root):
-            # may reset, which forgets all calls
-            of_forward = root_for_call(unit, module, computes=computes)
-        # before anything else that may raise: `on_error` takes it back
-        call = unit.begin(module, of_forward)
-        if of_forward is not None:
-            for hear in HEARERS.enters:
-                hear(of_forward, call)
-            of_forward.enter_forward(call, (args, kwargs) if computes else None)
-        else:
-            if root is not None and root.in_step:
+        root = unit.root
+        if root is not None and _recomputes(unit, root):
+            # Checkpointing runs this forward again: no order is recorded and nothing resharded,
+            # backward needs it next.
+            call = unit.begin(module, None)
+            if root.in_step:
                 call.repeat(_before_recomputation(root, call))
                 for hear in HEARERS.enters:
                     hear(root, call)
-            # Checkpointing runs this forward again: no order is recorded and nothing resharded,
-            # backward needs it next.
             unit.unshard()
             unit.wait_for_unshard()
+        else:
+            root = root_for_call(unit, module, computes=computes)  # may reset: forget all calls
+            # before anything else that may raise: `on_error` takes it back
+            call = unit.begin(module, root)
+            for hear in HEARERS.enters:
+                hear(root, call)
+            root.enter_forward(call, (args, kwargs) if computes else None)
         unit.compute(call)
         policy, device = unit.spec.mp_policy, unit.mesh_info.device
         if call.outermost and device.type not in ("cpu", "meta"):
@@ -131,21 +130,20 @@ class Visit:
         call = unit.end()
         if not call.entered:
             return  # `enter` raised, and `Root.enter_forward` has cleaned up
-        if (root := unit.root) is not None:
+        root = call.root
+        if root is None:  # checkpointing stops a recomputation by an exception, when it has enough
+            end_call(call, keep=False)
+        else:
             explain(unit, root.units, module, sys.exception())  # adds a note to torch's error
-        if (root := call.root) is not None:
             unit.end_forward()
             root.on_error(unit)
-        else:  # checkpointing stops a recomputation by an exception when it has what it needs
-            end_call(call, keep=False)
 
 
-def _recomputes(unit: Unit, root: Root | None) -> bool:
+def _recomputes(unit: Unit, root: Root) -> bool:
     """Whether a forward that begins repeats what checkpointing dropped: it runs inside of a
-    backward of its own root.
+    backward of its own root. (A model without a root, which checkpointing around it runs again, has
+    its first forward there.)
     """
-    if root is None:
-        return False  # the first forward of a model that checkpointing around it runs again
     if not root.eager_because:  # the compiler reduces the gradients: backwards have no iteration
         return in_backward() or backward_is_compiled()
     # The second half of a split backward runs outside of a step.
@@ -226,7 +224,7 @@ def come_back(unit: Unit, call: UnitCall | None = None, *_: object) -> None:
     """Backward is about to go through an output that `call` made."""
     if unit.modules:
         # anew, if a unit came or went since the forward
-        root = unit.root or Root.plan(unit, unit.modules[0])
+        root = unit.root or Root.plan(unit)
         root.enter_backward(unit, call)
     elif unit.is_sharded and unit.spec.params:
         raise PhaseError(
@@ -261,7 +259,7 @@ def _before_recomputation(root: Root, again: UnitCall) -> UnitCall | None:
 
 def _gradient_arrived(unit: Unit, param: ManagedParam) -> None:
     """Autograd has accumulated a gradient on what modules compute with."""
-    (unit.root or Root.plan(unit, unit.modules[0])).on_gradient(unit, param)
+    (unit.root or Root.plan(unit)).on_gradient(unit, param)
 
 
 def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
