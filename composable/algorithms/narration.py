@@ -73,10 +73,10 @@ class Narrator(Observer):
         open_scope().open(root)
 
     @override
-    def comes_back(self, root: Root, unit: Unit, call: UnitCall | None) -> None:
-        if call is not None and call.waits:
+    def comes_back(self, root: Root, call: UnitCall) -> None:
+        if call.waits:
             counts = call.counted_by is not None and call.counted_by is root.counts()
-            open_scope().tell(Event.COUNT, unit, counts)
+            open_scope().tell(Event.COUNT, call.unit, counts)
 
     @override
     def goes_into(self, root: Root, unit: Unit) -> None:
@@ -113,14 +113,14 @@ def shadow(unit: Unit, event: Event, detail: int) -> None:
         case Event.LEAVE:
             driver.leave(keep=bool(detail))
         case Event.OPEN:
-            driver.open_backward()
+            driver.root.open_backward()
         case Event.COUNT:
             driver.count(-1, trained=bool(detail))
         case Event.BACK:
             driver.go_into()
         case Event.GRADIENT:
-            driver.bring_gradient()
+            driver.root.on_gradient(unit, unit.params[0])
         case Event.END:
-            driver.end_backward()
+            driver.root.launch_rest()
         case Event.LANDED:
-            driver.land_backward()
+            driver.root.finish_backward()

@@ -362,13 +362,12 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
         mesh_info=mesh_info,
         mp_policy=plan.precision,
         buffer_holders=buffer_holders(plan.modules, plan.precision, plan.top),
-        exact=exact_modules(plan.modules, plan.precision),
         **plan.settings,
     )
     on_undo(partial(restore, unit))
     low, hooks = spec.mp_policy.param_dtype, StateDictHooks(unit)
     unit.initialize(spec, HEARS, hooks.watch)
-    for exact in spec.exact if low is not None else ():
+    for exact in exact_modules(plan.modules, plan.precision) if low is not None else ():
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
     for undo in hooks.watch(holders):

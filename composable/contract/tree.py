@@ -176,7 +176,7 @@ def get_handles(root: nn.Module) -> list[Any]:
 
     There is one entry per unit, also for a unit without parameters.
     """
-    return [state.handle for state in get_states(root)]
+    return [state.groups for state in get_states(root)]
 
 
 def get_root_states(root: nn.Module) -> list[Any]:

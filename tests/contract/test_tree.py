@@ -104,7 +104,7 @@ def test_units_are_in_the_order_of_modules_whatever_the_order_of_the_calls(how: 
     assert get_fully_sharded_modules(root) == list(root.modules())
     assert names_of(root, [state.modules[0] for state in get_states(root)]) == EXPECTED
     assert [_fqns(state) for state in get_states(root)] == [["weight"]] * 4
-    assert get_handles(root) == [state.handle for state in get_states(root)]
+    assert get_handles(root) == [state.groups for state in get_states(root)]
 
 
 def test_units_are_made_from_the_innermost_outwards() -> None:

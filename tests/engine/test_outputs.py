@@ -244,12 +244,11 @@ def test_the_last_callback_at_a_node_is_called_first() -> None:
     assert log == ["last", "first"]
 
 
-def test_nodes_can_be_chosen() -> None:
+def test_nodes_of_an_earlier_time_are_left_out() -> None:
     log: list[str] = []
     output = nn.Parameter(torch.ones(2)) * 2
-    assert not before_gradient(output, lambda *_: log.append("called"), where=lambda node: False)
-    assert before_gradient(
-        output[0], lambda *_: log.append("called"), where=lambda node: node is not output.grad_fn
-    )
+    since = next_node()
+    assert not before_gradient(output, lambda *_: log.append("called"), since)
+    assert before_gradient(output[0], lambda *_: log.append("called"), since)
     output[0].backward()
     assert not log

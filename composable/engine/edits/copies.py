@@ -32,6 +32,7 @@ from composable.engine.params.dtensors import dtensor_parameter
 from composable.engine.params.param import copy_attributes
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import RANK0_ONLY, Unit
+from composable.engine.step.visit import HEARS
 from composable.errors import AnnotationError, PhaseError
 from composable.memory.torch_private import local_of
 
@@ -112,7 +113,7 @@ def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
     params = [other for _, other in pairs]
     spec = copy.deepcopy(replace(unit.spec, params=(), mesh_info=unit.mesh_info), memo)
     spec = replace(spec, params=tuple(param.info for param in params))
-    twin.initialize(spec, unit.hears, copy.deepcopy(unit.watch, memo), params)
+    twin.initialize(spec, HEARS, copy.deepcopy(unit.watch, memo), params)
     for module in twin.modules:
         attach_copying(module)
     choose_rest(twin)

@@ -72,8 +72,7 @@ class StateDictHooks:
         for module in modules:
             undo.append(module.register_state_dict_pre_hook(self._before).remove)
             undo.append(module.register_state_dict_post_hook(partial(self._after)).remove)
-            if unit.mesh_info.mesh is not None:
-                undo.append(module.register_load_state_dict_pre_hook(self._load).remove)
+            undo.append(module.register_load_state_dict_pre_hook(self._load).remove)
             casts = unit.spec.mp_policy.param_dtype is not None
             if isinstance(module, nn.RNNBase) and (unit.is_sharded or casts):
                 # cuDNN's weights are moved next to each other by `flatten_parameters`, away from
@@ -217,9 +216,9 @@ def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
         prefix: of its names there. A unit that is saved by itself, on the ranks that have it, has
             no longer ones than inside of it.
     """
-    for parameter in module._parameters.values():
-        group = None if parameter is None else model_group_of(parameter)
-        if parameter is None or group is None:
+    for parameter in module.parameters(recurse=False):
+        group = model_group_of(parameter)
+        if group is None:
             continue
         label, owner = label_of(parameter), owner_of(parameter)
         assert label is not None

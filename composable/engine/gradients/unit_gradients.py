@@ -54,11 +54,9 @@ class GradientSpec:
 class UnitGradients:
     """See the top of this file. It lives as long as its unit.
 
-    Args:
+    Attributes:
         on_gradient: called when autograd has accumulated a gradient.
         on_gradient_at_rest: the same, on an at-rest parameter that modules do not compute with.
-
-    Attributes:
         name: of the unit, in messages.
         params, groups: of the unit.
         buckets: for all that is reduced where backward leaves the unit. Gradients of the kind
@@ -75,13 +73,10 @@ class UnitGradients:
 
     spec: GradientSpec
 
-    def __init__(
-        self,
-        on_gradient: Callable[[ManagedParam], None],
-        on_gradient_at_rest: Callable[[ManagedParam], None],
-    ) -> None:
-        self.on_gradient = on_gradient
-        self.on_gradient_at_rest = on_gradient_at_rest
+    on_gradient: Callable[[ManagedParam], None]
+    on_gradient_at_rest: Callable[[ManagedParam], None]
+
+    def __init__(self) -> None:
         self.name = ""
         self.accumulation = Accumulation()
         self.comm_hooks: dict[str, CommHook] = {}
@@ -89,6 +84,14 @@ class UnitGradients:
         self.unhooked: dict[ManagedParam, None] = {}
         self._undo: list[Callable[[], object]] = []
         self.clear()
+
+    def tell(
+        self,
+        on_gradient: Callable[[ManagedParam], None],
+        on_gradient_at_rest: Callable[[ManagedParam], None],
+    ) -> None:
+        """Call these from now on."""
+        self.on_gradient, self.on_gradient_at_rest = on_gradient, on_gradient_at_rest
 
     def clear(self) -> None:
         """Take all hooks off: their tensors are about to be replaced."""

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from traceback import walk_tb
-from typing import Any, Final, Protocol
+from typing import Final
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.engine.params.param import ManagedParam
+from composable.engine.step.unit import Unit
 from composable.errors import few
 
 _SEEN: Final = "_composable_seen"  # the attribute of errors that were looked at
 
 
-class Computing(Protocol):
-    """A unit, as far as this file looks."""
-
-    name: str
-    params: list[ManagedParam]
-    spec: Any
-    step: Any
-
-
 def explain(
-    unit: Computing, units: Sequence[Computing], module: nn.Module, error: BaseException | None
+    unit: Unit, units: Sequence[Unit], module: nn.Module, error: BaseException | None
 ) -> None:
     """Add a note to torch's error if plain and sharded tensors, or tensors of two dtypes, met in
     the forward of `module`, a module of `unit`.

@@ -33,7 +33,7 @@ class Observer:
     def opens_backward(self, root: Root) -> None:
         """A backward begins in a root."""
 
-    def comes_back(self, root: Root, unit: Unit, call: UnitCall | None) -> None:
+    def comes_back(self, root: Root, call: UnitCall) -> None:
         """Backward has come to an output that `call` made."""
 
     def goes_into(self, root: Root, unit: Unit) -> None:
@@ -67,7 +67,7 @@ class Hearers:
         self.enters: list[Callable[[Root, UnitCall], None]] = []
         self.leaves: list[Callable[[Root, UnitCall, bool], None]] = []
         self.opens_backward: list[Callable[[Root], None]] = []
-        self.comes_back: list[Callable[[Root, Unit, UnitCall | None], None]] = []
+        self.comes_back: list[Callable[[Root, UnitCall], None]] = []
         self.goes_into: list[Callable[[Root, Unit], None]] = []
         self.gradient_came: list[Callable[[Unit], None]] = []
         self.ends_backward: list[Callable[[Root], None]] = []

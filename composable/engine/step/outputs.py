@@ -72,15 +72,14 @@ def watch(
         anchors: an output that needs no gradient gets a node, too (a constant, where other ranks
             computed something).
     """
-    if type(output) is Tensor and not output._is_view():  # nearly always
-        node = output.grad_fn
-        if node is not None and made_since(since, node):
-            before_node(node, entry)
-            return Watched(output, found=True)
-
-    def made_here(node: Any) -> bool:
-        return made_since(since, node)
-
+    if (
+        type(output) is Tensor
+        and not output._is_view()
+        and (node := output.grad_fn) is not None
+        and made_since(since, node)
+    ):  # nearly always
+        before_node(node, entry)
+        return Watched(output, found=True)
     opaque: list[Any] = []
     found = aliased = seen = given = False
     for outer in tensors_in(output, opaque):
@@ -90,7 +89,7 @@ def watch(
             aliased = aliased or own
             if not tensor.requires_grad:
                 continue
-            if (own or tensor.grad_fn is not None) and before_gradient(tensor, entry, made_here):
+            if (own or tensor.grad_fn is not None) and before_gradient(tensor, entry, since):
                 found = True
             else:
                 given = True
@@ -98,7 +97,7 @@ def watch(
         output = map_tensors(output, _with_a_node if given else _with_an_anchor)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                found = before_gradient(tensor, entry, made_here) or found
+                found = before_gradient(tensor, entry, since) or found
     kinds = () if seen else tuple(dict.fromkeys(type(value).__name__ for value in opaque))
     return Watched(output, found=found, aliases=aliased, opaque=kinds)
 
@@ -157,11 +156,10 @@ def _with_an_anchor(tensor: Tensor) -> Tensor:
 # --- callbacks in backward ----------------------------------------------------------------------
 
 
-def before_gradient(
-    tensor: Tensor, callback: Callable[..., None], where: Callable[[Any], bool] | None = None
-) -> bool:
+def before_gradient(tensor: Tensor, callback: Callable[..., None], since: int = 0) -> bool:
     """Call `callback` before backward goes through `tensor`, which requires gradients. Returns
-    whether there is a node that `where` accepts (by default any), or a leaf, where it is called.
+    whether there is a node that was made since the one with this number was next, or a leaf, where
+    it is called.
 
     A view is watched at its own node and at its base's. If a caller writes to the view in place,
     its node is replaced by one that leads to the base's node, and backward does not run the old
@@ -182,13 +180,12 @@ def before_gradient(
 
         handle = tensor.register_hook(once)
         return True
-    if where is not None and not where(node):
+    if not made_since(since, node):
         return False
     before_node(node, callback)
-    if tensor._is_view() and tensor._base is not None:
-        base = tensor._base.grad_fn
-        if base is not None and (where is None or where(base)):
-            before_node(base, callback)
+    base = tensor._base  # None unless it is a view
+    if base is not None and base.grad_fn is not None and made_since(since, base.grad_fn):
+        before_node(base.grad_fn, callback)
     return True
 
 

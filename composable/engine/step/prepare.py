@@ -101,9 +101,6 @@ class Preparation:
         changed.
         """
         root = self._root
-        for unit in root.units:
-            if unit.asleep:
-                unit.refuse_asleep("forward")
         ddp = active_ddp()
         if ddp is not None and _averages(ddp, root.units):
             raise AnnotationError(
@@ -123,6 +120,9 @@ class Preparation:
         if self._watched is not None and self._unchanged():
             return
         self._watched = None
+        for unit in root.units:  # whose roots are planned anew, so that nothing is watched
+            if unit.asleep:
+                unit.refuse_asleep("forward")
         if not root.in_step and not any(unit.shown_by for unit in root.units):
             follow_ties(root.units, _left_alone(root.units))
         self._look_for_newcomers()
@@ -322,14 +322,7 @@ def _warn_of_unmanaged_around(root: Tree) -> None:
 
     Blocks do not know the model; it is the outermost module whose forward is on the stack.
     """
-    model = root.modules[0]
-    for frame, _ in walk_stack(None):
-        caller = (
-            frame.f_locals.get("self")
-            if frame.f_code.co_name in ("_call_impl", "forward")
-            else None
-        )
-        model = caller if isinstance(caller, nn.Module) else model
+    model = [root.modules[0], *modules_calling("_call_impl", "forward")][-1]
     if model in root.modules or model in _TOLD:
         return
     _TOLD.add(model)
@@ -349,6 +342,13 @@ def _warn_of_unmanaged_around(root: Tree) -> None:
             " Annotate the model around the annotated modules as well, %s(model), or freeze it",
             verb, few(names), type(model).__name__, verb,
         )  # fmt: skip
+
+
+def modules_calling(*functions: str) -> list[nn.Module]:
+    """The modules whose functions of these names are on the stack, the innermost first."""
+    found = [frame.f_locals for frame, _ in walk_stack(None) if frame.f_code.co_name in functions]
+    owners = [names.get("self", names.get("module")) for names in found]
+    return [owner for owner in owners if isinstance(owner, nn.Module)]
 
 
 def _averages(ddp: Any, units: Sequence[Unit]) -> bool:
@@ -481,13 +481,15 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
         )
     if refusal := param.info.form.refusal(f"'{name}' of unit '{unit.name}'", other):
         raise ForeignParameterError(refusal)
-    if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
-        spread = (other.device_mesh, other.placements)
-        if spread != (at_rest.device_mesh, at_rest.placements):
-            raise ForeignParameterError(
-                f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is spread"
-                f" otherwise: {other.placements} over {describe_mesh(other.device_mesh)}, where the"
-                f" unit has {at_rest.placements} over {describe_mesh(at_rest.device_mesh)}."
-                " Register its full_tensor(), or load it with load_state_dict()"
-            )
+    if (
+        isinstance(other, DTensor)
+        and isinstance(at_rest, DTensor)
+        and (other.device_mesh, other.placements) != (at_rest.device_mesh, at_rest.placements)
+    ):
+        raise ForeignParameterError(
+            f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is spread"
+            f" otherwise: {other.placements} over {describe_mesh(other.device_mesh)}, where the"
+            f" unit has {at_rest.placements} over {describe_mesh(at_rest.device_mesh)}. Register"
+            " its full_tensor(), or load it with load_state_dict()"
+        )
     return other

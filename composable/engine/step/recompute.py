@@ -35,9 +35,7 @@ class RecomputeBracket:
     """
 
     def __init__(self, options: RecomputeOptions) -> None:
-        self._options = (
-            options if options.context_fn else options._replace(context_fn=noop_context_fn)
-        )
+        self._options = options._replace(context_fn=options.context_fn or noop_context_fn)
         self._open: list[Any] = []  # generators of forwards that are under way, innermost last
         self._recomputing = 0
 

@@ -50,7 +50,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, count, islice
 from operator import attrgetter
-from traceback import walk_stack
 from typing import Any, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -68,7 +67,7 @@ from composable.engine.params.param_group import Kind
 from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.observer import DECISIONS, HEARERS, announce, gradients_landed
-from composable.engine.step.prepare import Preparation
+from composable.engine.step.prepare import Preparation, modules_calling
 from composable.engine.step.unit import (
     BACKWARD,
     BY_HAND,
@@ -129,7 +128,6 @@ class Forward:
         module: the outermost one.
         number: when it began, on the clock of `CLOCK`.
         with_gradients: autograd records it.
-        gathered: units whose gather it has launched, and that it has not entered since.
         order: the units whose gather it has launched, as it has entered them.
         cursor: in `Root.order`; what follows there is gathered ahead.
         compared: units at which it has compared the ranks, for the first time.
@@ -138,7 +136,6 @@ class Forward:
     module: nn.Module
     with_gradients: bool
     number: int = 0
-    gathered: dict[Unit, None] = field(default_factory=dict)
     order: list[Unit] = field(default_factory=list)
     cursor: int = 0
     compared: list[Unit] = field(default_factory=list)
@@ -188,16 +185,19 @@ class Step:
         iteration: None if no backward is to come, and none runs.
         forward: the forward of the outermost module that is under way.
         running: units whose forward is under way, outermost first.
+        gathered: units whose gather was launched in this forward, and that it has not entered
+            since.
         calls: of units with gradients, as they began, from the first on whose backward has not
             come. Recomputation looks for them.
     """
 
-    __slots__ = ("calls", "forward", "iteration", "running")
+    __slots__ = ("calls", "forward", "gathered", "iteration", "running")
 
     def __init__(self) -> None:
         self.iteration: Iteration | None = None
         self.forward: Forward | None = None
         self.running: list[Unit] = []
+        self.gathered: dict[Unit, None] = {}
         self.calls: deque[UnitCall] = deque(maxlen=REMEMBERED)
 
 
@@ -445,8 +445,8 @@ class Root:
                 unit.follow_given(given)
             call.take_place(forward.number, outermost=outermost, inside=inside)
             self._gather(unit, islice(self.order, forward.cursor, None))
-            if unit in forward.gathered:
-                del forward.gathered[unit]
+            if unit in step.gathered:
+                del step.gathered[unit]
                 forward.order.append(unit)
         except BaseException:
             self.on_error(unit)
@@ -459,6 +459,7 @@ class Root:
         land_held([self])  # reductions without a backward that nobody has waited for
         iteration, grad = self.step.iteration, torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
+        self.step.gathered = {}
         if iteration is not None and iteration.untracked and not self._is_awaited:
             # outputs were detached; what that forward has kept may have been written to since
             self.end_unseen()
@@ -472,10 +473,7 @@ class Root:
                 unit.swap_out()
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
         for unit in explicit:  # `unshard()`, and maybe `model.to(dtype)`, before the step
-            unit.swap_out()
-            unit.follow_shown()
-            if grad:
-                unit.end_explicit()
+            unit.hide()
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
         for unit in self.units:
             # What an earlier forward left for its backward: if that step was lost, some ranks have
@@ -487,7 +485,7 @@ class Root:
             iteration = self.step.iteration = Iteration(None)
             iteration.due.count(self._lost)
         for unit in explicit if not grad else ():  # goes on behind this forward
-            unit.show()
+            unit.reveal()
         iteration.stream = self._streams.here()
         iteration.began = forward.number = next(CLOCK)
         try:
@@ -495,17 +493,13 @@ class Root:
             if grad:
                 # as DDP does; buffers of replicated units only
                 broadcast_buffers(self.units, DECISIONS.source(), saved=saved)
+                compiles = backward_will_be_compiled()
+                self.eager_because = (
+                    DECISIONS.traced(self) if compiles else self.eager_because or NOT_ON
+                )
         except BaseException:
-            if not saved:
-                self.step.iteration = None
-            for unit in self.beside:  # nobody leaves this forward
-                unit.end_show()
+            self.on_error(self.units[0])
             raise
-        if grad:
-            if backward_will_be_compiled():
-                self.eager_because = DECISIONS.traced(self)
-            elif not self.eager_because:
-                self.eager_because = NOT_ON
         keep_idle_memory(self)
 
     def _show(self) -> None:
@@ -540,11 +534,7 @@ class Root:
         is gathered ahead as well if it is the very next unit, and otherwise none. A replicated unit
         next to shards gathers none ahead, unless it is the root: some ranks may skip it.
         """
-        forward = self.step.forward
-        gathered = {} if forward is None else forward.gathered
-        for group in unit.groups:
-            if group.unshard():
-                gathered[unit] = None
+        ahead = [unit]
         comm, missing, is_first = unit.mesh_info.all, unit.spec.prefetch, True
         if unit.kind is Kind.BESIDE and unit is not self.units[0]:
             missing = 0
@@ -557,9 +547,11 @@ class Root:
                 continue
             is_first = False
             if not other.step.depth:  # otherwise it computes, and must stay as it is
-                for group in other.groups:
-                    if group.unshard():
-                        gathered[other] = None
+                ahead.append(other)
+        for each in ahead:
+            for group in each.groups:
+                if group.unshard():
+                    self.step.gathered[each] = None
         for group in unit.groups:
             group.wait_for_unshard()
 
@@ -614,15 +606,14 @@ class Root:
         self.step.forward = None
         waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
-        if not lost:  # by a backward inside of this forward that raised, and was caught
-            for unit in self.beside:
-                unit.end_show()
-            if not waits:
-                self.step.iteration = None  # no backward will come
+        for unit in self.beside:
+            unit.end_show()
+        # lost: by a backward inside of this forward that raised, and was caught
+        if not (waits or lost):
+            self.step.iteration = None  # no backward will come
         for unit in self.units:
-            if unit.step.to_run:
-                if self._is_called_by_another(unit):
-                    continue  # the forward of a model around this unit of several modules goes on
+            # otherwise the forward of a model around this unit of several modules goes on
+            if unit.step.to_run and not self._is_called_by_another(unit):
                 unit.end_forward()
             if unit not in stay:
                 unit.free()
@@ -631,10 +622,7 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:
                     unit.free()
-        if not lost:
-            if BY_HAND in self.units[0].kept_by:  # split backwards take what modules hold
-                self._reveal()
-            release_idle_memory(self)
+        self._rest()
         wait_for_traffic()  # CPU offload
 
     def _learn_order(self, forward: Forward, iteration: Iteration, *, grad: bool) -> None:
@@ -724,7 +712,7 @@ class Root:
         # the engine alone holds it: what raises below must not keep it with its traceback
         iteration.end = ref(_end_of_backward(self))
         for unit in self.units:
-            if unit.kept_by:
+            if EXPLICIT in unit.kept_by:
                 unit.end_explicit()
         self._preparation.follow_freezing()  # what `requires_grad` says now decides
         self._show()
@@ -770,20 +758,19 @@ class Root:
             )
         )
 
-    def enter_backward(self, unit: Unit, call: UnitCall | None = None) -> None:
-        """Backward is about to go through an output of `unit`, which `call` made."""
+    def enter_backward(self, call: UnitCall) -> None:
+        """Backward is about to go through an output that `call` made."""
         for hear in HEARERS.comes_back:
-            hear(self, unit, call)
-        if call is not None:
-            call.come_back()
+            hear(self, call)
+        call.come_back()
         iteration = self.step.iteration
         if iteration is None or self.phase is not Phase.BACKWARD:
             iteration = self._open_backward()
-        if call is not None and call.number is not None:
+        if call.number is not None:
             if iteration.read_at_rest is not None and iteration.read_at_rest[0] == call.number:
                 self._refuse_read_at_rest(*iteration.read_at_rest[1:])
             iteration.in_forward = call.number
-        self._go_into(unit, iteration)
+        self._go_into(call.unit, iteration)
 
     def _go_into(self, unit: Unit, iteration: Iteration) -> None:
         """Gather the unit that backward is about to go through, and leave those that it has gone
@@ -791,11 +778,16 @@ class Root:
         """
         for hear in HEARERS.goes_into:
             hear(self, unit)
-        if unit in iteration.active:
-            if torch.is_grad_enabled():
-                self._note_graph(unit, iteration)  # also where a recomputation has entered it
-            self._gather(unit, ())  # another output of it: anew, if it was written to since
-            return
+        following: Iterable[Unit] = ()
+        if unit not in iteration.active:
+            following = self._enter(unit, iteration)
+        if torch.is_grad_enabled():
+            self._note_graph(unit, iteration)  # also where a recomputation has entered it
+        # another output of it: anew, if it was written to since
+        self._gather(unit, following)
+
+    def _enter(self, unit: Unit, iteration: Iteration) -> Iterable[Unit]:
+        """Backward comes to `unit`, in which it is not. Returns what will probably follow."""
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
         # at the end of backward. Ranks that enter an expert leave the units before it earlier than
         # ranks that do not, and both must launch in the same order.
@@ -817,10 +809,8 @@ class Root:
         if unit.gathers and unit in finished:
             while finished.pop() is not unit:
                 pass
-        if torch.is_grad_enabled():
-            self._note_graph(unit, iteration)
-        self._gather(unit, reversed(finished))
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
+        return reversed(finished)
 
     @staticmethod
     def _may_be_skipped(unit: Unit, other: Unit) -> bool:
@@ -932,10 +922,15 @@ class Root:
             unit.end_backward(in_forward=bool(self.step.running), goes_on=following is not None)
             if following is None or unit not in following.last:
                 unit.free()
-        if not self.step.running and BY_HAND in self.units[0].kept_by:
-            self._reveal()
         if not self.step.running:
-            release_idle_memory(self)
+            self._rest()
+
+    def _rest(self) -> None:
+        """Neither a forward nor a backward is under way."""
+        for unit in self.units:
+            if BY_HAND in unit.kept_by and unit.is_unsharded:  # their backwards take what is shown
+                unit.reveal()
+        release_idle_memory(self)
 
     def end_unseen(self) -> None:
         """An optimizer steps, which all ranks come to: give up what is kept as `UNSEEN`. In the
@@ -956,7 +951,7 @@ class Root:
         """A forward of `unit`'s module raised; called from the innermost annotated module
         outwards.
         """
-        if self.step.running:
+        if unit in self.step.running:
             self.step.running.pop()
         if not self.step.running:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")
@@ -997,18 +992,17 @@ class Root:
         for error in self.post_backward.drop(due):
             self._warn(error)
         for unit in self.units:
-            unit.end_split()
             unit.drop_step()
             unit.swap_out()
             try:
+                unit.release(BY_HAND)
                 unit.free()
             except CommunicationError as error:
                 self._warn(error)  # what failed in flight must not keep the rest
             if EXPLICIT in unit.kept_by:
                 unit.show()
         for unit in self.shared:  # of several modules, of which the lost forward has called some
-            if not unit.step.depth:
-                unit.end_forward()
+            unit.end_forward()
         release_idle_memory(self)
 
     def _warn(self, error: CommunicationError) -> None:
@@ -1030,7 +1024,7 @@ class Root:
             unit.unshard()
         for unit in self.units:
             unit.wait_for_unshard()
-        self._reveal()
+            unit.reveal()
         self.post_backward.hold()
         self.split_by = ""
 
@@ -1043,12 +1037,6 @@ class Root:
         for unit in self.units:
             unit.hide()
             unit.release(BY_HAND)
-
-    def _reveal(self) -> None:
-        """As after `unshard()`, which ends with every forward and backward."""
-        for unit in self.units:
-            if unit.is_unsharded:
-                unit.reveal()
 
     # --- without a backward ----------------------------------------------------------------------
 
@@ -1136,12 +1124,7 @@ def _is_called_inside_its_call(module: nn.Module) -> bool:
     """Whether a call of `module` is on the stack around the one that begins: a forward that calls
     itself, or `generate` in the role of a forward.
     """
-    calls = 0
-    for frame, _ in walk_stack(None):
-        if frame.f_code.co_name in ("_call_impl", "_call_as_forward"):
-            names = frame.f_locals
-            calls += names.get("self", names.get("module")) is module
-    return calls > 1
+    return modules_calling("_call_impl", "_call_as_forward").count(module) > 1
 
 
 def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:

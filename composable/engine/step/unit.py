@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import torch
@@ -45,6 +45,7 @@ from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.gradients.hook_stages import CommHook
+from composable.engine.gradients.post_backward import Due
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import GradientSpec, UnitGradients
 from composable.engine.params.extension import sharded_groups
@@ -96,7 +97,6 @@ class UnitSpec:
         reshard_after_forward: as the user spelled it: None, True, False or a number of ranks.
         prefetch: how many units to gather ahead of need when this one is entered.
         buffer_holders: modules whose buffers are cast while they compute.
-        exact: modules that keep their dtype where the unit computes in another one.
         divisor: what sums of gradients are divided by; None for the number of ranks (a mean).
         bucket_bytes: `replicate`: bytes of small gradients that share a message.
         keeps_buckets: `replicate`: gradients live in their buckets from step to step.
@@ -112,19 +112,12 @@ class UnitSpec:
     prefetch: int = 1
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     buffer_holders: tuple[BufferHolder, ...] = ()
-    exact: tuple[nn.Module, ...] = ()
     divisor: float | None = None
     offload: CPUOffloadPolicy | None = None
     bucket_bytes: int = 25 << 20
     keeps_buckets: bool = False
     broadcast_buffers: tuple[Place, ...] = ()
     left_alone: tuple[Place, ...] = ()
-
-
-class Counted(Protocol):
-    """What counts the forwards that are trained on: what the iteration has to reduce."""
-
-    def count(self, more: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +129,6 @@ class UnitCall:
         since: the number of autograd's next node when the call began.
         root: of the forward; None if the call recomputes what checkpointing dropped.
         outermost: of the root.
-        inside: another forward runs around the call, so backward must enter the unit on all ranks
-            or on none. The kind ARRIVAL does not need that, unless roots share the unit.
         entered: the module computes.
         anchors: outputs get a node also where this rank used no parameter, because other ranks may
             have. A recomputation repeats what its forward did.
@@ -153,17 +144,21 @@ class UnitCall:
     since: int
     root: Root | None
     outermost: bool = False
-    inside: bool = False
     entered: bool = False
     anchors: bool = False
     watched: bool = False
     waits: bool = False
     number: int | None = None
-    counted_by: Counted | None = None
+    counted_by: Due | None = None
 
     def take_place(self, number: int, *, outermost: bool, inside: bool) -> None:
-        """It begins in a forward of the root, and it is known what ranks give the unit."""
-        self.number, self.outermost, self.inside = number, outermost, inside
+        """It begins in a forward of the root, and it is known what ranks give the unit.
+
+        Args:
+            inside: another forward runs around the call, so backward must enter the unit on all
+                ranks or on none. The kind ARRIVAL does not need that, unless roots share the unit.
+        """
+        self.number, self.outermost = number, outermost
         unit = self.unit
         needs = inside and (unit.trains or unit.given == 2)
         unit.anchors = self.anchors = needs and unit.mesh_info.all.size > 1
@@ -172,7 +167,7 @@ class UnitCall:
         """It recomputes what `before` did, or the last forward."""
         self.anchors = self.unit.anchors if before is None else before.anchors
 
-    def wait(self, counted_by: Counted | None) -> None:
+    def wait(self, counted_by: Due | None) -> None:
         """Backward will come to its outputs."""
         self.watched = self.waits = True
         self.counted_by = counted_by
@@ -304,8 +299,6 @@ class Unit:
     """See the top of this file. It is the verb's state in the registry."""
 
     spec: UnitSpec  # what the annotation asks for
-    # told of gradients that autograd has accumulated on what modules compute with, and at rest
-    hears: tuple[Callable[[Unit, ManagedParam], None], Callable[[Unit, ManagedParam], None]]
     # prepares modules that hold its parameters for state dicts; returns what undoes it
     watch: Callable[[Iterable[nn.Module]], list[Callable[[], object]]]
     mesh_info: MeshInfo  # the ranks over which parameters are sharded, and gradients summed
@@ -324,7 +317,7 @@ class Unit:
         # --- built around the tensors that are registered now (`build`)
         self.groups: list[ParamGroup] = []  # of parameters that are unsharded together
         self.gathers = False  # any of its groups does
-        self.gradients = UnitGradients(self._on_gradient, self._on_gradient_at_rest)
+        self.gradients = UnitGradients()
         self._trained: list[bool] = []  # which of its parameters require gradients
         self.trains = False  # any does
         self._swap = ParameterSwap(())  # which form of parameters modules hold
@@ -357,16 +350,19 @@ class Unit:
     def initialize(
         self,
         spec: UnitSpec,
-        hears: tuple[Callable[[Unit, ManagedParam], None], Callable[[Unit, ManagedParam], None]],
+        hears: Sequence[Callable[[Unit, ManagedParam], None]],
         watch: Callable[[Iterable[nn.Module]], list[Callable[[], object]]],
         params: Sequence[ManagedParam] | None = None,
     ) -> None:
         """Take charge of the parameters that `spec` names; `build` follows.
 
         Args:
+            hears: told of gradients that autograd has accumulated on what modules compute with,
+                and at rest.
             params: of a copy, which were copied.
         """
-        self.spec, self.hears, self.watch = spec, hears, watch
+        self.spec, self.watch = spec, watch
+        self.gradients.tell(*(partial(hear, self) for hear in hears))
         self.modules = spec.modules
         self.mesh_info = spec.mesh_info
         self.params = list(map(ManagedParam, spec.params) if params is None else params)
@@ -492,12 +488,6 @@ class Unit:
         self.gradients.build(how, self.params, self.groups)
         self.follow()
 
-    def _on_gradient(self, param: ManagedParam) -> None:
-        self.hears[0](self, param)
-
-    def _on_gradient_at_rest(self, param: ManagedParam) -> None:
-        self.hears[1](self, param)
-
     def follow(self) -> None:
         """Compute parameters follow what users froze and unfroze."""
         self.gradients.follow()
@@ -519,11 +509,6 @@ class Unit:
             set_label(param.compute, param.info, fqn, "compute")
             # also where it is the same object
             set_label(param.at_rest, param.info, fqn, "at_rest", self)
-
-    @property
-    def handle(self) -> list[ParamGroup]:
-        """The unit's parameter groups (`composable.traversal.get_handles`)."""
-        return self.groups
 
     @property
     def computes_apart(self) -> bool:
@@ -632,10 +617,6 @@ class Unit:
         self.step.pinned = False
         self.free()
 
-    def end_split(self) -> None:
-        """No split backwards bring gradients any more."""
-        self.kept_by.pop(BY_HAND, None)
-
     def reveal(self) -> None:
         """As after `unshard()`."""
         self.kept_by[EXPLICIT] = None
@@ -643,9 +624,8 @@ class Unit:
 
     def end_explicit(self) -> None:
         """A step uses what `unshard()` has gathered, and frees it as usual."""
-        if EXPLICIT in self.kept_by:
-            del self.kept_by[EXPLICIT]
-            self._follow_shown_freezing()
+        del self.kept_by[EXPLICIT]
+        self._follow_shown_freezing()
 
     def show(self) -> None:
         """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask,
@@ -719,7 +699,7 @@ class Unit:
         self.step.to_run = {}
         self.hold_at_rest()
 
-    def count(self, more: int, counted_by: Counted | None) -> None:
+    def count(self, more: int, counted_by: Due | None) -> None:
         """More outputs wait for backward, or fewer."""
         self.step.pending += more
         if counted_by is not None:
@@ -847,13 +827,7 @@ class Unit:
             PhaseError: a step is under way, gradients wait to be reduced, or modules hold whole
                 parameters.
         """
-        shown = self.shown_by or self.step.shown or BACKWARD in self.step.needed_by
-        if self.in_step or shown:
-            raise PhaseError(
-                f"the communication of unit '{self.name}' was changed in the middle of a step: in a"
-                " forward or backward, between them, with accumulated gradients, or inside of"
-                " unsharded(). Change it between two steps"
-            )
+        self._refuse_in_step(f"the communication of unit '{self.name}' was changed")
         mesh_info = self.mesh_info.with_shards_by(exchange)
         self.hide()
         self.reshard()
@@ -868,18 +842,20 @@ class Unit:
         in_step = self.root is not None and self.root.in_step
         return in_step or bool(self.step.depth) or in_backward() or self.has_unreduced
 
+    def _refuse_in_step(self, what: str) -> None:
+        if self.in_step or self.shown_by:
+            raise PhaseError(
+                f"{what} in the middle of a step: in a forward or backward, between them, with"
+                " accumulated gradients, or inside of unsharded(). Do it between two steps"
+            )
+
     def set_divisor(self, divisor: float) -> None:
         """Divide sums of gradients by `divisor` from now on. Between two steps.
 
         Raises:
             PhaseError: a step is under way, or gradients wait to be reduced.
         """
-        if self.in_step:
-            raise PhaseError(
-                f"the divisor of gradients of unit '{self.name}' was set in the middle of a step:"
-                " in a forward or backward, between them, or with accumulated gradients. Set it"
-                " between two steps"
-            )
+        self._refuse_in_step(f"the divisor of gradients of unit '{self.name}' was set")
         self.spec = replace(self.spec, divisor=divisor)
         self.set_mesh_info(self.mesh_info)  # builds the buckets anew
 

@@ -88,9 +88,8 @@ class Visit:
                 keep = any(map(unit.aliases, tensors_in(output)))
             end_call(call, keep=keep)
         except BaseException:
-            root = call.root
-            if root is not None and (unit in root.running or not root.running):
-                root.on_error(unit)  # of the outermost forward, also if its end raised
+            if call.root is not None:
+                call.root.on_error(unit)  # of the outermost forward, also if its end raised
             raise
         return output
 
@@ -104,7 +103,7 @@ class Visit:
             return output, False
         counted = root is not None and bool(unit.params)
         output, found, aliases, opaque = watch(
-            output, call.since, partial(come_back, unit, call), unit.aliases,
+            output, call.since, partial(come_back, call), unit.aliases,
             counted=counted, anchors=call.anchors,
         )  # fmt: skip
         if not found:
@@ -187,30 +186,15 @@ class Driver:
         Args:
             trained: of a call that counts as trained on, in this iteration.
         """
-        self._unit.count(outputs, self._root.counts() if trained else None)
-
-    def open_backward(self) -> None:
-        """A backward begins in the unit's root."""
-        self._root.open_backward()
+        self._unit.count(outputs, self.root.counts() if trained else None)
 
     def go_into(self) -> None:
         """It enters the unit."""
-        come_back(self._unit)
-
-    def bring_gradient(self) -> None:
-        """A parameter has a gradient, and its unit was not entered."""
-        self._root.on_gradient(self._unit, self._unit.params[0])
-
-    def end_backward(self) -> None:
-        """It is at its end: the root launches what is left."""
-        self._root.launch_rest()
-
-    def land_backward(self) -> None:
-        """The root waits for what it launched."""
-        self._root.finish_backward()
+        unit = self._unit
+        come_back(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward: not counted
 
     @property
-    def _root(self) -> Root:
+    def root(self) -> Root:
         root = self._unit.root
         assert root is not None
         return root
@@ -220,12 +204,13 @@ class Driver:
 
 
 @untraced
-def come_back(unit: Unit, call: UnitCall | None = None, *_: object) -> None:
+def come_back(call: UnitCall, *_: object) -> None:
     """Backward is about to go through an output that `call` made."""
+    unit = call.unit
     if unit.modules:
         # anew, if a unit came or went since the forward
         root = unit.root or Root.plan(unit)
-        root.enter_backward(unit, call)
+        root.enter_backward(call)
     elif unit.is_sharded and unit.spec.params:
         raise PhaseError(
             f"fully_shard was removed from unit '{unit.name}' between a forward and its backward:"
@@ -252,7 +237,7 @@ def _before_recomputation(root: Root, again: UnitCall) -> UnitCall | None:
         if call.unit is again.unit:
             with torch.no_grad():  # of the backward; recomputations have gradients
                 for entered in reversed(inside):
-                    come_back(entered.unit, entered)
+                    come_back(entered)
             return call
     return None
 
@@ -280,4 +265,4 @@ def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
         )
 
 
-HEARS: Final = (_gradient_arrived, _gradient_arrived_at_rest)  # `Unit.hears`
+HEARS: Final = (_gradient_arrived, _gradient_arrived_at_rest)  # what `Unit.initialize` takes
