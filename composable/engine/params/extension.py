@@ -187,7 +187,6 @@ class ExtendedGather(Gather):
 
     def __init__(self, params: Sequence[_Extended], comm: Comm, device: torch.device) -> None:
         self._params, self._comm = params, comm
-        self.full = self.late = None
         self.buffers: tuple[ElasticBuffer, ...] = ()
         if device.type == "meta":
             return

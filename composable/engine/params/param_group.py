@@ -152,7 +152,7 @@ class ParamGroup(ABC):
             self._memory = self._make_memory()
             self.gather = self._make_gather() if self.gathers else None
             near = mesh_info.post_forward
-            if near and self.takes_message and self.gather and self.gather.full:
+            if near and self.layout.gathered and not self.extended:
                 numel = self.layout.full_numel // near.size
                 self._post_forward_shard = ElasticBuffer(numel, precision.compute, device)
             for param, slot in zip(self.params, self.slots, strict=True):
@@ -212,9 +212,16 @@ class ParamGroup(ABC):
 
     def _make_gather(self) -> Gather:
         return Gather(
-            self.params, self.layout, self.precision, self.device, self.comm, self.shard,
-            sends=self.takes_message,
-        )  # fmt: skip
+            self._copied(), self.layout, self.precision, self.device, self.comm, self.shard
+        )
+
+    def _copied(self) -> list[tuple[ManagedParam, Slot]]:
+        """Parameters that are whole already, and are computed with in other memory."""
+        return [
+            (param, slot)
+            for param, slot in zip(self.params, self.slots, strict=True)
+            if slot.route is Route.WHOLE and slot.numel and not self._aliased(slot)
+        ]
 
     def _make_forms(self, param: ManagedParam, slot: Slot) -> None:
         """Give a parameter its at-rest and its compute form."""
@@ -234,9 +241,8 @@ class ParamGroup(ABC):
 
     def _local_compute(self, slot: Slot) -> Tensor:
         assert self.gather is not None
-        buffer, shape = self.gather.buffer_of(slot), whole_shape(slot)
-        if buffer is None:  # the group has no elements
-            return torch.empty_like(shape, dtype=self.precision.compute, device=self.device)
+        shape = whole_shape(slot)
+        buffer = self.gather.buffer_of(slot)
         return buffer.part(slot.full_start, shape.shape, shape.stride()).data
 
     @property
@@ -503,7 +509,7 @@ class ParamGroup(ABC):
             return
         self._look_for_writes()
         near, comm = self._post_forward_shard, self.mesh_info.post_forward
-        assert comm is not None and self.gather is not None and self.gather.full is not None
+        assert comm is not None and self.gather is not None
         full = self.gather.full
         near.allocate()
         numel = near.tensor.numel()
@@ -515,7 +521,7 @@ class ParamGroup(ABC):
     def _unshard_from_neighbours(self) -> None:
         near, comm = self._post_forward_shard, self.mesh_info.post_forward
         assert near is not None and comm is not None
-        assert self.gather is not None and self.gather.full is not None
+        assert self.gather is not None
         full = self.gather.full
         full.allocate()
         self._work = comm.all_gather([(full.tensor.data, near.tensor.data)], self._label)
