@@ -37,7 +37,7 @@ from __future__ import annotations
 import enum
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import add, attrgetter, call, is_not, ne, or_
 from typing import Final
@@ -80,6 +80,15 @@ version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-de
 # error.
 ABSENT: Final = 2**31 - 1
 _CACHE_LINE: Final = 64  # bytes
+_WRITTEN_HERE: Final = (
+    "unit '%s': the shard of %s was written to through its local tensor while the unit is"
+    " unsharded. Forwards go on with what was gathered, since other ranks may have written nothing."
+    " Call reshard(model) on all ranks after such writes"
+)
+_WRITE_LOST: Final = (
+    "unit '%s': %s was written to in place while it was unsharded; the write is lost, since only"
+    " shards are kept. Write to the parameter outside of forward, where it is a DTensor"
+)
 
 
 class ShardedState(enum.Enum):
@@ -344,22 +353,21 @@ class ParamGroup(ABC):
             by_all: all ranks have made them.
         """
         if (now := self._versions_now()) != self._seen:
-            self._note(now, by_all=by_all)
+            self._regather = self._regather or by_all
+            self._note(now)
 
-    def _note(self, now: list[int], *, by_all: bool = False) -> None:
+    def _note(self, now: list[int]) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, self._seen = self._seen, now
         number = len(self.params)
         changed = list(map(ne, before, now))
         at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
-        if self.gather is not None:
-            self._regather = self._regather or by_all or self._loads or any(at_rest)
-            kept = self.state is not ShardedState.SHARDED and all(self._comes)
-            if kept and not self._regather:
-                self._warn_of_local_writes(list(compress(self.params, memory)))
+        self._regather = self.gathers and (self._regather or self._loads or any(at_rest))
+        kept = self.state is not ShardedState.SHARDED and all(self._comes)
+        if kept and not self._regather:
+            self._warn(_WRITTEN_HERE, compress(self.params, memory))
         written = list(compress(map(or_, at_rest, memory), self._comes))
-        if any(self._inside):
-            written += list(compress(written, self._inside))
+        written += list(compress(written, self._inside))
         if self.state is ShardedState.UNSHARDED:
             increment_version(list(compress(self._counters, written)))
         self._versions = tuple(map(add, self._versions, written))
@@ -378,16 +386,12 @@ class ParamGroup(ABC):
             increment_version(apart)
             self._seen = self._versions_now()
 
-    def _warn_of_local_writes(self, params: Sequence[ManagedParam]) -> None:
-        if not self._warned:
+    def _warn(self, text: str, params: Iterable[ManagedParam]) -> None:
+        """Tell of writes to these parameters, once per group."""
+        names = [f"'{param.fqn}'" for param in params]
+        if names and not self._warned:
             self._warned = True
-            logger.warning(
-                "unit '%s': the shard of %s was written to through its local tensor while the unit"
-                " is unsharded. Forwards go on with what was gathered, since other ranks may have"
-                " written nothing. Call reshard(model) on all ranks after such writes",
-                self.unit,
-                few([f"'{param.fqn}'" for param in params]),
-            )
+            logger.warning(text, self.unit, few(names))
 
     def expect_load(self) -> None:
         """A state dict is made: all ranks may load a checkpoint into its tensors."""
@@ -474,10 +478,8 @@ class ParamGroup(ABC):
         if now == self._versions:
             return
         before, self._versions = self._versions, now
-        if self._warned:
-            return
         written = [
-            param.fqn
+            param
             for param, was, now_is in zip(  # behind them are counters of local tensors
                 compress(self.params, self._comes), before, now, strict=False
             )
@@ -487,15 +489,7 @@ class ParamGroup(ABC):
                 getattr(place.module, "max_norm", None) is not None for place in param.info.places
             )
         ]
-        if written:
-            self._warned = True
-            logger.warning(
-                "unit '%s': %s was written to in place while it was unsharded; the write is lost,"
-                " since only shards are kept. Write to the parameter outside of forward, where it"
-                " is a DTensor",
-                self.unit,
-                few([f"'{name}'" for name in written]),
-            )
+        self._warn(_WRITE_LOST, written)
 
     @outside_transforms
     def reshard_after_forward(self) -> None:
