@@ -156,7 +156,7 @@ class Gather:
             sent = [slot.shard_start - start for slot in members]
             targets.append(_stacked(into, full, ranks, chunk, chunk))
             sources.append(_stacked(staging, sent, ranks, row, chunk))
-        for slot in slots:
+        for slot in (slot for slot in slots if slot.dim != 0):
             into = self.buffer_of(slot)
             for each in _across(slot, row):
                 at, row_at = slot.full_start + each.at, slot.shard_start - start + each.row_at
@@ -238,8 +238,6 @@ def _across(slot: Slot, row: int) -> list[_Copy]:
     """The copies of a parameter that is cut along another dimension than its first, from rows of
     `row` elements.
     """
-    if slot.dim == 0:
-        return []
     ranks, outer = slot.num_shards, slot.outer
     inner = slot.numel // (outer * slot.shape[slot.dim])  # elements of an index of `dim`
     line = slot.shape[slot.dim] * inner

@@ -273,13 +273,12 @@ class ParamGroup(ABC):
         self._regather = False  # writes were noted, and the gather is to be repeated
         self._loads = False  # see `expect_load`
         locals_ = locals_of([param.at_rest for param in self.params])
-        self._addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
+        self._addresses = [local.data_ptr() for local in locals_]
         # not of a plain tensor: torch cannot exchange one that is referred to weakly
         self._locals = [
             ref(local_of(p.at_rest)) for p in self.params if isinstance(p.at_rest, DTensor)
         ]
-        if self.gathers:
-            set_versions(self._counters, self._absent)
+        set_versions(self._counters, self._absent)
 
     def _aliased(self, slot: Slot) -> bool:
         """Whether a parameter's compute form is the memory of its at-rest form, though the group
