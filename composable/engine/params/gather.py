@@ -4,6 +4,7 @@ What is made once: the memory, pairs of tensors for the communicator, casts, and
 parameters to their places. A launch allocates, casts and sends; `land` puts what came where modules
 compute with it.
 
+`Neighbours` gathers for backward from the few ranks that keep what forward has gathered.
 `ExtendedGather` (extension.py) sends a message in another form, fewer bits with scales for example.
 A comm may send from and into memory of others (comm/supplied.py).
 """
@@ -209,6 +210,41 @@ class Gather:
         """Whether `tensor` is, or views, memory of compute parameters."""
         key = storage_key(innermost(tensor))
         return any(buffer.held and storage_key(buffer.tensor) == key for buffer in self.buffers)
+
+
+class Neighbours:
+    """The gather for backward from a few ranks, which together keep what forward has gathered.
+
+    A launch fills the full buffer directly. The part of this rank has memory from `keep` until that
+    gather has landed.
+
+    Args:
+        full: the buffer of all parameters.
+    """
+
+    def __init__(self, full: ElasticBuffer, comm: Comm) -> None:
+        self._full, self._comm = full, comm
+        whole = full.tensor.data
+        numel = whole.numel() // comm.size
+        self._part = ElasticBuffer(numel, whole.dtype, whole.device)
+        self._mine = full.stretch(comm.rank * numel, numel).data
+        self._pairs = Again([(whole, self._part.tensor.data)])
+
+    def keep(self) -> None:
+        """Keep this rank's part of the parameters, and free them."""
+        self._part.allocate()
+        self._part.tensor.data.copy_(self._mine)
+        self._full.free()
+
+    def launch(self, label: str) -> Work:
+        self._full.allocate()
+        return self._comm.all_gather(self._pairs, label)
+
+    def free(self) -> None:
+        """Nothing is in flight."""
+        self._part.free()
+
+    land = free
 
 
 def _stacked(

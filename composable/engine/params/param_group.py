@@ -16,7 +16,9 @@ gather: they are UNSHARDED at all times.
 
 Memory. The full buffer's storage lives as long as the group and its memory comes and goes inside
 it, since autograd may have saved any alias of a compute parameter. Packed parameters have a buffer
-of their own, which gets its memory when their message has landed. All writes of the engine go
+of their own, which gets its memory when their message has landed. What a few ranks keep for
+backward is the matter of `Neighbours`: `unshard` launches what the last reshard left to gather
+from. All writes of the engine go
 through tensors made from `.data`, whose version counters are their own.
 
 Versions. Autograd refuses a backward if the version counter of a saved tensor has moved. Graphs
@@ -50,7 +52,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Comm, Work
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.params.gather import Gather
+from composable.engine.params.gather import Gather, Neighbours
 from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
 from composable.engine.params.param import (
     ManagedParam,
@@ -61,7 +63,6 @@ from composable.engine.params.param import (
 )
 from composable.engine.params.precision import Precision
 from composable.errors import few
-from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     as_tensors,
@@ -156,14 +157,14 @@ class ParamGroup(ABC):
         self.slots = self.layout.slots
         self.takes_message = self.layout.gathered or self.extended
         self.gathers = self.takes_message or precision.casts or self.home is not None
-        self._post_forward_shard: ElasticBuffer | None = None
+        self._near: Neighbours | None = None
         with torch.no_grad(), torch.inference_mode(False):
             self._memory = self._make_memory()
             self.gather = self._make_gather() if self.gathers else None
+            self._source: Gather | Neighbours | None = self.gather  # what `unshard` launches
             near = mesh_info.post_forward
-            if near and self.layout.gathered and not self.extended:
-                numel = self.layout.full_numel // near.size
-                self._post_forward_shard = ElasticBuffer(numel, precision.compute, device)
+            if near and self.gather and self.layout.gathered and not self.extended:
+                self._near = Neighbours(self.gather.full, near)
             for param, slot in zip(self.params, self.slots, strict=True):
                 self._make_forms(param, slot)
             self._watch()
@@ -407,17 +408,14 @@ class ParamGroup(ABC):
                 now = list(map(version_of, self._counted))
             if now != self._seen:
                 self._note(now)
-        if self.gather is None:
+        if self._source is None:
             return False
         if self._regather:
             self.reshard()
             self._regather = False
         if self.state is ShardedState.UNSHARDING or self.state is ShardedState.UNSHARDED:
             return False
-        if self.state is ShardedState.SHARDED_POST_FORWARD:
-            self._unshard_from_neighbours()
-        else:
-            self._work = self.gather.launch(self._label)
+        self._work = self._source.launch(self._label)
         self.state = ShardedState.UNSHARDING
         return True
 
@@ -426,14 +424,8 @@ class ParamGroup(ABC):
         if self.state is not ShardedState.UNSHARDING:
             return
         self._wait()
-        assert self.gather is not None
-        # The post-forward shard has memory only while a gather from neighbours is in flight, which
-        # fills the full buffer directly.
-        if self._post_forward_shard is not None and self._post_forward_shard.held:
-            self.gather.end_sending()
-            self._post_forward_shard.free()
-        else:
-            self.gather.land()
+        assert self._source is not None
+        self._source.land()
         set_versions(self._counters, self._versions)
         self.state = ShardedState.UNSHARDED
 
@@ -464,8 +456,9 @@ class ParamGroup(ABC):
         self._loads = False
         set_versions(self._counters, self._absent)
         self.gather.free()
-        if self._post_forward_shard is not None:
-            self._post_forward_shard.free()
+        self._source = self.gather
+        if self._near is not None:
+            self._near.free()
 
     def _look_for_writes(self) -> None:
         """Warn, once, if a forward wrote to a gathered parameter: the write is lost now.
@@ -495,29 +488,17 @@ class ParamGroup(ABC):
         """Keep a shard over the few ranks of `mesh_info.post_forward`, for backward to gather
         from.
         """
-        if self._post_forward_shard is None:
+        near = self._near
+        if near is None:
             self.reshard()
             return
         if self.state is not ShardedState.UNSHARDED:
             return
         self._look_for_writes()
-        near, comm = self._post_forward_shard, self.mesh_info.post_forward
-        assert comm is not None and self.gather is not None
-        full = self.gather.full
-        near.allocate()
-        numel = near.tensor.numel()
-        near.tensor.data.copy_(full.tensor.data[comm.rank * numel : (comm.rank + 1) * numel])
+        near.keep()
         set_versions(self._counters, self._absent)
-        full.free()
+        self._source = near
         self.state = ShardedState.SHARDED_POST_FORWARD
-
-    def _unshard_from_neighbours(self) -> None:
-        near, comm = self._post_forward_shard, self.mesh_info.post_forward
-        assert near is not None and comm is not None
-        assert self.gather is not None
-        full = self.gather.full
-        full.allocate()
-        self._work = comm.all_gather([(full.tensor.data, near.tensor.data)], self._label)
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, a compute parameter whose memory comes and goes."""
