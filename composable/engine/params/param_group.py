@@ -18,8 +18,8 @@ Memory. The full buffer's storage lives as long as the group and its memory come
 it, since autograd may have saved any alias of a compute parameter. Packed parameters have a buffer
 of their own, which gets its memory when their message has landed. What a few ranks keep for
 backward is the matter of `Neighbours`: `unshard` launches what the last reshard left to gather
-from. All writes of the engine go
-through tensors made from `.data`, whose version counters are their own.
+from. All writes of the engine go through tensors made from `.data`, whose version counters are
+their own.
 
 Versions. Autograd refuses a backward if the version counter of a saved tensor has moved. Graphs
 save compute parameters, and users write to at-rest ones, so `unshard` looks for such writes and
