@@ -19,7 +19,13 @@ from composable.comm import Comm, comm_of
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.param import ParamInfo
-from composable.engine.params.tensor_parallel import PART, SpreadForm, spread_like, spread_of
+from composable.engine.params.tensor_parallel import (
+    PART,
+    PartForm,
+    SpreadForm,
+    spread_like,
+    spread_of,
+)
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 
@@ -101,7 +107,7 @@ def with_forms(
                 _refuse_different_placements(verb, own, parameters, device)
         plain = not isinstance(tensor, DTensor)
         shape = _whole_shape(verb, managed, mesh, placements, device) if plain else tensor.shape
-        form = SpreadForm(spread_like(tensor, shape), joint, dims, plain)
+        form = (PartForm if plain else SpreadForm)(spread_like(tensor, shape), joint, dims)
         found.append(replace(info, form=form))
     return tuple(found)
 

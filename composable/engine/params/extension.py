@@ -69,41 +69,23 @@ class _Sent:
     nbytes: int
 
 
-class _Extended:
-    """A parameter with the protocol, as its group gathers it.
+class _Plain:
+    """A parameter without the protocol, in the message of others that have it.
 
     Attributes:
         local: its shard.
         rows: of the largest shard.
         sent: empty on the meta device.
-        compute: the parameter around what `fsdp_post_all_gather` returned; None on the meta device.
-        inner: storages of other tensors that it returned to be freed, with their bytes.
+        compute: the parameter around the whole; on the meta device, one without memory.
     """
 
-    def __init__(
-        self,
-        param: ManagedParam,
-        slot: Slot,
-        local: Tensor,
-        dtype: torch.dtype,
-        mesh: DeviceMesh,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
-        self.param, self.name, self.local, self._dtype = param, param.fqn, local, dtype
+    def __init__(self, param: ManagedParam, slot: Slot, local: Tensor, dtype: torch.dtype) -> None:
+        self.param, self.local, self._dtype = param, local, dtype
         self._shape = torch.Size(slot.shape)
         self.rows = slot.local_shape(0)[0]
-        strides = torch.empty(slot.shape, device="meta").stride()
-        # torch's first form of the protocol takes the mesh alone
-        self._is_plain = not has_protocol(local)
-        alone = not self._is_plain and _takes_one(getattr(local, PRE))
-        self._args: tuple[Any, ...] = (
-            (mesh,) if alone else (mesh, self._shape, strides, param.info.places[0].module, policy)
-        )
         self._trains = param.registered is not None and param.registered.requires_grad
-        self._metadata: Any = None
         self.sent: list[_Sent] = []
-        self.inner: list[tuple[torch.UntypedStorage, int]] = []
-        self.compute: nn.Parameter | None = None
+        self.compute = nn.Parameter(torch.empty(slot.shape, dtype=dtype, device="meta"), False)
 
     @property
     def sends(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
@@ -112,17 +94,14 @@ class _Extended:
 
     def ask(self) -> list[Tensor]:
         """What this rank sends."""
-        if self._is_plain:
-            return [self.local.to(self._dtype)]
-        tensors, self._metadata = getattr(self.local, PRE)(*self._args)
-        return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        return [self.local.to(self._dtype)]
 
     def describe(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [(tuple(tensor.shape), tensor.dtype) for tensor in self.ask()]
 
     def leaves_empty(self, ranks: int) -> bool:
-        """Whether a rank has no rows."""
-        return not self._is_plain and self.rows * (ranks - 1) >= self._shape[0]
+        """Whether a rank has no rows, which a class may refuse."""
+        return False
 
     def try_out(self) -> None:
         """Raise what `ask` would raise before the class's first collective, if it has one."""
@@ -145,21 +124,76 @@ class _Extended:
                 rows = self._shape[0]
             output = buffer.tensor.data.view(-1, *shape[1:])[:rows]
             self.sent.append(_Sent(buffer, output, 0, numel * dtype.itemsize))
-        outputs = tuple(each.output for each in self.sent)
-        whole, inner = (
-            (outputs[0], ())
-            if self._is_plain
-            else getattr(self.local, POST)(outputs, self._metadata, self._dtype)
-        )
+        whole, inner = self._whole(tuple(each.output for each in self.sent))
         if whole.shape != self._shape or (self._trains and whole.dtype != self._dtype):
             raise AnnotationError(
                 f"{POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype},"
                 f" where the parameter has {tuple(self._shape)} and computes in {self._dtype}"
             )
-        self._metadata = None
         self.compute = nn.Parameter(
             whole.detach(), requires_grad=whole.is_floating_point() or whole.is_complex()
         )
+        self._note(inner)
+
+    def _whole(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Sequence[Tensor]]:
+        """The whole parameter of what all ranks send, and other tensors that it consists of."""
+        return outputs[0], ()
+
+    def _note(self, inner: Sequence[Tensor]) -> None:
+        """Note what is to be freed with the parameter."""
+
+    def fill(self) -> None:
+        """All tensors are there: let the compute parameter have their values."""
+
+    def free(self) -> None:
+        """Free what `_note` has noted."""
+
+
+class _Extended(_Plain):
+    """A parameter with the protocol, as its group gathers it.
+
+    Attributes:
+        inner: storages of other tensors that `fsdp_post_all_gather` returned to be freed, with
+            their bytes.
+    """
+
+    def __init__(
+        self,
+        param: ManagedParam,
+        slot: Slot,
+        local: Tensor,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        super().__init__(param, slot, local, dtype)
+        strides = torch.empty(slot.shape, device="meta").stride()
+        # torch's first form of the protocol takes the mesh alone
+        self._args: tuple[Any, ...] = (
+            (mesh,)
+            if _takes_one(getattr(local, PRE))
+            else (mesh, self._shape, strides, param.info.places[0].module, policy)
+        )
+        self._metadata: Any = None
+        self.inner: list[tuple[torch.UntypedStorage, int]] = []
+
+    @override
+    def ask(self) -> list[Tensor]:
+        tensors, self._metadata = getattr(self.local, PRE)(*self._args)
+        return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+    @override
+    def leaves_empty(self, ranks: int) -> bool:
+        return self.rows * (ranks - 1) >= self._shape[0]
+
+    @override
+    def _whole(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Sequence[Tensor]]:
+        whole, inner = getattr(self.local, POST)(outputs, self._metadata, self._dtype)
+        return whole, inner
+
+    @override
+    def _note(self, inner: Sequence[Tensor]) -> None:
+        self._metadata = None
         ours = {storage_key(each.buffer.tensor) for each in self.sent}
         for tensor in inner:
             storage = tensor.untyped_storage()
@@ -167,16 +201,15 @@ class _Extended:
                 ours.add(key)
                 self.inner.append((storage, storage.nbytes()))
 
+    @override
     def fill(self) -> None:
-        """All tensors are there: let the compute parameter have their values."""
-        if self._is_plain:
-            return
         for storage, nbytes in self.inner:
             storage.resize_(nbytes)
         metadata, self._metadata = self._metadata, None
         outputs = tuple(each.output for each in self.sent)
         getattr(self.local, POST)(outputs, metadata, self._dtype, out=self.compute)
 
+    @override
     def free(self) -> None:
         for storage, _ in self.inner:
             storage.resize_(0)
@@ -185,9 +218,8 @@ class _Extended:
 class ExtendedGather(Gather):
     """A `Gather` of parameters with the protocol; see there, and the top of this file."""
 
-    def __init__(self, params: Sequence[_Extended], comm: Comm, device: torch.device) -> None:
+    def __init__(self, params: Sequence[_Plain], comm: Comm, device: torch.device) -> None:
         self._params, self._comm = params, comm
-        self.full = self.late = None
         self.buffers: tuple[ElasticBuffer, ...] = ()
         if device.type == "meta":
             return
@@ -224,7 +256,7 @@ class ExtendedGather(Gather):
         for param in self._params:
             if not _fits(param.ask(), param.sends):
                 raise PhaseError(
-                    f"parameter '{param.name}': its new shard sends other dtypes or sizes"
+                    f"parameter '{param.param.fqn}': its new shard sends other dtypes or sizes"
                     f" ({PRE}()) than all ranks agreed on when the module was annotated. Call"
                     " refresh(model) on all ranks, after all have exchanged it"
                 )
@@ -268,7 +300,12 @@ class ExtendedGather(Gather):
             octets = self._row.tensor.data
             for param in self._params:
                 tensors = param.ask()
-                self._check(param, tensors)
+                # it must fit into what was asked for when the group was built
+                if not _fits(tensors, param.sends):
+                    raise PhaseError(
+                        f"parameter '{param.param.fqn}': {PRE}() returned tensors of other dtypes"
+                        " or sizes than when the module was annotated. They must stay the same"
+                    )
                 for tensor, sent in zip(tensors, param.sent, strict=True):
                     source = tensor.detach().contiguous().view(-1).view(torch.uint8)
                     octets[sent.start : sent.start + source.numel()].copy_(source)
@@ -276,14 +313,6 @@ class ExtendedGather(Gather):
         except BaseException:
             self.free()
             raise
-
-    def _check(self, param: _Extended, tensors: Sequence[Tensor]) -> None:
-        """What is sent must fit into what was asked for when the group was built."""
-        if not _fits(tensors, param.sends):
-            raise PhaseError(
-                f"parameter '{param.name}': {PRE}() returned tensors of other dtypes or sizes than"
-                " when the module was annotated. They must stay the same"
-            )
 
     @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()
@@ -342,7 +371,7 @@ def _largest(of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Any:
     return max(of_ranks, key=lambda tensor: tensor[0])
 
 
-def _refuse(param: _Extended, said: _Said) -> None:
+def _refuse(param: _Plain, said: _Said) -> None:
     """Raise, on all ranks alike, if a rank failed, or if what ranks send does not fit together."""
     what = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
     found = [tensors for tensors, _ in said if tensors is not None]
@@ -357,7 +386,7 @@ def _refuse(param: _Extended, said: _Said) -> None:
             what = f"ranks send tensors of different shapes, {shapes}"
     if what:
         raise AnnotationError(
-            f"parameter '{param.name}' cannot be gathered in its own form: {what}"
+            f"parameter '{param.param.fqn}' cannot be gathered in its own form: {what}"
         )
 
 
@@ -413,9 +442,11 @@ class ExtendedGroup(ShardedGroup):
 
     @override
     def _make_gather(self) -> Gather:
-        mesh = _mesh_of_shards(self.mesh_info)
+        dtype, mesh = self.precision.compute, _mesh_of_shards(self.mesh_info)
         self._extended = [
-            _Extended(param, slot, local, self.precision.compute, mesh, self._policy)
+            _Extended(param, slot, local, dtype, mesh, self._policy)
+            if has_protocol(local)
+            else _Plain(param, slot, local, dtype)
             for param, slot, local in zip(self.params, self.slots, self._memory, strict=True)
         ]
         return ExtendedGather(self._extended, self.comm, self.device)
@@ -426,11 +457,7 @@ class ExtendedGroup(ShardedGroup):
 
     @override
     def _make_compute(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        compute = self._extended[self.slots.index(slot)].compute
-        if compute is not None:
-            return compute
-        dtype = self.precision.compute
-        return nn.Parameter(torch.empty(slot.shape, dtype=dtype, device="meta"), False)
+        return self._extended[self.slots.index(slot)].compute
 
     @override
     def recast(self) -> list[ManagedParam]:

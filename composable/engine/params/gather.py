@@ -4,6 +4,7 @@ What is made once: the memory, pairs of tensors for the communicator, casts, and
 parameters to their places. A launch allocates, casts and sends; `land` puts what came where modules
 compute with it.
 
+`Neighbours` gathers for backward from the few ranks that keep what forward has gathered.
 `ExtendedGather` (extension.py) sends a message in another form, fewer bits with scales for example.
 A comm may send from and into memory of others (comm/supplied.py).
 """
@@ -30,91 +31,74 @@ class Gather:
     """See the top of this file.
 
     Args:
-        params: of the group, with their slots in `layout`.
+        copied: parameters that are whole already and are computed with in other memory, with their
+            slots.
         shard: the shard buffer; None where parameters are whole already and are cast only.
-        sends: whether the launch takes a message, so that all ranks take part.
 
     Attributes:
         full: memory of compute parameters.
-        late: that of packed ones, which gets its memory when the message has landed; None if they
-            are in `full`.
-        buffers: those of the two that there are.
+        late: that of packed ones, which gets its memory when the message has landed; of 0 bytes if
+            they are in `full`.
+        buffers: those of the two that have a size, or `full` alone.
     """
 
     def __init__(
         self,
-        params: Sequence[ManagedParam],
+        copied: Sequence[tuple[ManagedParam, Slot]],
         layout: Layout,
         precision: Precision,
         device: torch.device,
         comm: Comm,
         shard: Tensor | None,
-        *,
-        sends: bool,
     ) -> None:
         self._comm = comm
-        self._sends = sends
         self._shard = shard
         dtype = precision.compute
-
-        def buffer(numel: int) -> ElasticBuffer | None:
-            return ElasticBuffer(numel, dtype, device) if numel else None
-
-        self.late = buffer(layout.late_numel)
-        self.full = buffer(layout.full_numel)
-        if self.full is None and self.late is None:  # all of its parameters may be empty
-            self.full = ElasticBuffer(0, dtype, device)
-        self.buffers = tuple(each for each in (self.full, self.late) if each is not None)
+        # A buffer of 0 bytes takes no memory, and is in no list that a step goes through.
+        self.full = ElasticBuffer(layout.full_numel, dtype, device)
+        self.late = ElasticBuffer(layout.late_numel, dtype, device)
+        sized = tuple(buffer for buffer in (self.full, self.late) if buffer.nbytes)
+        self.buffers = sized or (self.full,)  # all of its parameters may be empty
         # where packed shards arrive; cast shards that are sent: while a gather is in flight
         self._stagings: list[ElasticBuffer] = []
-        self._sent = (
-            ElasticBuffer(layout.cut_numel, dtype, device) if sends and precision.casts else None
-        )
-        self._holds_input = self._sent is not None  # what is sent has memory of its own
+        self._sent = ElasticBuffer(layout.cut_numel if precision.casts else 0, dtype, device)
+        self._holds_input = self._sent.nbytes > 0  # what is sent has memory of its own
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
         # Of each kernel that copies packed parameters out: rows, their sizes and targets.
         self._columns: list[tuple[Tensor, list[int], list[Tensor]]] = []
         self._copies: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._plan_packed(layout, dtype, device)
-        self._plan_sending(params if self._copies_whole(precision) else (), layout)
+        self._plan_sending(copied, layout)
         found = (*self._stagings, self._sent, self.full)
-        self._in_flight = [buffer for buffer in found if buffer is not None]
+        self._in_flight = [buffer for buffer in found if buffer.nbytes]
         self._pairs = Again(self._pairs)
 
     # --- made once -------------------------------------------------------------------------------
 
-    def buffer_of(self, slot: Slot) -> ElasticBuffer | None:
-        return self.late if slot.route is Route.PACKED and self.late is not None else self.full
+    def buffer_of(self, slot: Slot) -> ElasticBuffer:
+        return self.late if slot.route is Route.PACKED and self.late.nbytes else self.full
 
     def _room(self, slot: Slot) -> Tensor:
         """The elements of the full buffers that are reserved for a parameter."""
-        buffer = self.buffer_of(slot)
-        assert buffer is not None
-        return buffer.stretch(slot.full_start, slot.full_numel).data
+        return self.buffer_of(slot).stretch(slot.full_start, slot.full_numel).data
 
     def _read(self, start: int, numel: int) -> Tensor:
         """A stretch of the shard buffer, where the message or a cast reads it."""
         assert self._shard is not None
         return self._shard.data[start : start + numel]
 
-    def _copies_whole(self, precision: Precision) -> bool:
-        """Whether parameters that are whole already are copied, too."""
-        return precision.casts
-
     def _send(self, start: int, numel: int, into: Tensor) -> None:
         """Let a stretch of all ranks' shard buffers arrive in `into`."""
         sent = self._sent
-        mine = self._read(start, numel) if sent is None else sent.stretch(start, numel).data
+        mine = sent.stretch(start, numel).data if sent.nbytes else self._read(start, numel)
         self._pairs.append((into, mine))
 
-    def _plan_sending(self, params: Sequence[ManagedParam], layout: Layout) -> None:
+    def _plan_sending(self, copied: Sequence[tuple[ManagedParam, Slot]], layout: Layout) -> None:
         for slot in layout.of(Route.DIRECT):
             self._send(slot.shard_start, slot.chunk_numel, self._room(slot))
         targets, sources = self._casts
-        for param, slot in zip(params, layout.slots, strict=False):
-            if slot.route is not Route.WHOLE or not slot.numel:
-                continue
+        for param, slot in copied:
             if self._shard is not None:
                 targets.append(self._room(slot))
                 sources.append(self._read(slot.shard_start, slot.numel))
@@ -123,7 +107,7 @@ class Gather:
                 targets.append(self._room(slot).view(slot.shape))
                 (own,) = locals_of([param.own.data])
                 sources.append(own.permute(slot.order) if slot.order else own)
-        if self._sent is not None:
+        if self._sent.nbytes:
             targets.append(self._sent.tensor.data)
             sources.append(self._read(0, layout.cut_numel))
 
@@ -168,15 +152,13 @@ class Gather:
         for chunk, alike in groupby(straight, key=lambda slot: slot.chunk_numel):
             members = list(alike)
             into = self.buffer_of(members[0])
-            assert into is not None
             ranks = members[0].num_shards
             full = [slot.full_start for slot in members]
             sent = [slot.shard_start - start for slot in members]
             targets.append(_stacked(into, full, ranks, chunk, chunk))
             sources.append(_stacked(staging, sent, ranks, row, chunk))
-        for slot in slots:
+        for slot in (slot for slot in slots if slot.dim != 0):
             into = self.buffer_of(slot)
-            assert into is not None
             for each in _across(slot, row):
                 at, row_at = slot.full_start + each.at, slot.shard_start - start + each.row_at
                 targets.append(into.part(at, each.shape, each.strides).data)
@@ -191,7 +173,7 @@ class Gather:
                 buffer.allocate()
             if self._casts[0]:
                 torch._foreach_copy_(*self._casts)
-            return self._comm.all_gather(self._pairs, label) if self._sends else None
+            return self._comm.all_gather(self._pairs, label) if self._pairs else None
         except BaseException:  # out of memory, or the communicator refuses
             self.free()
             raise
@@ -201,8 +183,7 @@ class Gather:
         if self._holds_input:
             self.end_sending()  # frees what was sent before `late` gets its memory
         if self._stagings:
-            if self.late is not None:
-                self.late.allocate()
+            self.late.allocate()
             self.copy_out()
             for staging in self._stagings:
                 staging.free()
@@ -215,8 +196,7 @@ class Gather:
 
     def end_sending(self) -> None:
         """The gather has read its input."""
-        if self._sent is not None:
-            self._sent.free()
+        self._sent.free()
 
     def free(self) -> None:
         """Give all memory back. Nothing is in flight."""
@@ -230,6 +210,41 @@ class Gather:
         """Whether `tensor` is, or views, memory of compute parameters."""
         key = storage_key(innermost(tensor))
         return any(buffer.held and storage_key(buffer.tensor) == key for buffer in self.buffers)
+
+
+class Neighbours:
+    """The gather for backward from a few ranks, which together keep what forward has gathered.
+
+    A launch fills the full buffer directly. The part of this rank has memory from `keep` until that
+    gather has landed.
+
+    Args:
+        full: the buffer of all parameters.
+    """
+
+    def __init__(self, full: ElasticBuffer, comm: Comm) -> None:
+        self._full, self._comm = full, comm
+        whole = full.tensor.data
+        numel = whole.numel() // comm.size
+        self._part = ElasticBuffer(numel, whole.dtype, whole.device)
+        self._mine = full.stretch(comm.rank * numel, numel).data
+        self._pairs = Again([(whole, self._part.tensor.data)])
+
+    def keep(self) -> None:
+        """Keep this rank's part of the parameters, and free them."""
+        self._part.allocate()
+        self._part.tensor.data.copy_(self._mine)
+        self._full.free()
+
+    def launch(self, label: str) -> Work:
+        self._full.allocate()
+        return self._comm.all_gather(self._pairs, label)
+
+    def free(self) -> None:
+        """Nothing is in flight."""
+        self._part.free()
+
+    land = free
 
 
 def _stacked(
@@ -259,8 +274,6 @@ def _across(slot: Slot, row: int) -> list[_Copy]:
     """The copies of a parameter that is cut along another dimension than its first, from rows of
     `row` elements.
     """
-    if slot.dim == 0:
-        return []
     ranks, outer = slot.num_shards, slot.outer
     inner = slot.numel // (outer * slot.shape[slot.dim])  # elements of an index of `dim`
     line = slot.shape[slot.dim] * inner

@@ -23,9 +23,9 @@ from composable.memory.offload import ComingShards, HostHome
 class OffloadedGather(Gather):
     """Sends a copy of the shards that exists as long as the gather needs it."""
 
-    def __init__(self, coming: ComingShards, *args: Any, sends: bool) -> None:
+    def __init__(self, coming: ComingShards, *args: Any) -> None:
         self._coming = coming
-        super().__init__(*args, sends=sends)
+        super().__init__(*args)
         self._holds_input = True
 
     @override
@@ -33,16 +33,12 @@ class OffloadedGather(Gather):
         return self._coming.buffer.stretch(start, numel).data
 
     @override
-    def _copies_whole(self, precision: Precision) -> bool:
-        return True
-
-    @override
     def launch(self, label: str) -> Work | None:
         try:
             for buffer in self._in_flight:
                 buffer.allocate()
             self._coming.bring(*self._casts)
-            if not self._sends:
+            if not self._pairs:
                 return None
             with self._coming.here():
                 return self._comm.all_gather(self._pairs, label)
@@ -79,8 +75,8 @@ class OffloadedGroup(ShardedGroup):
     @override
     def _make_gather(self) -> Gather:
         return OffloadedGather(
-            ComingShards(self.shard, self.home), self.params, self.layout, self.precision,
-            self.device, self.comm, self.shard, sends=self.takes_message,
+            ComingShards(self.shard, self.home), self._copied(), self.layout, self.precision,
+            self.device, self.comm, self.shard,
         )  # fmt: skip
 
     @override

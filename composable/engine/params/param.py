@@ -237,7 +237,6 @@ class ManagedParam:
     __slots__ = (
         "__weakref__",
         "at_rest",
-        "by_setattr",
         "compute",
         "grad_dtype",
         "info",
@@ -275,13 +274,7 @@ class ManagedParam:
 
     def set_info(self, info: ParamInfo) -> None:
         self.info = info
-        # RNNs keep a list of their own of their parameters, which only `setattr` updates.
-        self.by_setattr = tuple(
-            p for p in info.places if type(p.module).__setattr__ is not nn.Module.__setattr__
-        )
-        self.tables = tuple(
-            (p.module._parameters, p.name) for p in info.places if p not in self.by_setattr
-        )
+        self.tables = tuple((_table_of(place.module), place.name) for place in info.places)
 
     def drop_original(self) -> None:
         """It is the user's own, which torch cannot move (`Module.to` swaps `DTensor`s) while there
@@ -366,8 +359,30 @@ class ManagedParam:
         for table, name in self.tables:
             if table.get(name) is not None:
                 table[name] = parameter
-        for place in self.by_setattr:
-            place.register(parameter)
+
+
+class _ByAttribute:
+    """The parameters of an RNN. It keeps a list of its own of them, which only `setattr`
+    updates.
+    """
+
+    __slots__ = ("_module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def get(self, name: str) -> nn.Parameter | None:
+        return self._module._parameters.get(name)
+
+    def __setitem__(self, name: str, parameter: nn.Parameter) -> None:
+        setattr(self._module, name, parameter)
+
+
+def _table_of(module: nn.Module) -> dict[str, nn.Parameter | None] | _ByAttribute:
+    """Where parameters of a module are looked up and registered."""
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        return _ByAttribute(module)
+    return module._parameters
 
 
 class ParameterSwap:
@@ -375,43 +390,27 @@ class ParameterSwap:
     where it is.
     """
 
-    __slots__ = ("_in", "_is_in", "_out")
+    __slots__ = ("_in", "_out")
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
         swapped = [param for param in params if param.at_rest is not param.compute]
-        tables = [(table, name, p.at_rest, p.compute) for p in swapped for table, name in p.tables]
-        by_setattr = [
-            (place.module, place.name, p.at_rest, p.compute)
-            for p in swapped
-            for place in p.by_setattr
-        ]
-        self._is_in = False  # since the last `swap_out`
-        self._in = tables, by_setattr
-        self._out = (
-            [(*at, after, before) for *at, before, after in tables],
-            [(*at, after, before) for *at, before, after in by_setattr],
-        )
+        self._in = [(*at, p.at_rest, p.compute) for p in swapped for at in p.tables]
+        self._out = [(*at, p.compute, p.at_rest) for p in swapped for at in p.tables]
 
     def swap_in(self) -> None:
         """Register the compute parameters."""
-        self._is_in = True
-        _exchange(*self._in)
+        _exchange(self._in)
 
     def swap_out(self) -> None:
         """Register the at-rest parameters again."""
-        if self._is_in:
-            _exchange(*self._out)
-            self._is_in = False
+        _exchange(self._out)
 
 
-def _exchange(tables: Sequence[Any], by_setattr: Sequence[Any]) -> None:
-    # Plain loops over flat tuples: they run for every parameter four times per step.
-    for table, name, before, after in tables:
+def _exchange(places: Sequence[tuple[Any, str, nn.Parameter, nn.Parameter]]) -> None:
+    # A plain loop over flat tuples: it runs for every parameter four times per step.
+    for table, name, before, after in places:
         if table.get(name) is before:
             table[name] = after
-    for module, name, before, after in by_setattr:
-        if module._parameters.get(name) is before:
-            setattr(module, name, after)
 
 
 # --- memory order: shards of dense parameters that are not contiguous (channels_last) -----------

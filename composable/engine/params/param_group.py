@@ -16,8 +16,10 @@ gather: they are UNSHARDED at all times.
 
 Memory. The full buffer's storage lives as long as the group and its memory comes and goes inside
 it, since autograd may have saved any alias of a compute parameter. Packed parameters have a buffer
-of their own, which gets its memory when their message has landed. All writes of the engine go
-through tensors made from `.data`, whose version counters are their own.
+of their own, which gets its memory when their message has landed. What a few ranks keep for
+backward is the matter of `Neighbours`: `unshard` launches what the last reshard left to gather
+from. All writes of the engine go through tensors made from `.data`, whose version counters are
+their own.
 
 Versions. Autograd refuses a backward if the version counter of a saved tensor has moved. Graphs
 save compute parameters, and users write to at-rest ones, so `unshard` looks for such writes and
@@ -37,7 +39,7 @@ from __future__ import annotations
 import enum
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import add, attrgetter, call, is_not, ne, or_
 from typing import Final
@@ -50,7 +52,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Comm, Work
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.params.gather import Gather
+from composable.engine.params.gather import Gather, Neighbours
 from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
 from composable.engine.params.param import (
     ManagedParam,
@@ -61,7 +63,6 @@ from composable.engine.params.param import (
 )
 from composable.engine.params.precision import Precision
 from composable.errors import few
-from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     as_tensors,
@@ -80,6 +81,15 @@ version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-de
 # error.
 ABSENT: Final = 2**31 - 1
 _CACHE_LINE: Final = 64  # bytes
+_WRITTEN_HERE: Final = (
+    "unit '%s': the shard of %s was written to through its local tensor while the unit is"
+    " unsharded. Forwards go on with what was gathered, since other ranks may have written nothing."
+    " Call reshard(model) on all ranks after such writes"
+)
+_WRITE_LOST: Final = (
+    "unit '%s': %s was written to in place while it was unsharded; the write is lost, since only"
+    " shards are kept. Write to the parameter outside of forward, where it is a DTensor"
+)
 
 
 class ShardedState(enum.Enum):
@@ -147,14 +157,14 @@ class ParamGroup(ABC):
         self.slots = self.layout.slots
         self.takes_message = self.layout.gathered or self.extended
         self.gathers = self.takes_message or precision.casts or self.home is not None
-        self._post_forward_shard: ElasticBuffer | None = None
+        self._near: Neighbours | None = None
         with torch.no_grad(), torch.inference_mode(False):
             self._memory = self._make_memory()
             self.gather = self._make_gather() if self.gathers else None
+            self._source: Gather | Neighbours | None = self.gather  # what `unshard` launches
             near = mesh_info.post_forward
-            if near and self.takes_message and self.gather and self.gather.full:
-                numel = self.layout.full_numel // near.size
-                self._post_forward_shard = ElasticBuffer(numel, precision.compute, device)
+            if near and self.gather and self.layout.gathered and not self.extended:
+                self._near = Neighbours(self.gather.full, near)
             for param, slot in zip(self.params, self.slots, strict=True):
                 self._make_forms(param, slot)
             self._watch()
@@ -212,9 +222,16 @@ class ParamGroup(ABC):
 
     def _make_gather(self) -> Gather:
         return Gather(
-            self.params, self.layout, self.precision, self.device, self.comm, self.shard,
-            sends=self.takes_message,
-        )  # fmt: skip
+            self._copied(), self.layout, self.precision, self.device, self.comm, self.shard
+        )
+
+    def _copied(self) -> list[tuple[ManagedParam, Slot]]:
+        """Parameters that are whole already, and are computed with in other memory."""
+        return [
+            (param, slot)
+            for param, slot in zip(self.params, self.slots, strict=True)
+            if slot.route is Route.WHOLE and slot.numel and not self._aliased(slot)
+        ]
 
     def _make_forms(self, param: ManagedParam, slot: Slot) -> None:
         """Give a parameter its at-rest and its compute form."""
@@ -234,9 +251,8 @@ class ParamGroup(ABC):
 
     def _local_compute(self, slot: Slot) -> Tensor:
         assert self.gather is not None
-        buffer, shape = self.gather.buffer_of(slot), whole_shape(slot)
-        if buffer is None:  # the group has no elements
-            return torch.empty_like(shape, dtype=self.precision.compute, device=self.device)
+        shape = whole_shape(slot)
+        buffer = self.gather.buffer_of(slot)
         return buffer.part(slot.full_start, shape.shape, shape.stride()).data
 
     @property
@@ -258,13 +274,12 @@ class ParamGroup(ABC):
         self._regather = False  # writes were noted, and the gather is to be repeated
         self._loads = False  # see `expect_load`
         locals_ = locals_of([param.at_rest for param in self.params])
-        self._addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
+        self._addresses = [local.data_ptr() for local in locals_]
         # not of a plain tensor: torch cannot exchange one that is referred to weakly
         self._locals = [
             ref(local_of(p.at_rest)) for p in self.params if isinstance(p.at_rest, DTensor)
         ]
-        if self.gathers:
-            set_versions(self._counters, self._absent)
+        set_versions(self._counters, self._absent)
 
     def _aliased(self, slot: Slot) -> bool:
         """Whether a parameter's compute form is the memory of its at-rest form, though the group
@@ -338,22 +353,21 @@ class ParamGroup(ABC):
             by_all: all ranks have made them.
         """
         if (now := self._versions_now()) != self._seen:
-            self._note(now, by_all=by_all)
+            self._regather = self._regather or by_all
+            self._note(now)
 
-    def _note(self, now: list[int], *, by_all: bool = False) -> None:
+    def _note(self, now: list[int]) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, self._seen = self._seen, now
         number = len(self.params)
         changed = list(map(ne, before, now))
         at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
-        if self.gather is not None:
-            self._regather = self._regather or by_all or self._loads or any(at_rest)
-            kept = self.state is not ShardedState.SHARDED and all(self._comes)
-            if kept and not self._regather:
-                self._warn_of_local_writes(list(compress(self.params, memory)))
+        self._regather = self.gathers and (self._regather or self._loads or any(at_rest))
+        kept = self.state is not ShardedState.SHARDED and all(self._comes)
+        if kept and not self._regather:
+            self._warn(_WRITTEN_HERE, compress(self.params, memory))
         written = list(compress(map(or_, at_rest, memory), self._comes))
-        if any(self._inside):
-            written += list(compress(written, self._inside))
+        written += list(compress(written, self._inside))
         if self.state is ShardedState.UNSHARDED:
             increment_version(list(compress(self._counters, written)))
         self._versions = tuple(map(add, self._versions, written))
@@ -372,16 +386,12 @@ class ParamGroup(ABC):
             increment_version(apart)
             self._seen = self._versions_now()
 
-    def _warn_of_local_writes(self, params: Sequence[ManagedParam]) -> None:
-        if not self._warned:
+    def _warn(self, text: str, params: Iterable[ManagedParam]) -> None:
+        """Tell of writes to these parameters, once per group."""
+        names = [f"'{param.fqn}'" for param in params]
+        if names and not self._warned:
             self._warned = True
-            logger.warning(
-                "unit '%s': the shard of %s was written to through its local tensor while the unit"
-                " is unsharded. Forwards go on with what was gathered, since other ranks may have"
-                " written nothing. Call reshard(model) on all ranks after such writes",
-                self.unit,
-                few([f"'{param.fqn}'" for param in params]),
-            )
+            logger.warning(text, self.unit, few(names))
 
     def expect_load(self) -> None:
         """A state dict is made: all ranks may load a checkpoint into its tensors."""
@@ -398,17 +408,14 @@ class ParamGroup(ABC):
                 now = list(map(version_of, self._counted))
             if now != self._seen:
                 self._note(now)
-        if self.gather is None:
+        if self._source is None:
             return False
         if self._regather:
             self.reshard()
             self._regather = False
         if self.state is ShardedState.UNSHARDING or self.state is ShardedState.UNSHARDED:
             return False
-        if self.state is ShardedState.SHARDED_POST_FORWARD:
-            self._unshard_from_neighbours()
-        else:
-            self._work = self.gather.launch(self._label)
+        self._work = self._source.launch(self._label)
         self.state = ShardedState.UNSHARDING
         return True
 
@@ -417,14 +424,8 @@ class ParamGroup(ABC):
         if self.state is not ShardedState.UNSHARDING:
             return
         self._wait()
-        assert self.gather is not None
-        # The post-forward shard has memory only while a gather from neighbours is in flight, which
-        # fills the full buffer directly.
-        if self._post_forward_shard is not None and self._post_forward_shard.held:
-            self.gather.end_sending()
-            self._post_forward_shard.free()
-        else:
-            self.gather.land()
+        assert self._source is not None
+        self._source.land()
         set_versions(self._counters, self._versions)
         self.state = ShardedState.UNSHARDED
 
@@ -455,8 +456,9 @@ class ParamGroup(ABC):
         self._loads = False
         set_versions(self._counters, self._absent)
         self.gather.free()
-        if self._post_forward_shard is not None:
-            self._post_forward_shard.free()
+        self._source = self.gather
+        if self._near is not None:
+            self._near.free()
 
     def _look_for_writes(self) -> None:
         """Warn, once, if a forward wrote to a gathered parameter: the write is lost now.
@@ -468,10 +470,8 @@ class ParamGroup(ABC):
         if now == self._versions:
             return
         before, self._versions = self._versions, now
-        if self._warned:
-            return
         written = [
-            param.fqn
+            param
             for param, was, now_is in zip(  # behind them are counters of local tensors
                 compress(self.params, self._comes), before, now, strict=False
             )
@@ -481,44 +481,24 @@ class ParamGroup(ABC):
                 getattr(place.module, "max_norm", None) is not None for place in param.info.places
             )
         ]
-        if written:
-            self._warned = True
-            logger.warning(
-                "unit '%s': %s was written to in place while it was unsharded; the write is lost,"
-                " since only shards are kept. Write to the parameter outside of forward, where it"
-                " is a DTensor",
-                self.unit,
-                few([f"'{name}'" for name in written]),
-            )
+        self._warn(_WRITE_LOST, written)
 
     @outside_transforms
     def reshard_after_forward(self) -> None:
         """Keep a shard over the few ranks of `mesh_info.post_forward`, for backward to gather
         from.
         """
-        if self._post_forward_shard is None:
+        near = self._near
+        if near is None:
             self.reshard()
             return
         if self.state is not ShardedState.UNSHARDED:
             return
         self._look_for_writes()
-        near, comm = self._post_forward_shard, self.mesh_info.post_forward
-        assert comm is not None and self.gather is not None and self.gather.full is not None
-        full = self.gather.full
-        near.allocate()
-        numel = near.tensor.numel()
-        near.tensor.data.copy_(full.tensor.data[comm.rank * numel : (comm.rank + 1) * numel])
+        near.keep()
         set_versions(self._counters, self._absent)
-        full.free()
+        self._source = near
         self.state = ShardedState.SHARDED_POST_FORWARD
-
-    def _unshard_from_neighbours(self) -> None:
-        near, comm = self._post_forward_shard, self.mesh_info.post_forward
-        assert near is not None and comm is not None
-        assert self.gather is not None and self.gather.full is not None
-        full = self.gather.full
-        full.allocate()
-        self._work = comm.all_gather([(full.tensor.data, near.tensor.data)], self._label)
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, a compute parameter whose memory comes and goes."""

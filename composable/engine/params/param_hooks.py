@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from typing_extensions import override
 
 from composable.compilation import untraced
 from composable.memory.torch_private import gradient_hooks, hooks_after_accumulation
+
+T = TypeVar("T")
 
 # --- the engine's hooks on what autograd accumulates on -----------------------------------------
 
@@ -62,13 +64,16 @@ def hook_gradients(
 # --- hooks of users on at-rest parameters -------------------------------------------------------
 
 
+def _of_users(table: T) -> T | OrderedDict[int, Any]:
+    """The hooks of users in such a table."""
+    return table.of_users if isinstance(table, DeferredHooks) else table
+
+
 def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
     """`target` has the hooks of `source`, and `source` none. What removes a hook knows its table,
     so the tables move.
     """
-    tensor_hooks, after = gradient_hooks(source), hooks_after_accumulation(source)
-    if isinstance(after, DeferredHooks):
-        after = after.of_users
+    tensor_hooks, after = gradient_hooks(source), _of_users(hooks_after_accumulation(source))
     source._backward_hooks = None
     source._post_accumulate_grad_hooks = OrderedDict()  # None would leave the hooks in C++
     if tensor_hooks:
@@ -95,7 +100,7 @@ def post_accumulate_hooks(parameter: nn.Parameter) -> OrderedDict[int, Any]:
     hooks = hooks_after_accumulation(parameter)
     if hooks is None:
         hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
-    return hooks.of_users if isinstance(hooks, DeferredHooks) else hooks
+    return _of_users(hooks)
 
 
 def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:

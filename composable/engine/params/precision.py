@@ -109,7 +109,7 @@ class BufferCasts:
         self._shown: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
     def show(self) -> None:
-        if not self._holders or self._shown:
+        if self._shown:
             return
         # a buffer that two modules share stays one
         casts: dict[tuple[int, torch.dtype], Tensor] = {}

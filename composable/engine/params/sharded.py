@@ -38,7 +38,7 @@ class ShardedGroup(ParamGroup):
             view, given = self.shard_view(slot).data, param.given
             if given is None:
                 view.copy_(local_of(param.registered).reshape(view.shape))  # type: ignore[arg-type]
-            elif self.device.type != "meta":
+            else:
                 view.copy_(cut(given.data, slot, self.comm.rank))
         return (self.shard,)
 

@@ -53,13 +53,11 @@ class SpreadForm(ParamForm):
         joint: the mesh that it rests on: the dimensions of its own one, and then those of the
             unit's.
         dims: which dimensions of its own mesh are not data parallel.
-        is_plain: modules compute with plain tensors (`declare_part`).
     """
 
     spread: DTensor
     joint: DeviceMesh
     dims: tuple[int, ...]
-    is_plain: bool = False
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -71,9 +69,9 @@ class SpreadForm(ParamForm):
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor` is spread as the user did. One that nothing cuts may be at rest, too."""
-        if self.is_plain or not isinstance(tensor, DTensor):
-            return self.is_plain and not isinstance(tensor, DTensor)
-        return (tensor.device_mesh, tuple(tensor.placements)) == (self.mesh, self.placements)
+        return isinstance(tensor, DTensor) and (
+            (tensor.device_mesh, tuple(tensor.placements)) == (self.mesh, self.placements)
+        )
 
     @property
     @override
@@ -107,7 +105,7 @@ class SpreadForm(ParamForm):
 
     @override
     def refusal(self, name: str, newcomer: nn.Parameter) -> str:
-        if self.is_plain or isinstance(newcomer, DTensor):
+        if isinstance(newcomer, DTensor):
             return ""
         return (
             f"parameter {name} is tensor parallel, and was replaced by a plain one; nothing would"
@@ -122,8 +120,6 @@ class SpreadForm(ParamForm):
 
     @override
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        if self.is_plain:
-            return nn.Parameter(local, requires_grad=requires_grad)
         # A DTensor takes over the storage offset of what it is made around. torch.compile expects
         # that of the local tensor; at-rest parameters have none, so that they can be copied.
         spread = self.spread
@@ -137,14 +133,12 @@ class SpreadForm(ParamForm):
 
     @override
     def shown(self, local: Tensor) -> Tensor:
-        if self.is_plain:
-            return local
         spread = self.spread
         return wrap(local, self.mesh, self.placements, spread.shape, spread.stride())
 
     @override
     def shape_shown(self, at_rest: Tensor) -> torch.Size:
-        return local_of(self.spread).shape if self.is_plain else self.spread.shape
+        return self.spread.shape
 
     @override
     @torch.no_grad()
@@ -205,6 +199,26 @@ class SpreadForm(ParamForm):
             taken.to_local(), self.mesh, self.placements, run_check=False,
             shape=taken.shape, stride=taken.stride(),
         )  # fmt: skip
+
+
+class PartForm(SpreadForm):
+    """How the user spread a parameter of which modules have a part, a plain tensor
+    (`declare_part`).
+    """
+
+    __slots__ = ()
+
+    compute_parameter = ParamForm.compute_parameter
+    shown = ParamForm.shown
+    refusal = ParamForm.refusal
+
+    @override
+    def owns(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, DTensor)
+
+    @override
+    def shape_shown(self, at_rest: Tensor) -> torch.Size:
+        return local_of(self.spread).shape
 
 
 PART: Final = "_composable_part"  # the attribute that `declare_part` sets

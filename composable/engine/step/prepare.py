@@ -134,11 +134,10 @@ class Preparation:
         """Flat lists, which are compared in C."""
         units = self._root.units
         params = [param for unit in units for param in unit.params if param.registered is not None]
-        tables = [(table, name, param.at_rest) for param in params for table, name in param.tables]
-        tables += [
-            (p.module._parameters, p.name, param.at_rest)
+        tables = [
+            (place.module._parameters, place.name, param.at_rest)
             for param in params
-            for p in param.by_setattr
+            for place in param.info.places
         ]
         self._tables = [table for table, _, _ in tables]
         self._names = [name for _, name, _ in tables]
