@@ -39,7 +39,7 @@ FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched ear
 
 
 class Backward(Protocol):
-    """The root's, as far as this file looks."""
+    """What one iteration has to reduce (`Due`), as far as this file looks."""
 
     builds_graph: bool
     forwards: int
@@ -123,11 +123,9 @@ class Buckets:
     def __init__(
         self,
         units: Sequence[UnitGradients],
-        iteration: Callable[[], Backward | None],
         agreed: AgreedOrder,
     ) -> None:
         self._units = list(units)
-        self._iteration = iteration
         self._agreed = agreed
         self.is_open = self._by_arrival = False
         self._next = 0  # in `_buckets`
@@ -207,7 +205,7 @@ class Buckets:
             for each in self._buckets:
                 each.open(agreed=self._ready is None)
 
-    def arrived(self, param: ManagedParam) -> None:
+    def arrived(self, param: ManagedParam, due: Backward) -> None:
         """Autograd has accumulated a gradient of `param`."""
         each = self._bucket_of.get(param)
         if each is None:
@@ -220,34 +218,28 @@ class Buckets:
                 self._ready.append(param)
         elif self._ready is not None:
             self._again.add(param)
-        iteration = self._iteration()
         while (
             self._by_arrival
             and self._next < len(self._buckets)
             and self._buckets[self._next].is_complete
         ):
-            if (
-                self._next == len(self._buckets) - 1
-                and iteration is not None
-                and iteration.forwards_left
-            ):
+            if due.forwards_left and self._next == len(self._buckets) - 1:
                 # the last bucket carries whether forwards were left out, which is not known yet
                 return
-            self._launch_next()
+            self._launch_next(due)
 
-    def _launch_next(self) -> None:
+    def _launch_next(self, due: Backward) -> None:
         each = self._buckets[self._next]
         self._next += 1
         each.launched = True
-        iteration = self._iteration()
-        if iteration is not None and iteration.builds_graph:
+        if due.builds_graph:
             return
         absent = each.absent()
         if each.unit.accumulation.now is not SyncMode.REDUCE:
             each.bucket.hold(absent)
             return
-        if each is self._buckets[-1] and iteration is not None:
-            each.bucket.carry(iteration.forwards, left_out=iteration.forwards_left > 0)
+        if each is self._buckets[-1]:
+            each.bucket.carry(due.forwards, left_out=due.forwards_left > 0)
         each.bucket.reduce(absent)
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.
@@ -255,12 +247,12 @@ class Buckets:
             if before.bucket.reduction is not None and before.bucket.has_post_accumulate_hooks:
                 before.bucket.land()
 
-    def launch_rest(self) -> None:
+    def launch_rest(self, due: Backward) -> None:
         """Backward is at its end: what has not come does not come."""
         if not self.is_open:
             return
         while self._next < len(self._buckets):
-            self._launch_next()
+            self._launch_next(due)
 
     def land(self) -> None:
         """Wait for all buckets, in their order."""
