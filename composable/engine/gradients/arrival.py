@@ -181,6 +181,11 @@ class Buckets:
             self._bucket_of.update(dict.fromkeys(members, pending))
         self.follow_comm_hooks()
 
+    @property
+    def buckets(self) -> list[GradBucket]:
+        """In the order in which they are launched."""
+        return [each.bucket for each in self._buckets]
+
     def follow_comm_hooks(self) -> None:
         """Buckets, or communication hooks of units, were changed."""
         for unit in self._units:
@@ -238,13 +243,14 @@ class Buckets:
         if each.unit.accumulation.now is not SyncMode.REDUCE:
             each.bucket.hold(absent)
             return
+        forwards = (0, 0)
         if each is self._buckets[-1]:
-            each.bucket.carry(due.forwards, left_out=due.forwards_left > 0)
-        each.bucket.reduce(absent)
+            forwards = due.forwards, int(due.forwards_left > 0)
+        each.bucket.reduce(absent, forwards=forwards)
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
-            if before.bucket.reduction is not None and before.bucket.has_post_accumulate_hooks:
+            if before.bucket.has_post_accumulate_hooks:
                 before.bucket.land()
 
     def launch_rest(self, due: Backward) -> None:
@@ -296,11 +302,6 @@ class Buckets:
         self._agreed.agree_on_buckets(order, compress(known, again))
         self._fill(order)
 
-    def hold(self) -> None:
-        """Outside of backward: what is here waits to be reduced (`Root.hold_by_hand`)."""
-        for each in self._buckets:
-            each.bucket.hold()
-
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated, outside of backward."""
         for each in self._buckets:
@@ -308,12 +309,6 @@ class Buckets:
                 each.bucket.open()
                 # all are absent: no backward has brought anything new
                 each.bucket.reduce(range(len(each.bucket.params)))
-
-    def land_held(self) -> None:
-        """Wait for what `launch_held` launched."""
-        for each in self._buckets:
-            each.bucket.land()
-            each.bucket.decide()
 
     @property
     def backwards(self) -> int:

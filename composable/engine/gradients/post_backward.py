@@ -281,12 +281,12 @@ class PostBackward:
 
     def hold(self) -> None:
         """Split backwards have assigned gradients: they wait to be reduced."""
+        of_units = [bucket for unit in self._units for bucket in unit.buckets]
+        for bucket in [*of_units, *self.buckets.buckets]:
+            bucket.hold()
         for unit in self._units:
-            for bucket in unit.buckets:
-                bucket.hold()
             for sparse in unit.sparse:
                 sparse.hold_by_hand()
-        self.buckets.hold()
 
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated under `no_sync`."""
@@ -301,11 +301,11 @@ class PostBackward:
         units, self._launched = self._launched, []
         for unit in units:
             unit.advance()
-        self.buckets.land_held()
+        of_units = [bucket for unit in units for bucket in unit.buckets]
+        for bucket in [*self.buckets.buckets, *of_units]:
+            bucket.land()
+            bucket.decide()
         for unit in units:
-            for bucket in unit.buckets:
-                bucket.land()
-                bucket.decide()
             for sparse in unit.sparse:
                 if sparse.holds:
                     sparse.reduce()

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.comm.base import Work
+from composable.comm.base import DONE, Work
 from composable.comm.ledger import debug_enabled
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.row import Counts, Row
@@ -145,9 +145,9 @@ class Reducer:
         shard_comm: of the first stage; None if there is none.
         replica_comm: of the second stage, or of the only one for replicated parameters.
         is_alone: one rank, so that there is nothing to reduce.
-        before, after: what gradients are divided by before and after their sum.
         first_stage, second_stage: communication hooks in place of the collectives, see
             `composable.engine.gradients.hook_stages`.
+        scales: of a message, by whether it is reduced over the shard dimension only.
         compares: messages carry `Counts`, and the ranks compare them.
     """
 
@@ -173,12 +173,8 @@ class Reducer:
         self.label = label
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
         self.replica_comm = mesh_info.replicate
-        self.shards = mesh_info.shard.size
-        self.replicas = 1 if self.replica_comm is None else self.replica_comm.size
         self.is_alone = self.shard_comm is None and self.replica_comm is None
-        self.before, self.after = division_factors(precision.reduce, self.shards * self.replicas)
-        self.first_stage: Stage | None = None
-        self.second_stage: Stage | None = None
+        self.make_stages(None, None)
         self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
         self.plans: dict[tuple[bool, tuple[bool, ...]], Plan] = {}
 
@@ -188,6 +184,15 @@ class Reducer:
     def make_stages(self, first: Stage | None, second: Stage | None) -> None:
         """From now on these stages are made by communication hooks."""
         self.first_stage, self.second_stage = first, second
+        every, shards = self.mesh_info.all.size, self.mesh_info.shard.size
+        divisors = division_factors(self.precision.reduce, every)
+        self.scales = [
+            scales_of(
+                *divisors, shards, every // shards,
+                is_mean=shards_only or second is not None, by_hook=first is not None,
+            )
+            for shards_only in (False, True)
+        ]  # fmt: skip
 
     def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
         """The plan of a message while these parameters train."""
@@ -248,7 +253,7 @@ class Plan:
     def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
         info, precision = reducer.mesh_info, reducer.precision
         self._slots, self._device = reducer.slots, reducer.device
-        self._ranks = ranks = 1 if reducer.shard_comm is None else reducer.shard_comm.size
+        self._ranks = ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
         self.row = Row(trained, compares=reducer.compares)
@@ -272,8 +277,7 @@ class Plan:
         if alike and all(isinstance(parameter, DTensor) for parameter in at_rest):
             specs = [getattr(parameter, "_spec", None) for parameter in at_rest]
             self.specs = dict(zip(layout.trainable, specs, strict=True))
-        size = ranks * layout.row_numel if ranks > 1 else 0
-        self.message = ElasticBuffer(size, precision.reduce, reducer.device)
+        self.message = ElasticBuffer(ranks * layout.row_numel, precision.reduce, reducer.device)
         with torch.inference_mode(False):
             self.sent = self.message.tensor.data
             self.rows = self.sent.view(ranks, -1)
@@ -410,14 +414,14 @@ class Plan:
                 gradient = torch.zeros(slot.shape, dtype=dtype, device=self._device)
             elif slot.order:
                 gradient = gradient.permute(slot.order)
-            columns[index] = gradient if self._plain else self._as_rows(slot, gradient)
+            columns[index] = self._as_rows(slot, gradient)
         return columns
 
     def _as_rows(self, slot: Slot, gradient: Tensor) -> Tensor:
         """A gradient in memory order as something that `chunk_cat` cuts into a row per rank."""
         ranks = self._ranks
         if slot.route is Route.WHOLE:
-            return gradient.reshape(1, -1).expand(ranks, -1) if ranks > 1 else gradient.reshape(-1)
+            return gradient.reshape(1, -1).expand(ranks, -1)
         if slot.dim == 0:
             return gradient
         if slot.even:
@@ -490,9 +494,9 @@ class Reduction:
         gradients: list[Tensor | None],
         counts: Counts,
         *,
-        absent: Sequence[int] = (),
-        carried: Sequence[tuple[int, Tensor]] = (),
-        shards_only: bool = False,
+        absent: Sequence[int],
+        carried: Sequence[tuple[int, Tensor]],
+        shards_only: bool,
     ) -> None:
         self.reducer = reducer
         self.plan = plan
@@ -501,11 +505,7 @@ class Reduction:
         self.shards_only = shards_only
         self.state = ReductionState.REDUCING
         self.apart: dict[int, Tensor] = {}
-        self.scales = scales_of(
-            reducer.before, reducer.after, reducer.shards, reducer.replicas,
-            is_mean=shards_only or reducer.second_stage is not None,
-            by_hook=reducer.first_stage is not None,
-        )  # fmt: skip
+        self.scales = reducer.scales[shards_only]
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat(reducer)
@@ -517,15 +517,12 @@ class Reduction:
             earlier = gradients[index]
             if earlier is not None and (reducer.keeps or index in plan.apart):
                 self.spared[index] = earlier.clone()
-        unused = self.missing
-        if carried:
-            there = [index for index, _ in carried]
-            unused = [index for index in unused if index not in there]
+        there = dict(carried)
+        unused = [index for index in self.missing if index not in there]
         try:
-            self.work: Work | None = self._launch(gradients, unused)
+            self.work: Work = self._launch(gradients, unused)
         except BaseException:
-            if reducer.shard_comm is not None:
-                plan.message.free()
+            plan.message.free()
             raise
 
     def _launch(self, gradients: list[Tensor | None], unused: list[int]) -> Work:
@@ -604,13 +601,11 @@ class Reduction:
 
     def wait(self) -> None:
         """Wait for what was launched last."""
-        work, self.work = self.work, None
+        work, self.work = self.work, DONE
         try:
-            if work is not None:
-                work.wait()
+            work.wait()
         finally:
-            if self.reducer.shard_comm is not None:
-                self.plan.message.free()
+            self.plan.message.free()
 
     def spare(self, indices: Sequence[int]) -> None:
         """No rank has brought these gradients: those of earlier backwards are as they were."""
@@ -642,11 +637,7 @@ class Reduction:
 
     def _refuse_ranks(self) -> None:
         reducer, counts = self.reducer, self.counts
-        comm = (
-            reducer.shard_comm
-            if self.shards_only and reducer.shard_comm is not None
-            else reducer.mesh_info.all
-        )
+        comm = reducer.mesh_info.shard if self.shards_only else reducer.mesh_info.all
         said = []
         mine = reducer.label, *counts[1:]
         for rank, other in enumerate(
