@@ -72,12 +72,12 @@ class _Pending:
     def open(self, *, agreed: bool) -> None:
         bucket = self.bucket
         bucket.follow()
-        bucket.open()
+        there = bucket.open()
         self.launched = False
         # Hooks of users, optimizers in backward among them, put a reduced gradient there before
         # backward ends.
         hooked = bucket.has_post_accumulate_hooks
-        if agreed and all(bucket.trainable) and not bucket.has_gradients and not hooked:
+        if agreed and all(bucket.trainable) and not there and not hooked:
             self.missing = None
             self.silent = [self.unit.arrivals[param] for param in bucket.params[:-1]]
             ignore_arrivals(self.silent)

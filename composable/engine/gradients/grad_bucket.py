@@ -14,12 +14,12 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 | shards, a cast, `replicate` in a | no       | is taken off        | views of the flat buffer,    |
 | tree with shards                 |          |                     | which own it together        |
 | `replicate` alone                | yes      | is taken off        | as above                     |
-| ... a gradient was there before  | yes      | stays, as a part of | its own: the sum is copied   |
-| this backward                    |          | the sum             | to it                        |
+| ... and some of the bucket were  | yes      | stays, as a part of | its own: the sum is copied   |
+| there before this backward       |          | the sum             | to it                        |
 | replicated, large, on a host     | either   | is reduced where it | its own, as autograd made it |
 | (`Plan.apart`)                   |          | is                  |                              |
-| `gradient_as_bucket_view`        | yes      | is a view of        | the same view; the plan owns |
-|                                  |          | `Plan.kept`         | it from step to step         |
+| `gradient_as_bucket_view`        | yes      | is a view of memory | the same view; the plan owns |
+|                                  |          | of a `KeptPlan`     | it from step to step         |
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class GradBucket:
         self.accumulated = Accumulated(self.params, self.reducer)
         # in place, a tensor hook of the unit multiplies what arrives
         self._factor = 1.0 if self.in_place else factor
-        # in place, the gradients that were there before this backward
-        self._earlier: list[Tensor | None] = []
+        # in place, some gradients were there before this backward
+        self._stay = False
         # Gradients land, but users' post-accumulate hooks wait for the end of no_sync: one rank, or
         # level="replicate" on a mesh without replicas.
         self._hooks_wait = False
@@ -143,26 +143,22 @@ class GradBucket:
         """Whether backward has not left a gradient for each parameter."""
         return any(map(is_, map(gradient_of, self.compute), repeat(None)))
 
-    def open(self) -> None:
-        """A backward begins."""
-        if self.in_place:
-            self._earlier = list(map(gradient_of, self.at_rest))
+    def open(self) -> bool:
+        """A backward begins. Returns whether gradients are there; in place they stay, as a part of
+        the sum.
+        """
+        there = self.has_gradients
+        self._stay = there and self.in_place
+        return there
 
     def _take(self) -> list[Tensor | None]:
-        """Take the gradients of this backward off the compute parameters. In place, those that were
-        there before stay.
+        """Take the gradients of this backward off the compute parameters. In place, all stay if
+        some were there before, and the sums will be copied to them.
         """
         gradients = list(map(gradient_of, self.compute))
-        if self.in_place and self._earlier:
-            for parameter, gradient, earlier in zip(
-                self.compute, gradients, self._earlier, strict=True
-            ):
-                if gradient is not earlier:
-                    parameter.grad = None
-        else:
+        if not self._stay:
             for parameter in self.compute:
                 parameter.grad = None
-        self._earlier = []
         if not self._are_whole:
             reduce = self.reducer.precision.reduce
             gradients = [
@@ -402,7 +398,7 @@ class GradBucket:
         finally:
             local = self.in_place and (begun or reduction is not None)
             lost = local or (self.accumulated.marks and self.accumulated.backwards)
-            self._undecided, self._earlier, self._unhooked = [], [], {}
+            self._undecided, self._unhooked = [], {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:

@@ -197,13 +197,12 @@ class Reducer:
     def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
         """The plan of a message while these parameters train."""
         key = self.first_stage is None, trainable  # a hook gets all gradients in one tensor
-        plan = self.plans.pop(key, None) or Plan(self, trainable)
-        self.plans[key] = plan  # the last one used is the last one here
-        if len(self.plans) > _PLANS:
+        kind = KeptPlan if self.keeps else Plan
+        plan = self.plans.pop(key, None)
+        if len(self.plans) >= kind.most:  # so that `plan` is a new one
             del self.plans[next(iter(self.plans))]
-        for other in self.plans.values() if self.keeps else ():
-            if other is not plan:
-                other.kept, other.kept_views = None, {}
+        plan = plan or kind(self, trainable)
+        self.plans[key] = plan  # the last one used is the last one here
         return plan
 
     def dense(self, index: int, gradient: Tensor | None) -> Tensor:
@@ -222,8 +221,8 @@ class Reducer:
 
 
 class Segment(NamedTuple):
-    """This rank's sum of one gradient: which of the pieces of the flat gradient buffer, and how it
-    is seen; a vector as it is.
+    """This rank's sum of one gradient: which of the pieces, and how it is seen. A vector, and what
+    has memory of its own, is seen as it is.
     """
 
     piece: int
@@ -238,21 +237,24 @@ class Plan:
         layout: `direct` gradients are sent as they are, and their sums land at the start of the
             flat buffer. The others are `columns` of a row for each rank, flags behind them
             (`flags_start`); this rank's reduced row lands behind the direct sums (`row_start`).
-        segments: by index, of each trainable parameter whose sum is in the flat buffer.
+        segments: by index, of each trainable parameter; the pieces of `apart` follow those of the
+            flat buffer.
         row: what is behind the gradients of each rank.
         row_piece: which of the pieces of the flat gradient buffer its sum is.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
         apart: parameters whose gradients are reduced where autograd made them.
-        kept: where sums arrive in every step, and views of it; None where each message has new
-            memory.
+        most: plans of this kind that a reducer keeps.
         specs: of DTensors that gradients can be wrapped as quickly, since they are wrapped as their
             parameters are.
         stand_in: what such a DTensor is made around.
     """
 
+    most = _PLANS
+
     def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
         info, precision = reducer.mesh_info, reducer.precision
         self._slots, self._device = reducer.slots, reducer.device
+        self._by_hook = reducer.first_stage is not None
         self._ranks = ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
@@ -268,8 +270,6 @@ class Plan:
         )
         layout = self.layout
         self._plan_pieces(info.shard.rank)
-        self.kept: Tensor | None = None
-        self.kept_views: dict[int, Tensor] = {}
         self.specs: dict[int, Any] = {}
         self.stand_in = torch.empty(0, dtype=precision.gradient, device=reducer.device)
         at_rest = [reducer.at_rest[index] for index in layout.trainable]
@@ -327,21 +327,14 @@ class Plan:
             self._sizes.append(row_start - end)
         self.row_piece = len(self._sizes)
         self._sizes += [self.row.numel, layout.numel - row_start - self.row.numel]
+        for piece, index in enumerate(self.apart, start=len(self._sizes)):
+            self.segments[index] = Segment(piece, None, ())
 
-    def make_flat(self, reducer: Reducer) -> Tensor:
+    def make_flat(self) -> Tensor:
         """Memory for the sums of one message."""
-        if self.kept is not None:
-            return self.kept
-        flat = self.sent.new_empty(self.layout.numel)
-        if reducer.keeps:
-            indices, pieces = self.layout.trainable, self.cut(flat)
-            self.kept_views = dict(zip(indices, self.views(pieces, indices), strict=True))
-            self.kept = flat
-        return flat
-
-    def has_all(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether all gradients are where sums arrive: autograd has added to them there."""
-        return all(gradients[index] is view for index, view in self.kept_views.items())
+        # a hook does not write to the padding
+        new = self.sent.new_zeros if self._by_hook else self.sent.new_empty
+        return new(self.layout.numel)
 
     def cut(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat gradient buffer in pieces: views of shards, of the flags, and of what is between
@@ -354,7 +347,11 @@ class Plan:
         return self._sizes[self.segments[index].piece]
 
     def views(self, pieces: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        """This rank's shards of these parameters' gradients, from a flat gradient buffer."""
+        """This rank's shards of these parameters' gradients.
+
+        Args:
+            pieces: of a flat gradient buffer, and behind them the gradients `apart`.
+        """
         found = []
         for index in indices:
             at, shape, strides = self.segments[index]
@@ -436,6 +433,48 @@ class Plan:
         return rows
 
 
+class KeptPlan(Plan):
+    """The sums of every message arrive in the same memory, and gradients are views of it from step
+    to step (`gradient_as_bucket_view`). Where other parameters train, the memory goes.
+    """
+
+    most = 1
+
+    def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
+        super().__init__(reducer, trainable)
+        # zeros, for a hook does not write to the padding
+        self._flat = self.sent.new_zeros(self.layout.numel)
+        indices = self.layout.trainable
+        views = super().views(self.cut(self._flat), indices)
+        self._views = dict(zip(indices, views, strict=True))
+
+    def make_flat(self) -> Tensor:
+        return self._flat
+
+    def views(self, pieces: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+        """The same objects in every step, by which `copy_in` knows them."""
+        return [self._views[index] for index in indices]
+
+    def copy_in(
+        self,
+        gradients: Sequence[Tensor | None],
+        missing: Sequence[int],
+        row: Tensor,
+        rows: Tensor,
+    ) -> None:
+        if all(gradients[index] is view for index, view in self._views.items()):
+            # all gradients are where the sums arrive: autograd has added to them there
+            self.cut(self._flat)[self.row_piece].copy_(row)
+            return
+        # Their memory is about to be written to; users may have made other views of it.
+        own = storage_key(self._flat)
+        gradients = [
+            gradient.clone() if gradient is not None and storage_key(gradient) == own else gradient
+            for gradient in gradients
+        ]
+        super().copy_in(gradients, missing, row, rows)
+
+
 def _reduced_where_they_are(reducer: Reducer, trainable: tuple[bool, ...]) -> tuple[int, ...]:
     """Large replicated gradients on a host are reduced in the memory that autograd gave them."""
     precision = reducer.precision
@@ -483,7 +522,7 @@ class Reduction:
         flat: this rank's part of the sums, and the sum of the rows.
         pieces: views of these, when the sums are there.
         missing: indices of parameters that this rank has no gradient of.
-        apart: gradients that are reduced where autograd made them.
+        apart: gradients that are reduced where autograd made them, in the order of `Plan.apart`.
         spared: copies of gradients of earlier backwards that the sums are written over.
     """
 
@@ -504,11 +543,11 @@ class Reduction:
         self.carried = carried
         self.shards_only = shards_only
         self.state = ReductionState.REDUCING
-        self.apart: dict[int, Tensor] = {}
+        self.apart: list[Tensor] = []
         self.scales = reducer.scales[shards_only]
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
-        self.flat = plan.make_flat(reducer)
+        self.flat = plan.make_flat()
         self.pieces: Sequence[Tensor] = ()
         # The sums are written over gradients that live in the bucket, or are reduced where they
         # are. If no rank has brought one of them, it must be as it was, to the last bit.
@@ -529,38 +568,25 @@ class Reduction:
         reducer, plan, flat = self.reducer, self.plan, self.flat
         layout, dtype = plan.layout, flat.dtype
         row = plan.row.write(unused, self.counts, dtype, reducer.device)
-        stays = False
-        if plan.kept_views:
-            stays = reducer.first_stage is None and plan.has_all(gradients)
-            for index in plan.kept_views if not stays else ():
-                gradient = gradients[index]
-                # `flat` is about to be written to; users may have made other views of it
-                if gradient is not None and storage_key(gradient) == storage_key(flat):
-                    gradients[index] = gradient.clone()
         if reducer.first_stage is not None:
-            flat.zero_()  # the hook does not write to the padding
-            plan.cut(flat)[plan.row_piece].copy_(row)
-            terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
             pieces = plan.cut(flat)
+            pieces[plan.row_piece].copy_(row)
+            terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
             into = plan.views(pieces, layout.trainable)
             return reducer.first_stage.launch(
                 layout.trainable, terms, into, pieces[plan.row_piece], reducer.label
             )
-        if (before := self.scales.before) != 1.0 and stays:
-            flat.div_(before)
-        elif before != 1.0:
+        if (before := self.scales.before) != 1.0:
             gradients = [None if gradient is None else gradient / before for gradient in gradients]
         if reducer.shard_comm is None:
-            if stays:
-                plan.cut(flat)[plan.row_piece].copy_(row)
-            else:
-                plan.copy_in(gradients, self.missing, row, flat.view(1, -1))
-            self.apart = {index: reducer.dense(index, gradients[index]) for index in plan.apart}
-            apart = [
-                reducer.in_memory_order(index, gradient) for index, gradient in self.apart.items()
+            plan.copy_in(gradients, self.missing, row, flat.view(1, -1))
+            self.apart = [reducer.dense(index, gradients[index]) for index in plan.apart]
+            sent = [
+                reducer.in_memory_order(index, gradient)
+                for index, gradient in zip(plan.apart, self.apart, strict=True)
             ]
             assert reducer.replica_comm is not None
-            return reducer.replica_comm.all_reduce([*apart, flat], reducer.label, self.scales.first)
+            return reducer.replica_comm.all_reduce([*sent, flat], reducer.label, self.scales.first)
         pairs = []
         for index, start in layout.direct:
             slot, gradient = reducer.slots[index], gradients[index]
@@ -662,12 +688,5 @@ class Reduction:
         """The reduced gradients of these parameters, where `flat` is `self.flat`, or a copy of
         it.
         """
-        plan, apart = self.plan, self.apart
-        if flat is plan.kept:
-            return [plan.kept_views[index] for index in indices]
-        pieces = self.pieces if flat is self.flat else plan.cut(flat)
-        if not apart:
-            return plan.views(pieces, indices)
-        return [
-            apart[index] if index in apart else plan.views(pieces, (index,))[0] for index in indices
-        ]
+        pieces = self.pieces if flat is self.flat else self.plan.cut(flat)
+        return self.plan.views([*pieces, *self.apart], indices)
