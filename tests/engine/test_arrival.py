@@ -43,7 +43,7 @@ def _unit(
     spec = UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes)
     unit.initialize(spec, HEARS, StateDictHooks(unit).watch)
     unit.build()
-    return unit, Buckets([unit.gradients], lambda: None, AgreedOrder())
+    return unit, Buckets([unit.gradients], AgreedOrder())
 
 
 def _filled(buckets: Buckets) -> list[list[int]]:

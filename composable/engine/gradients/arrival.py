@@ -39,7 +39,7 @@ FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched ear
 
 
 class Backward(Protocol):
-    """The root's, as far as this file looks."""
+    """What one iteration has to reduce (`Due`), as far as this file looks."""
 
     builds_graph: bool
     forwards: int
@@ -72,12 +72,12 @@ class _Pending:
     def open(self, *, agreed: bool) -> None:
         bucket = self.bucket
         bucket.follow()
-        bucket.open()
+        there = bucket.open()
         self.launched = False
         # Hooks of users, optimizers in backward among them, put a reduced gradient there before
         # backward ends.
         hooked = bucket.has_post_accumulate_hooks
-        if agreed and all(bucket.trainable) and not bucket.has_gradients and not hooked:
+        if agreed and all(bucket.trainable) and not there and not hooked:
             self.missing = None
             self.silent = [self.unit.arrivals[param] for param in bucket.params[:-1]]
             ignore_arrivals(self.silent)
@@ -123,11 +123,9 @@ class Buckets:
     def __init__(
         self,
         units: Sequence[UnitGradients],
-        iteration: Callable[[], Backward | None],
         agreed: AgreedOrder,
     ) -> None:
         self._units = list(units)
-        self._iteration = iteration
         self._agreed = agreed
         self.is_open = self._by_arrival = False
         self._next = 0  # in `_buckets`
@@ -183,6 +181,11 @@ class Buckets:
             self._bucket_of.update(dict.fromkeys(members, pending))
         self.follow_comm_hooks()
 
+    @property
+    def buckets(self) -> list[GradBucket]:
+        """In the order in which they are launched."""
+        return [each.bucket for each in self._buckets]
+
     def follow_comm_hooks(self) -> None:
         """Buckets, or communication hooks of units, were changed."""
         for unit in self._units:
@@ -207,7 +210,7 @@ class Buckets:
             for each in self._buckets:
                 each.open(agreed=self._ready is None)
 
-    def arrived(self, param: ManagedParam) -> None:
+    def arrived(self, param: ManagedParam, due: Backward) -> None:
         """Autograd has accumulated a gradient of `param`."""
         each = self._bucket_of.get(param)
         if each is None:
@@ -220,47 +223,42 @@ class Buckets:
                 self._ready.append(param)
         elif self._ready is not None:
             self._again.add(param)
-        iteration = self._iteration()
         while (
             self._by_arrival
             and self._next < len(self._buckets)
             and self._buckets[self._next].is_complete
         ):
-            if (
-                self._next == len(self._buckets) - 1
-                and iteration is not None
-                and iteration.forwards_left
-            ):
+            if due.forwards_left and self._next == len(self._buckets) - 1:
                 # the last bucket carries whether forwards were left out, which is not known yet
                 return
-            self._launch_next()
+            self._launch_next(due)
 
-    def _launch_next(self) -> None:
+    def _launch_next(self, due: Backward) -> None:
         each = self._buckets[self._next]
         self._next += 1
         each.launched = True
-        iteration = self._iteration()
-        if iteration is not None and iteration.builds_graph:
+        if due.builds_graph:
             return
         absent = each.absent()
         if each.unit.accumulation.now is not SyncMode.REDUCE:
             each.bucket.hold(absent)
             return
-        if each is self._buckets[-1] and iteration is not None:
-            each.bucket.carry(iteration.forwards, left_out=iteration.forwards_left > 0)
-        each.bucket.reduce(absent)
+        forwards = (0, 0)
+        if each is self._buckets[-1]:
+            forwards = due.forwards, int(due.forwards_left > 0)
+        each.bucket.reduce(absent, forwards=forwards)
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
-            if before.bucket.reduction is not None and before.bucket.has_post_accumulate_hooks:
+            if before.bucket.has_post_accumulate_hooks:
                 before.bucket.land()
 
-    def launch_rest(self) -> None:
+    def launch_rest(self, due: Backward) -> None:
         """Backward is at its end: what has not come does not come."""
         if not self.is_open:
             return
         while self._next < len(self._buckets):
-            self._launch_next()
+            self._launch_next(due)
 
     def land(self) -> None:
         """Wait for all buckets, in their order."""
@@ -304,11 +302,6 @@ class Buckets:
         self._agreed.agree_on_buckets(order, compress(known, again))
         self._fill(order)
 
-    def hold(self) -> None:
-        """Outside of backward: what is here waits to be reduced (`Root.hold_by_hand`)."""
-        for each in self._buckets:
-            each.bucket.hold()
-
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated, outside of backward."""
         for each in self._buckets:
@@ -316,12 +309,6 @@ class Buckets:
                 each.bucket.open()
                 # all are absent: no backward has brought anything new
                 each.bucket.reduce(range(len(each.bucket.params)))
-
-    def land_held(self) -> None:
-        """Wait for what `launch_held` launched."""
-        for each in self._buckets:
-            each.bucket.land()
-            each.bucket.decide()
 
     @property
     def backwards(self) -> int:

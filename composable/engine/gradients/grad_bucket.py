@@ -14,12 +14,12 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 | shards, a cast, `replicate` in a | no       | is taken off        | views of the flat buffer,    |
 | tree with shards                 |          |                     | which own it together        |
 | `replicate` alone                | yes      | is taken off        | as above                     |
-| ... a gradient was there before  | yes      | stays, as a part of | its own: the sum is copied   |
-| this backward                    |          | the sum             | to it                        |
+| ... and some of the bucket were  | yes      | stays, as a part of | its own: the sum is copied   |
+| there before this backward       |          | the sum             | to it                        |
 | replicated, large, on a host     | either   | is reduced where it | its own, as autograd made it |
 | (`Plan.apart`)                   |          | is                  |                              |
-| `gradient_as_bucket_view`        | yes      | is a view of        | the same view; the plan owns |
-|                                  |          | `Plan.kept`         | it from step to step         |
+| `gradient_as_bucket_view`        | yes      | is a view of memory | the same view; the plan owns |
+|                                  |          | of a `KeptPlan`     | it from step to step         |
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ class GradBucket:
             is part of the gradient.
         trainable, trains: which of its parameters get a gradient; whether any does.
         accumulated: gradients that wait to be reduced.
-        forwards: a pair: how many forwards there were since the last backward, and 1 if this
-            backward leaves some of them out. Set on a root's last bucket only.
     """
 
     def __init__(
@@ -108,12 +106,11 @@ class GradBucket:
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self.home = home
-        self.accumulated = Accumulated(self.params, self.reducer, in_place=self.in_place)
-        self.forwards = (0, 0)
+        self.accumulated = Accumulated(self.params, self.reducer)
         # in place, a tensor hook of the unit multiplies what arrives
         self._factor = 1.0 if self.in_place else factor
-        # in place, the gradients that were there before this backward
-        self._earlier: list[Tensor | None] = []
+        # in place, some gradients were there before this backward
+        self._stay = False
         # Gradients land, but users' post-accumulate hooks wait for the end of no_sync: one rank, or
         # level="replicate" on a mesh without replicas.
         self._hooks_wait = False
@@ -128,12 +125,6 @@ class GradBucket:
         """Parameters may have been frozen or unfrozen."""
         self.trainable = tuple(map(trainability, self.at_rest))
         self.trains = any(self.trainable)
-
-    def carry(self, forwards: int, *, left_out: bool) -> None:
-        """The next message says how many forwards there were since the last backward, and whether
-        this backward leaves some of them out.
-        """
-        self.forwards = forwards, int(left_out)
 
     @property
     def has_post_accumulate_hooks(self) -> bool:
@@ -152,26 +143,22 @@ class GradBucket:
         """Whether backward has not left a gradient for each parameter."""
         return any(map(is_, map(gradient_of, self.compute), repeat(None)))
 
-    def open(self) -> None:
-        """A backward begins."""
-        if self.in_place:
-            self._earlier = list(map(gradient_of, self.at_rest))
+    def open(self) -> bool:
+        """A backward begins. Returns whether gradients are there; in place they stay, as a part of
+        the sum.
+        """
+        there = self.has_gradients
+        self._stay = there and self.in_place
+        return there
 
     def _take(self) -> list[Tensor | None]:
-        """Take the gradients of this backward off the compute parameters. In place, those that were
-        there before stay.
+        """Take the gradients of this backward off the compute parameters. In place, all stay if
+        some were there before, and the sums will be copied to them.
         """
         gradients = list(map(gradient_of, self.compute))
-        if self.in_place and self._earlier:
-            for parameter, gradient, earlier in zip(
-                self.compute, gradients, self._earlier, strict=True
-            ):
-                if gradient is not earlier:
-                    parameter.grad = None
-        else:
+        if not self._stay:
             for parameter in self.compute:
                 parameter.grad = None
-        self._earlier = []
         if not self._are_whole:
             reduce = self.reducer.precision.reduce
             gradients = [
@@ -219,7 +206,13 @@ class GradBucket:
             if not self.in_place:  # there autograd has added them
                 self.accumulated.add(self._take(), self.trainable)
 
-    def reduce(self, absent: Sequence[int] = (), *, shards_only: bool = False) -> None:
+    def reduce(
+        self,
+        absent: Sequence[int] = (),
+        *,
+        shards_only: bool = False,
+        forwards: tuple[int, int] = (0, 0),
+    ) -> None:
         """Launch the reduction of what is here. All ranks call it at the same point of their
         program.
 
@@ -227,6 +220,8 @@ class GradBucket:
             absent: as for `hold`.
             shards_only: reduce over the shard dimension only, and accumulate the result
                 (`no_sync(level="replicate")`).
+            forwards: for a root's last bucket: how many forwards there were since the last
+                backward, and 1 if this backward leaves some of them out.
         """
         reducer, left = self.reducer, self.accumulated
         assert self.reduction is None
@@ -237,14 +232,13 @@ class GradBucket:
             return
         self._hooks_wait = shards_only and reducer.replica_comm is None
         if reducer.is_alone:
-            left.forget()
             self._land_alone()
             return
         shards_only = shards_only and reducer.replica_comm is not None
         trainable = tuple(map(or_, left.wanted, self.trainable)) if left.wanted else self.trainable
         counts = _NO_COUNTS
         if reducer.compares:
-            counts = counts_of(reducer.label, left.backwards, self.forwards)
+            counts = counts_of(reducer.label, left.backwards, forwards)
         carried: Sequence[tuple[int, Tensor]] = ()
         gradients = self._take()
         if left.backwards:
@@ -302,10 +296,9 @@ class GradBucket:
     # --- landing ---------------------------------------------------------------------------------
 
     def _deliver(self, reduction: Reduction, indices: Sequence[int]) -> None:
-        flat, plan = reduction.flat, reduction.plan
+        plan = reduction.plan
         dtype = self.accumulated.dtype if reduction.shards_only else self.reducer.precision.gradient
-        if dtype != flat.dtype:
-            flat = flat.to(dtype)
+        flat = reduction.flat.to(dtype)
         if self.home is not None:
             (flat,) = self.home.take([flat])
         fresh = reduction.shards(indices, flat)
@@ -405,14 +398,13 @@ class GradBucket:
         finally:
             local = self.in_place and (begun or reduction is not None)
             lost = local or (self.accumulated.marks and self.accumulated.backwards)
-            self._undecided, self._earlier, self._unhooked = [], [], {}
+            self._undecided, self._unhooked = [], {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:
-                if is_unreduced(parameter.grad) or (lost and not self.reducer.is_alone):
+                if is_unreduced(parameter.grad) or lost:
                     parameter.grad = None
-            if self.accumulated.backwards:
-                self.accumulated.end()
+            self.accumulated.end()
 
 
 def _add(parameter: nn.Parameter, grad: Tensor, more: Tensor) -> None:

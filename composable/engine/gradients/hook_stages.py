@@ -266,7 +266,7 @@ class HookStage:
         """
         group = self._comm.group
         assert group is not None, "one rank calls no hook"
-        land: Callable[[], None] | None = None
+        land = _has_landed
         if gradients:
             buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
             shapes = [gradient.shape for gradient in gradients]
@@ -296,15 +296,18 @@ class HookStage:
         return _HookWork(land, self._comm.all_reduce([flags], f"flags of the {label}"))
 
 
+def _has_landed() -> None:
+    """The hook's result is where it belongs, or there was nothing to reduce."""
+
+
 @dataclass
 class _HookWork:
-    land: Callable[[], None] | None
+    land: Callable[[], None]
     flags: Work
 
     def wait(self) -> None:
         try:
-            if self.land is not None:
-                self.land()
+            self.land()
         finally:
             self.flags.wait()
 

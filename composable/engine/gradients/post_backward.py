@@ -86,7 +86,6 @@ class PostBackward:
     """See the top of this file.
 
     Args:
-        due: gives the `Due` of the iteration that is under way, if there is one.
         agreed: what all ranks have alike about `units`.
 
     Attributes:
@@ -101,11 +100,9 @@ class PostBackward:
     def __init__(
         self,
         units: Sequence[UnitGradients],
-        due: Callable[[], Due | None],
         agreed: AgreedOrder,
     ) -> None:
         self._units = list(units)
-        self._due = due
         self._agreed = agreed
         self._indices = {unit: index for index, unit in enumerate(units)}
         self.beside = [unit for unit in units if unit.spec.kind is Kind.BESIDE]
@@ -123,7 +120,7 @@ class PostBackward:
     def make_buckets(self) -> None:
         """Anew when parameters of replicated units were replaced."""
         replicated = [unit for unit in self._units if unit.spec.kind is Kind.ARRIVAL]
-        self.buckets = Buckets(replicated, self._due, self._agreed)
+        self.buckets = Buckets(replicated, self._agreed)
 
     # --- in a backward ---------------------------------------------------------------------------
 
@@ -211,7 +208,7 @@ class PostBackward:
     def launch_last(self, due: Due) -> None:
         """`rest` was reduced: launch the buckets that did not fill, and all second stages."""
         if not due.builds_graph:
-            self.buckets.launch_rest()
+            self.buckets.launch_rest(due)
         elif (brought := self.buckets.brought()) is not None:
             _refuse_graph(brought)
         for unit in list(due.in_flight):
@@ -284,12 +281,12 @@ class PostBackward:
 
     def hold(self) -> None:
         """Split backwards have assigned gradients: they wait to be reduced."""
+        of_units = [bucket for unit in self._units for bucket in unit.buckets]
+        for bucket in [*of_units, *self.buckets.buckets]:
+            bucket.hold()
         for unit in self._units:
-            for bucket in unit.buckets:
-                bucket.hold()
             for sparse in unit.sparse:
                 sparse.hold_by_hand()
-        self.buckets.hold()
 
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated under `no_sync`."""
@@ -304,11 +301,11 @@ class PostBackward:
         units, self._launched = self._launched, []
         for unit in units:
             unit.advance()
-        self.buckets.land_held()
+        of_units = [bucket for unit in units for bucket in unit.buckets]
+        for bucket in [*self.buckets.buckets, *of_units]:
+            bucket.land()
+            bucket.decide()
         for unit in units:
-            for bucket in unit.buckets:
-                bucket.land()
-                bucket.decide()
             for sparse in unit.sparse:
                 if sparse.holds:
                     sparse.reduce()

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.comm.base import Work
+from composable.comm.base import DONE, Work
 from composable.comm.ledger import debug_enabled
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.row import Counts, Row
@@ -145,9 +145,9 @@ class Reducer:
         shard_comm: of the first stage; None if there is none.
         replica_comm: of the second stage, or of the only one for replicated parameters.
         is_alone: one rank, so that there is nothing to reduce.
-        before, after: what gradients are divided by before and after their sum.
         first_stage, second_stage: communication hooks in place of the collectives, see
             `composable.engine.gradients.hook_stages`.
+        scales: of a message, by whether it is reduced over the shard dimension only.
         compares: messages carry `Counts`, and the ranks compare them.
     """
 
@@ -173,12 +173,8 @@ class Reducer:
         self.label = label
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
         self.replica_comm = mesh_info.replicate
-        self.shards = mesh_info.shard.size
-        self.replicas = 1 if self.replica_comm is None else self.replica_comm.size
         self.is_alone = self.shard_comm is None and self.replica_comm is None
-        self.before, self.after = division_factors(precision.reduce, self.shards * self.replicas)
-        self.first_stage: Stage | None = None
-        self.second_stage: Stage | None = None
+        self.make_stages(None, None)
         self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
         self.plans: dict[tuple[bool, tuple[bool, ...]], Plan] = {}
 
@@ -188,17 +184,25 @@ class Reducer:
     def make_stages(self, first: Stage | None, second: Stage | None) -> None:
         """From now on these stages are made by communication hooks."""
         self.first_stage, self.second_stage = first, second
+        every, shards = self.mesh_info.all.size, self.mesh_info.shard.size
+        divisors = division_factors(self.precision.reduce, every)
+        self.scales = [
+            scales_of(
+                *divisors, shards, every // shards,
+                is_mean=shards_only or second is not None, by_hook=first is not None,
+            )
+            for shards_only in (False, True)
+        ]  # fmt: skip
 
     def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
         """The plan of a message while these parameters train."""
         key = self.first_stage is None, trainable  # a hook gets all gradients in one tensor
-        plan = self.plans.pop(key, None) or Plan(self, trainable)
-        self.plans[key] = plan  # the last one used is the last one here
-        if len(self.plans) > _PLANS:
+        kind = KeptPlan if self.keeps else Plan
+        plan = self.plans.pop(key, None)
+        if len(self.plans) >= kind.most:  # so that `plan` is a new one
             del self.plans[next(iter(self.plans))]
-        for other in self.plans.values() if self.keeps else ():
-            if other is not plan:
-                other.kept, other.kept_views = None, {}
+        plan = plan or kind(self, trainable)
+        self.plans[key] = plan  # the last one used is the last one here
         return plan
 
     def dense(self, index: int, gradient: Tensor | None) -> Tensor:
@@ -217,8 +221,8 @@ class Reducer:
 
 
 class Segment(NamedTuple):
-    """This rank's sum of one gradient: which of the pieces of the flat gradient buffer, and how it
-    is seen; a vector as it is.
+    """This rank's sum of one gradient: which of the pieces, and how it is seen. A vector, and what
+    has memory of its own, is seen as it is.
     """
 
     piece: int
@@ -233,22 +237,25 @@ class Plan:
         layout: `direct` gradients are sent as they are, and their sums land at the start of the
             flat buffer. The others are `columns` of a row for each rank, flags behind them
             (`flags_start`); this rank's reduced row lands behind the direct sums (`row_start`).
-        segments: by index, of each trainable parameter whose sum is in the flat buffer.
+        segments: by index, of each trainable parameter; the pieces of `apart` follow those of the
+            flat buffer.
         row: what is behind the gradients of each rank.
         row_piece: which of the pieces of the flat gradient buffer its sum is.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
         apart: parameters whose gradients are reduced where autograd made them.
-        kept: where sums arrive in every step, and views of it; None where each message has new
-            memory.
+        most: plans of this kind that a reducer keeps.
         specs: of DTensors that gradients can be wrapped as quickly, since they are wrapped as their
             parameters are.
         stand_in: what such a DTensor is made around.
     """
 
+    most = _PLANS
+
     def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
         info, precision = reducer.mesh_info, reducer.precision
         self._slots, self._device = reducer.slots, reducer.device
-        self._ranks = ranks = 1 if reducer.shard_comm is None else reducer.shard_comm.size
+        self._by_hook = reducer.first_stage is not None
+        self._ranks = ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
         self.row = Row(trained, compares=reducer.compares)
@@ -263,8 +270,6 @@ class Plan:
         )
         layout = self.layout
         self._plan_pieces(info.shard.rank)
-        self.kept: Tensor | None = None
-        self.kept_views: dict[int, Tensor] = {}
         self.specs: dict[int, Any] = {}
         self.stand_in = torch.empty(0, dtype=precision.gradient, device=reducer.device)
         at_rest = [reducer.at_rest[index] for index in layout.trainable]
@@ -272,8 +277,7 @@ class Plan:
         if alike and all(isinstance(parameter, DTensor) for parameter in at_rest):
             specs = [getattr(parameter, "_spec", None) for parameter in at_rest]
             self.specs = dict(zip(layout.trainable, specs, strict=True))
-        size = ranks * layout.row_numel if ranks > 1 else 0
-        self.message = ElasticBuffer(size, precision.reduce, reducer.device)
+        self.message = ElasticBuffer(ranks * layout.row_numel, precision.reduce, reducer.device)
         with torch.inference_mode(False):
             self.sent = self.message.tensor.data
             self.rows = self.sent.view(ranks, -1)
@@ -323,21 +327,14 @@ class Plan:
             self._sizes.append(row_start - end)
         self.row_piece = len(self._sizes)
         self._sizes += [self.row.numel, layout.numel - row_start - self.row.numel]
+        for piece, index in enumerate(self.apart, start=len(self._sizes)):
+            self.segments[index] = Segment(piece, None, ())
 
-    def make_flat(self, reducer: Reducer) -> Tensor:
+    def make_flat(self) -> Tensor:
         """Memory for the sums of one message."""
-        if self.kept is not None:
-            return self.kept
-        flat = self.sent.new_empty(self.layout.numel)
-        if reducer.keeps:
-            indices, pieces = self.layout.trainable, self.cut(flat)
-            self.kept_views = dict(zip(indices, self.views(pieces, indices), strict=True))
-            self.kept = flat
-        return flat
-
-    def has_all(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Whether all gradients are where sums arrive: autograd has added to them there."""
-        return all(gradients[index] is view for index, view in self.kept_views.items())
+        # a hook does not write to the padding
+        new = self.sent.new_zeros if self._by_hook else self.sent.new_empty
+        return new(self.layout.numel)
 
     def cut(self, flat: Tensor) -> Sequence[Tensor]:
         """A flat gradient buffer in pieces: views of shards, of the flags, and of what is between
@@ -350,7 +347,11 @@ class Plan:
         return self._sizes[self.segments[index].piece]
 
     def views(self, pieces: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        """This rank's shards of these parameters' gradients, from a flat gradient buffer."""
+        """This rank's shards of these parameters' gradients.
+
+        Args:
+            pieces: of a flat gradient buffer, and behind them the gradients `apart`.
+        """
         found = []
         for index in indices:
             at, shape, strides = self.segments[index]
@@ -410,14 +411,14 @@ class Plan:
                 gradient = torch.zeros(slot.shape, dtype=dtype, device=self._device)
             elif slot.order:
                 gradient = gradient.permute(slot.order)
-            columns[index] = gradient if self._plain else self._as_rows(slot, gradient)
+            columns[index] = self._as_rows(slot, gradient)
         return columns
 
     def _as_rows(self, slot: Slot, gradient: Tensor) -> Tensor:
         """A gradient in memory order as something that `chunk_cat` cuts into a row per rank."""
         ranks = self._ranks
         if slot.route is Route.WHOLE:
-            return gradient.reshape(1, -1).expand(ranks, -1) if ranks > 1 else gradient.reshape(-1)
+            return gradient.reshape(1, -1).expand(ranks, -1)
         if slot.dim == 0:
             return gradient
         if slot.even:
@@ -430,6 +431,48 @@ class Plan:
                     slot.dim, start, length
                 ).reshape(-1)
         return rows
+
+
+class KeptPlan(Plan):
+    """The sums of every message arrive in the same memory, and gradients are views of it from step
+    to step (`gradient_as_bucket_view`). Where other parameters train, the memory goes.
+    """
+
+    most = 1
+
+    def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
+        super().__init__(reducer, trainable)
+        # zeros, for a hook does not write to the padding
+        self._flat = self.sent.new_zeros(self.layout.numel)
+        indices = self.layout.trainable
+        views = super().views(self.cut(self._flat), indices)
+        self._views = dict(zip(indices, views, strict=True))
+
+    def make_flat(self) -> Tensor:
+        return self._flat
+
+    def views(self, pieces: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+        """The same objects in every step, by which `copy_in` knows them."""
+        return [self._views[index] for index in indices]
+
+    def copy_in(
+        self,
+        gradients: Sequence[Tensor | None],
+        missing: Sequence[int],
+        row: Tensor,
+        rows: Tensor,
+    ) -> None:
+        if all(gradients[index] is view for index, view in self._views.items()):
+            # all gradients are where the sums arrive: autograd has added to them there
+            self.cut(self._flat)[self.row_piece].copy_(row)
+            return
+        # Their memory is about to be written to; users may have made other views of it.
+        own = storage_key(self._flat)
+        gradients = [
+            gradient.clone() if gradient is not None and storage_key(gradient) == own else gradient
+            for gradient in gradients
+        ]
+        super().copy_in(gradients, missing, row, rows)
 
 
 def _reduced_where_they_are(reducer: Reducer, trainable: tuple[bool, ...]) -> tuple[int, ...]:
@@ -479,7 +522,7 @@ class Reduction:
         flat: this rank's part of the sums, and the sum of the rows.
         pieces: views of these, when the sums are there.
         missing: indices of parameters that this rank has no gradient of.
-        apart: gradients that are reduced where autograd made them.
+        apart: gradients that are reduced where autograd made them, in the order of `Plan.apart`.
         spared: copies of gradients of earlier backwards that the sums are written over.
     """
 
@@ -490,9 +533,9 @@ class Reduction:
         gradients: list[Tensor | None],
         counts: Counts,
         *,
-        absent: Sequence[int] = (),
-        carried: Sequence[tuple[int, Tensor]] = (),
-        shards_only: bool = False,
+        absent: Sequence[int],
+        carried: Sequence[tuple[int, Tensor]],
+        shards_only: bool,
     ) -> None:
         self.reducer = reducer
         self.plan = plan
@@ -500,15 +543,11 @@ class Reduction:
         self.carried = carried
         self.shards_only = shards_only
         self.state = ReductionState.REDUCING
-        self.apart: dict[int, Tensor] = {}
-        self.scales = scales_of(
-            reducer.before, reducer.after, reducer.shards, reducer.replicas,
-            is_mean=shards_only or reducer.second_stage is not None,
-            by_hook=reducer.first_stage is not None,
-        )  # fmt: skip
+        self.apart: list[Tensor] = []
+        self.scales = reducer.scales[shards_only]
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
-        self.flat = plan.make_flat(reducer)
+        self.flat = plan.make_flat()
         self.pieces: Sequence[Tensor] = ()
         # The sums are written over gradients that live in the bucket, or are reduced where they
         # are. If no rank has brought one of them, it must be as it was, to the last bit.
@@ -517,53 +556,37 @@ class Reduction:
             earlier = gradients[index]
             if earlier is not None and (reducer.keeps or index in plan.apart):
                 self.spared[index] = earlier.clone()
-        unused = self.missing
-        if carried:
-            there = [index for index, _ in carried]
-            unused = [index for index in unused if index not in there]
+        there = dict(carried)
+        unused = [index for index in self.missing if index not in there]
         try:
-            self.work: Work | None = self._launch(gradients, unused)
+            self.work: Work = self._launch(gradients, unused)
         except BaseException:
-            if reducer.shard_comm is not None:
-                plan.message.free()
+            plan.message.free()
             raise
 
     def _launch(self, gradients: list[Tensor | None], unused: list[int]) -> Work:
         reducer, plan, flat = self.reducer, self.plan, self.flat
         layout, dtype = plan.layout, flat.dtype
         row = plan.row.write(unused, self.counts, dtype, reducer.device)
-        stays = False
-        if plan.kept_views:
-            stays = reducer.first_stage is None and plan.has_all(gradients)
-            for index in plan.kept_views if not stays else ():
-                gradient = gradients[index]
-                # `flat` is about to be written to; users may have made other views of it
-                if gradient is not None and storage_key(gradient) == storage_key(flat):
-                    gradients[index] = gradient.clone()
         if reducer.first_stage is not None:
-            flat.zero_()  # the hook does not write to the padding
-            plan.cut(flat)[plan.row_piece].copy_(row)
-            terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
             pieces = plan.cut(flat)
+            pieces[plan.row_piece].copy_(row)
+            terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
             into = plan.views(pieces, layout.trainable)
             return reducer.first_stage.launch(
                 layout.trainable, terms, into, pieces[plan.row_piece], reducer.label
             )
-        if (before := self.scales.before) != 1.0 and stays:
-            flat.div_(before)
-        elif before != 1.0:
+        if (before := self.scales.before) != 1.0:
             gradients = [None if gradient is None else gradient / before for gradient in gradients]
         if reducer.shard_comm is None:
-            if stays:
-                plan.cut(flat)[plan.row_piece].copy_(row)
-            else:
-                plan.copy_in(gradients, self.missing, row, flat.view(1, -1))
-            self.apart = {index: reducer.dense(index, gradients[index]) for index in plan.apart}
-            apart = [
-                reducer.in_memory_order(index, gradient) for index, gradient in self.apart.items()
+            plan.copy_in(gradients, self.missing, row, flat.view(1, -1))
+            self.apart = [reducer.dense(index, gradients[index]) for index in plan.apart]
+            sent = [
+                reducer.in_memory_order(index, gradient)
+                for index, gradient in zip(plan.apart, self.apart, strict=True)
             ]
             assert reducer.replica_comm is not None
-            return reducer.replica_comm.all_reduce([*apart, flat], reducer.label, self.scales.first)
+            return reducer.replica_comm.all_reduce([*sent, flat], reducer.label, self.scales.first)
         pairs = []
         for index, start in layout.direct:
             slot, gradient = reducer.slots[index], gradients[index]
@@ -604,13 +627,11 @@ class Reduction:
 
     def wait(self) -> None:
         """Wait for what was launched last."""
-        work, self.work = self.work, None
+        work, self.work = self.work, DONE
         try:
-            if work is not None:
-                work.wait()
+            work.wait()
         finally:
-            if self.reducer.shard_comm is not None:
-                self.plan.message.free()
+            self.plan.message.free()
 
     def spare(self, indices: Sequence[int]) -> None:
         """No rank has brought these gradients: those of earlier backwards are as they were."""
@@ -642,11 +663,7 @@ class Reduction:
 
     def _refuse_ranks(self) -> None:
         reducer, counts = self.reducer, self.counts
-        comm = (
-            reducer.shard_comm
-            if self.shards_only and reducer.shard_comm is not None
-            else reducer.mesh_info.all
-        )
+        comm = reducer.mesh_info.shard if self.shards_only else reducer.mesh_info.all
         said = []
         mine = reducer.label, *counts[1:]
         for rank, other in enumerate(
@@ -671,12 +688,5 @@ class Reduction:
         """The reduced gradients of these parameters, where `flat` is `self.flat`, or a copy of
         it.
         """
-        plan, apart = self.plan, self.apart
-        if flat is plan.kept:
-            return [plan.kept_views[index] for index in indices]
-        pieces = self.pieces if flat is self.flat else plan.cut(flat)
-        if not apart:
-            return plan.views(pieces, indices)
-        return [
-            apart[index] if index in apart else plan.views(pieces, (index,))[0] for index in indices
-        ]
+        pieces = self.pieces if flat is self.flat else self.plan.cut(flat)
+        return self.plan.views([*pieces, *self.apart], indices)

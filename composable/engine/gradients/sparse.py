@@ -94,7 +94,7 @@ class SparseGradients:
     @torch.no_grad()
     def reduce(self) -> None:
         """Average what is here on any rank. What no rank has a gradient for stays as it was."""
-        self.drop(forget=False)
+        self._release()
         here, self._here = self._here, set()
         mine = [_rows_of(param.at_rest, self._precision.gradient) for param in self.params]
         numbers = [
@@ -142,21 +142,21 @@ class SparseGradients:
         ).coalesce()
         return mean.to(values.dtype)
 
-    def drop(self, *, forget: bool = True) -> None:
-        """Nothing waits to be reduced any more; `forget`: the step is lost, and with it this rank's
-        gradients.
-        """
-        if forget:
-            for param in self.params:
-                if param.compute is not param.at_rest or param in self._here:
-                    param.compute.grad = None
-                if param in self._here:
-                    param.at_rest.grad = None
-            self._here = set()
-        if self.holds:
-            for param in self.params:
-                set_holds_unreduced(param.at_rest, holds=False)
+    def _release(self) -> None:
+        """Nothing waits to be reduced any more."""
         self.holds = False
+        for param in self.params:
+            set_holds_unreduced(param.at_rest, holds=False)
+
+    def drop(self) -> None:
+        """The step is lost, and with it this rank's gradients."""
+        for param in self.params:
+            if param.compute is not param.at_rest:
+                param.compute.grad = None
+            if param in self._here:
+                param.at_rest.grad = None
+        self._here = set()
+        self._release()
 
 
 def _rows_of(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

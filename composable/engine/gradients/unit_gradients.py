@@ -103,7 +103,7 @@ class UnitGradients:
         self.buckets: list[GradBucket] = []
         self.sparse: list[SparseGradients] = []
         self.arrivals: dict[ManagedParam, Arrival] = {}
-        self._in_two_stages = False  # some are reduced over a hybrid mesh
+        self._staged: list[GradBucket] = []  # of these, the ones that a hybrid mesh reduces
 
     def build(
         self, spec: GradientSpec, params: Sequence[ManagedParam], groups: Sequence[ParamGroup]
@@ -123,10 +123,10 @@ class UnitGradients:
         factor = self.factor_of(mesh_info)
         in_place = all(param.compute is param.at_rest for param in group.params)
         sparse = kind is not Kind.SHARDED and only_looked_up(group.params[0].info)
-        for param in group.params if in_place else ():
-            if not param.info.form.is_whole:
-                settle = traceable(param.info.form.settled)
-                self._undo += hook_gradients([param.compute], settle)
+        spread = [param for param in group.params if in_place and not param.info.form.is_whole]
+        for param in spread:
+            settle = traceable(param.info.form.settled)
+            self._undo += hook_gradients([param.compute], settle)
         if factor != 1.0 and (in_place or sparse):
             # autograd itself adds to what users see
             multiply = traceable(lambda gradient: gradient * factor)
@@ -144,7 +144,7 @@ class UnitGradients:
             )  # fmt: skip
             self.buckets.append(bucket)
             if mesh_info.shard.size > 1 and mesh_info.replicate is not None:
-                self._in_two_stages = True
+                self._staged.append(bucket)
 
     @property
     def mesh_info(self) -> MeshInfo:
@@ -276,7 +276,7 @@ class UnitGradients:
     def advance(self) -> bool:
         """On a hybrid mesh: launch the second stage of reductions; returns whether there is one."""
         advanced = False
-        for bucket in self.buckets if self._in_two_stages else ():
+        for bucket in self._staged:
             advanced = bucket.advance() or advanced
         return advanced
 

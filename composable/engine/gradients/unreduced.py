@@ -76,30 +76,22 @@ class Accumulated:
     """The gradients of one bucket that wait to be reduced.
 
     Args:
-        in_place: autograd accumulates on the very parameters that users see, so that it has added
-            what this rank brings.
-
     Attributes:
         marks: what is accumulated is plain, and marked as such; otherwise `Partial` says so.
         backwards: that brought them.
         wanted: which parameters trained in any of these.
         absent: in place, indices of parameters that none of these brought.
-        dtype: of what waits; in place, that of the gradient.
+        dtype: of what `add` and `add_shards` leave. In place, autograd adds in the gradient dtype.
     """
 
-    def __init__(self, params: Sequence[ManagedParam], reducer: Reducer, *, in_place: bool) -> None:
+    def __init__(self, params: Sequence[ManagedParam], reducer: Reducer) -> None:
         self._params = params
         self._at_rest = tuple(param.at_rest for param in params)
-        self._compute = tuple(param.compute for param in params)
         self._forms = tuple(param.info.form for param in params)
         self._reducer = reducer
         self.marks = all(param.at_rest is param.own for param in params)
         precision = reducer.precision
-        self.dtype = (
-            precision.gradient
-            if in_place
-            else torch.promote_types(precision.reduce, precision.gradient)
-        )
+        self.dtype = torch.promote_types(precision.reduce, precision.gradient)
         self.forget()
 
     def forget(self) -> None:
@@ -148,14 +140,12 @@ class Accumulated:
             if reduced:
                 self._refuse_hooks_twice(index)
             if gradient is None:  # other ranks may have one
-                (compute,) = locals_of([self._compute[index]])
-                gradient = torch.zeros_like(compute)
+                gradient = self._reducer.dense(index, None)
             form, dtype = self._forms[index], self.dtype
             if before is None:
                 self._show(index, self._unreduced(index, gradient.to(dtype)))
             elif self.marks or _is_whole(before, form):
-                if before.dtype != dtype:  # marked, and reduced earlier
-                    before = before.to(dtype)
+                before = before.to(dtype)  # marked ones that were reduced earlier have another
                 self._show(index, before)
                 locals_of([before])[0].add_(gradient)
             else:

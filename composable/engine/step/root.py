@@ -296,7 +296,7 @@ class Root:
         self.split_by = ""
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
         self.post_backward = PostBackward(
-            [unit.gradients for unit in self.units], self._due, self.agreed.gradients
+            [unit.gradients for unit in self.units], self.agreed.gradients
         )
         # replicated units next to shards
         self.beside = [unit for unit in self.units if unit.kind is Kind.BESIDE]
@@ -348,10 +348,6 @@ class Root:
         """Units whose forward is under way, outermost first."""
         return self.step.running
 
-    def _due(self) -> Due | None:
-        """What the iteration that is under way has to reduce."""
-        return None if self.step.iteration is None else self.step.iteration.due
-
     @property
     def name(self) -> str:
         return self.units[0].name
@@ -402,7 +398,7 @@ class Root:
 
     def counts(self) -> Due | None:
         """What counts a call that is trained on."""
-        return self._due()
+        return None if self.step.iteration is None else self.step.iteration.due
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -830,7 +826,7 @@ class Root:
             return
         iteration = self.open_backward()
         if by_arrival:
-            self.post_backward.buckets.arrived(param)  # may launch a bucket
+            self.post_backward.buckets.arrived(param, iteration.due)  # may launch a bucket
         else:
             # a parameter that was read outside of its module, or after the unit was left
             iteration.due.come_again(unit.gradients)
