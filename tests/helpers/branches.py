@@ -440,6 +440,9 @@ class _Ops:
             each.name for part in parts if part.checkpoint for each in part.everything()
         }
         self.pending: dict[int, int] = {}
+        # Units that ranks skip: a backward through several forwards is right if none before it has
+        # left some of them out (docs/failures.md).
+        self._skipped = self._left_out = False
         self.held: frozenset[int] = frozenset()
 
     def names(self) -> tuple[str, ...]:
@@ -543,8 +546,12 @@ class _Ops:
         return Op(kind, model, root.name, (self._number,), self._ways(root, model))
 
     def _backward(self, model: int, numbers: tuple[int, ...], *, retain: bool = False) -> Op:
+        if self._skipped:
+            numbers, retain = tuple(self.pending), False
         for number in numbers if not retain else ():
             del self.pending[number]
+        self._left_out = bool(self.pending)
+        self._skipped = self._skipped and self._left_out
         how = (
             self._draw.choice(["all", "all", "replicate"])
             if self._draw.random() < self._often_held
@@ -574,6 +581,9 @@ class _Ops:
             alike = self._draw.choice(choices)
             same = (cut and not apart) or self._draw.random() < 0.3
             by_rank = [alike if same else self._draw.choice(choices) for _ in ways]
+            if SKIP in by_rank and self._left_out:
+                return
+            self._skipped = self._skipped or SKIP in by_rank
             for mine, way in zip(ways, by_rank, strict=True):
                 if way != part.ways[0]:
                     mine[place] = way
