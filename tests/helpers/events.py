@@ -75,6 +75,13 @@ class Scene:
 
 Event = Callable[[Scene], Iterator[None]]
 
+# Events in which a step ends while modules hold what they compute with.
+_SHOWN_IN_A_STEP: Final = (
+    "a_step_between_orders_in_a_scope",
+    "orders_after_unshard",
+    "own_shard_written_after_unshard",
+)
+
 # By name: what is done, and the models that it is legal in.
 EVENTS: Final[dict[str, tuple[Event, tuple[str, ...]]]] = {}
 
@@ -105,7 +112,7 @@ def events_of(
         rounded: modules compute with rounded weights, which a scope shows around a step.
     """
     left_out = [
-        *(["a_step_between_orders_in_a_scope"] if rounded else []),
+        *(_SHOWN_IN_A_STEP if rounded else []),
         *(["gradients_set_to_zeros"] if unused else []),
         *(["anomaly mode"] if spread else []),
         *(["tensor_hooks_of_parameters"] if held else []),

@@ -58,7 +58,9 @@ from composable.engine.params.param import (
     ManagedParam,
     copy_attributes,
     keep_gradients_in,
+    label_of,
     memory_order,
+    set_label,
     whole_shape,
 )
 from composable.engine.params.precision import Precision
@@ -305,7 +307,10 @@ class ParamGroup(ABC):
                 changed = True
             changed = self._is_changed(param, slot, address) or changed
         # `model.to()` exchanges a DTensor with one that was made of it, also where nothing moves:
-        # hooks in C++, and what the engine has noted, stay behind
+        # hooks in C++, and the label, stay behind
+        for param in self.params:
+            if label_of(param.at_rest) is None:
+                set_label(param.at_rest, param.info, self.unit, "at_rest")
         locals_ = [local_of(p.at_rest) for p in self.params if isinstance(p.at_rest, DTensor)]
         return changed or any(map(is_not, locals_, map(call, self._locals)))
 
