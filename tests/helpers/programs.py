@@ -144,8 +144,12 @@ def _with_events(
             yield from [(("resume",), "")] if goes_on else []
             yield ("event", draw.choice(names), draw.randrange(ranks)), ""
             goes_on = True
-        if step[0] == "drop":  # a forward that raises gives it up, too: on one rank only
-            names = [name for name in names if not name.startswith("failed_evaluation")]
+        if step[0] == "drop":
+            # A forward that raises gives it up, too, on one rank only; and a rank that goes on in
+            # evaluation mode still counts it.
+            names = [
+                name for name in names if not name.startswith(("failed_evaluation", "eval_mode"))
+            ]
         match step:
             case ("forward", number):
                 pending.add(number)
