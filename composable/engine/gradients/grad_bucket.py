@@ -16,8 +16,6 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 | `replicate` alone                | yes      | is taken off        | as above                     |
 | ... and some of the bucket were  | yes      | stays, as a part of | its own: the sum is copied   |
 | there before this backward       |          | the sum             | to it                        |
-| replicated, large, on a host     | either   | is reduced where it | its own, as autograd made it |
-| (`Plan.apart`)                   |          | is                  |                              |
 | `gradient_as_bucket_view`        | yes      | is a view of memory | the same view; the plan owns |
 |                                  |          | of a `KeptPlan`     | it from step to step         |
 """

@@ -43,8 +43,6 @@ from composable.errors import RanksDisagreeError
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.torch_private import chunk_cat, storage_key
 
-# Replicated gradients of this size on a host are reduced where they are: cheaper than a copy.
-WHERE_IT_IS_BYTES: Final = 1 << 20
 _CACHE_LINE: Final = 64  # bytes
 _PLANS: Final = 4  # for sets of parameters that train; where others come up, plans are made anew
 _itemsize: Final = attrgetter("itemsize")
@@ -237,12 +235,10 @@ class Plan:
         layout: `direct` gradients are sent as they are, and their sums land at the start of the
             flat buffer. The others are `columns` of a row for each rank, flags behind them
             (`flags_start`); this rank's reduced row lands behind the direct sums (`row_start`).
-        segments: by index, of each trainable parameter; the pieces of `apart` follow those of the
-            flat buffer.
+        segments: by index, of each trainable parameter.
         row: what is behind the gradients of each rank.
         row_piece: which of the pieces of the flat gradient buffer its sum is.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
-        apart: parameters whose gradients are reduced where autograd made them.
         most: plans of this kind that a reducer keeps.
         specs: of DTensors that gradients can be wrapped as quickly, since they are wrapped as their
             parameters are.
@@ -259,14 +255,12 @@ class Plan:
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
         self.row = Row(trained, compares=reducer.compares)
-        self.apart = _reduced_where_they_are(reducer, trainable)
         self.layout: ReduceLayout = plan_reduction(
             reducer.slots,
             trainable,
             align=max(1, _CACHE_LINE // smallest),
             packed_align=max(1, info.all.traits.align // smallest),
             numbers=self.row.numel - sum(trainable),
-            apart=self.apart,
         )
         layout = self.layout
         self._plan_pieces(info.shard.rank)
@@ -312,8 +306,7 @@ class Plan:
         self.segments: dict[int, Segment] = {}
         self._sizes: list[int] = []
         end = 0
-        inside = [index for index in layout.trainable if index not in self.apart]
-        for index in sorted(inside, key=lambda index: begins.get(index, 0)):
+        for index in sorted(layout.trainable, key=lambda index: begins.get(index, 0)):
             slot, start = self._slots[index], begins.get(index, 0)
             local = as_parameter(torch.empty(slot.local_shape(rank), device="meta"), slot)
             if start > end:
@@ -327,8 +320,6 @@ class Plan:
             self._sizes.append(row_start - end)
         self.row_piece = len(self._sizes)
         self._sizes += [self.row.numel, layout.numel - row_start - self.row.numel]
-        for piece, index in enumerate(self.apart, start=len(self._sizes)):
-            self.segments[index] = Segment(piece, None, ())
 
     def make_flat(self) -> Tensor:
         """Memory for the sums of one message."""
@@ -347,11 +338,7 @@ class Plan:
         return self._sizes[self.segments[index].piece]
 
     def views(self, pieces: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        """This rank's shards of these parameters' gradients.
-
-        Args:
-            pieces: of a flat gradient buffer, and behind them the gradients `apart`.
-        """
+        """This rank's shards of these parameters' gradients, from a flat gradient buffer."""
         found = []
         for index in indices:
             at, shape, strides = self.segments[index]
@@ -475,26 +462,6 @@ class KeptPlan(Plan):
         super().copy_in(gradients, missing, row, rows)
 
 
-def _reduced_where_they_are(reducer: Reducer, trainable: tuple[bool, ...]) -> tuple[int, ...]:
-    """Large replicated gradients on a host are reduced in the memory that autograd gave them."""
-    precision = reducer.precision
-    casts = not (precision.compute == precision.reduce == precision.gradient)
-    on_stream = reducer.mesh_info.all.traits.on_stream
-    if (
-        casts
-        or on_stream
-        or reducer.keeps
-        or reducer.shard_comm is not None
-        or reducer.first_stage is not None
-    ):
-        return ()
-    return tuple(
-        index
-        for index, slot in enumerate(reducer.slots)
-        if trainable[index] and slot.numel * precision.reduce.itemsize >= WHERE_IT_IS_BYTES
-    )
-
-
 # --- one message --------------------------------------------------------------------------------
 
 
@@ -522,7 +489,6 @@ class Reduction:
         flat: this rank's part of the sums, and the sum of the rows.
         pieces: views of these, when the sums are there.
         missing: indices of parameters that this rank has no gradient of.
-        apart: gradients that are reduced where autograd made them, in the order of `Plan.apart`.
         spared: copies of gradients of earlier backwards that the sums are written over.
     """
 
@@ -543,18 +509,17 @@ class Reduction:
         self.carried = carried
         self.shards_only = shards_only
         self.state = ReductionState.REDUCING
-        self.apart: list[Tensor] = []
         self.scales = reducer.scales[shards_only]
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat()
         self.pieces: Sequence[Tensor] = ()
-        # The sums are written over gradients that live in the bucket, or are reduced where they
-        # are. If no rank has brought one of them, it must be as it was, to the last bit.
+        # The sums are written over gradients that live in the bucket. If no rank has brought one of
+        # them, it must be as it was, to the last bit.
         self.spared: dict[int, Tensor] = {}
-        for index in absent:
+        for index in absent if reducer.keeps else ():
             earlier = gradients[index]
-            if earlier is not None and (reducer.keeps or index in plan.apart):
+            if earlier is not None:
                 self.spared[index] = earlier.clone()
         there = dict(carried)
         unused = [index for index in self.missing if index not in there]
@@ -580,13 +545,8 @@ class Reduction:
             gradients = [None if gradient is None else gradient / before for gradient in gradients]
         if reducer.shard_comm is None:
             plan.copy_in(gradients, self.missing, row, flat.view(1, -1))
-            self.apart = [reducer.dense(index, gradients[index]) for index in plan.apart]
-            sent = [
-                reducer.in_memory_order(index, gradient)
-                for index, gradient in zip(plan.apart, self.apart, strict=True)
-            ]
             assert reducer.replica_comm is not None
-            return reducer.replica_comm.all_reduce([*sent, flat], reducer.label, self.scales.first)
+            return reducer.replica_comm.all_reduce([flat], reducer.label, self.scales.first)
         pairs = []
         for index, start in layout.direct:
             slot, gradient = reducer.slots[index], gradients[index]
@@ -689,4 +649,4 @@ class Reduction:
         it.
         """
         pieces = self.pieces if flat is self.flat else self.plan.cut(flat)
-        return self.plan.views([*pieces, *self.apart], indices)
+        return self.plan.views(pieces, indices)

@@ -15,7 +15,7 @@ A parameter travels in one of three ways:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -266,13 +266,11 @@ def plan_reduction(
     align: int = 16,
     packed_align: int = 1,
     numbers: int = 0,
-    apart: Collection[int] = (),
 ) -> ReduceLayout:
     """Lay out the message of the gradients that are wanted, and the buffer that their sums land in.
 
     Args:
         numbers: how many travel behind the flags.
-        apart: slots whose gradients are reduced where autograd made them, and need no room.
     """
     wanted = tuple(index for index, want in enumerate(trainable) if want)
     direct, columns = [], []
@@ -282,7 +280,7 @@ def plan_reduction(
         if slots[index].route is Route.DIRECT:
             direct.append((index, row_start))
             row_start = round_up(row_start + numel, align)
-        elif numel and index not in apart:
+        elif numel:
             columns.append((index, cursor, numel))
             cursor = round_up(cursor + numel, packed_align)
     row_numel = round_up(cursor + len(wanted) + numbers, packed_align)
