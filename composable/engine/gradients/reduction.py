@@ -219,8 +219,8 @@ class Reducer:
 
 
 class Segment(NamedTuple):
-    """This rank's sum of one gradient: which of the pieces, and how it is seen. A vector, and what
-    has memory of its own, is seen as it is.
+    """This rank's sum of one gradient: which of the pieces of the flat gradient buffer, and how it
+    is seen; a vector as it is.
     """
 
     piece: int

@@ -618,7 +618,7 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:
                     unit.free()
-        self._rest()
+        self._idle()
         wait_for_traffic()  # CPU offload
 
     def _learn_order(self, forward: Forward, iteration: Iteration, *, grad: bool) -> None:
@@ -919,9 +919,9 @@ class Root:
             if following is None or unit not in following.last:
                 unit.free()
         if not self.step.running:
-            self._rest()
+            self._idle()
 
-    def _rest(self) -> None:
+    def _idle(self) -> None:
         """Neither a forward nor a backward is under way."""
         for unit in self.units:
             if BY_HAND in unit.kept_by and unit.is_unsharded:  # their backwards take what is shown
@@ -991,8 +991,7 @@ class Root:
             unit.drop_step()
             unit.swap_out()
             try:
-                unit.release(BY_HAND)
-                unit.free()
+                unit.release(BY_HAND)  # and whatever else ended, so that it is freed
             except CommunicationError as error:
                 self._warn(error)  # what failed in flight must not keep the rest
             if EXPLICIT in unit.kept_by:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from weakref import ref
 
 import torch
@@ -827,7 +827,8 @@ class Unit:
             PhaseError: a step is under way, gradients wait to be reduced, or modules hold whole
                 parameters.
         """
-        self._refuse_in_step(f"the communication of unit '{self.name}' was changed")
+        if self.in_step or self.shown_by:
+            _refuse_in_step(f"the communication of unit '{self.name}' was changed")
         mesh_info = self.mesh_info.with_shards_by(exchange)
         self.hide()
         self.reshard()
@@ -842,20 +843,14 @@ class Unit:
         in_step = self.root is not None and self.root.in_step
         return in_step or bool(self.step.depth) or in_backward() or self.has_unreduced
 
-    def _refuse_in_step(self, what: str) -> None:
-        if self.in_step or self.shown_by:
-            raise PhaseError(
-                f"{what} in the middle of a step: in a forward or backward, between them, with"
-                " accumulated gradients, or inside of unsharded(). Do it between two steps"
-            )
-
     def set_divisor(self, divisor: float) -> None:
         """Divide sums of gradients by `divisor` from now on. Between two steps.
 
         Raises:
             PhaseError: a step is under way, or gradients wait to be reduced.
         """
-        self._refuse_in_step(f"the divisor of gradients of unit '{self.name}' was set")
+        if self.in_step:
+            _refuse_in_step(f"the divisor of gradients of unit '{self.name}' was set")
         self.spec = replace(self.spec, divisor=divisor)
         self.set_mesh_info(self.mesh_info)  # builds the buckets anew
 
@@ -910,6 +905,13 @@ class Unit:
     def is_copy(self, name: str, undo: list[Callable[[], object]]) -> None:
         """Of a unit with this name; `undo` is the copy of that unit's."""
         self.name, self.undo = name, undo
+
+
+def _refuse_in_step(what: str) -> NoReturn:
+    raise PhaseError(
+        f"{what} in the middle of a step: in a forward or backward, between them, with accumulated"
+        " gradients, or, for communication, inside of unsharded(). Do it between two steps"
+    )
 
 
 def without_shards(mesh_info: MeshInfo) -> Kind:
