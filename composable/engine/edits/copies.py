@@ -80,6 +80,9 @@ class _Copies:
                     memo[id(param.compute)] = (
                         at_rest if self.plain else copy.deepcopy(at_rest, memo)
                     )
+            for param in unit.refrozen() if not self.plain else ():
+                # after `unshard()` or in a scope, where the original follows later
+                copy.deepcopy(param.at_rest, memo).requires_grad_(param.compute.requires_grad)
 
     def finish(self, memo: dict[Any, Any]) -> None:
         """After tables were copied: fill the units all of whose modules have a copy now."""

@@ -642,11 +642,21 @@ class Unit:
                 self.hold_at_rest()
                 self.follow_shown()
 
+    def refrozen(self) -> list[ManagedParam]:
+        """Parameters that users have frozen, or unfrozen, by what modules hold in place of the
+        at-rest ones.
+        """
+        return [
+            param
+            for param, trained in zip(self.params, self._trained, strict=False)
+            if param.compute is not param.at_rest and param.compute.requires_grad != trained
+        ]
+
     def _follow_shown_freezing(self) -> None:
-        for param, trained in zip(self.params, self._trained, strict=False):
-            if param.compute is not param.at_rest and param.compute.requires_grad != trained:
-                param.at_rest.requires_grad_(not trained)
-                param.compute.requires_grad_(trained)  # until `follow`, as for what is at rest
+        for param in self.refrozen():
+            trains = param.compute.requires_grad
+            param.at_rest.requires_grad_(trains)
+            param.compute.requires_grad_(not trains)  # until `follow`, as for what is at rest
 
     def follow_shown(self) -> None:
         """Modules held compute parameters for longer than a forward: `requires_grad_` and

@@ -242,6 +242,26 @@ class _CopiesItself(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("trains", [True, False])
+@spmd(ranks=2)
+def test_what_was_frozen_after_unshard_is_frozen_in_the_copy(trains: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(current_device())
+    model[0].requires_grad_(not trains)
+    fully_shard(model, policy={nn.Linear})
+    model(torch.ones(1, 3, device=current_device())).sum().backward()
+    unshard(model)
+    model[0].requires_grad_(trains)
+    twin = copy.deepcopy(model)
+    reshard(model)
+    for each in (model, twin):
+        assert [parameter.requires_grad for parameter in each.parameters()] == [trains] * 2 + [
+            True
+        ] * 2
+        each.zero_grad()
+        each(torch.ones(1, 3, device=current_device())).sum().backward()
+        assert [parameter.grad is not None for parameter in each[0].parameters()] == [trains] * 2
+
+
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 @spmd(ranks=2)
 def test_a_copy_made_in_a_forward_holds_what_rests(verb: Callable[..., nn.Module]) -> None:
