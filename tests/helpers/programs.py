@@ -137,6 +137,10 @@ def _with_events(
         draw.choice([0.0, 0.3, 0.8]),
         False,
     )
+    if any(step[0] == "drop" for step in program):
+        # A rank in evaluation mode does not count a forward that the others give up, or goes on in
+        # it and still counts one (docs/failures.md).
+        names = [name for name in names if name != "eval_mode"]
     pending: set[int] = set()
     for place, (step, level) in enumerate(zip_longest(program, held, fillvalue="")):
         if verbs and not pending and draw.random() < often:
@@ -145,11 +149,8 @@ def _with_events(
             yield ("event", draw.choice(names), draw.randrange(ranks)), ""
             goes_on = True
         if step[0] == "drop":
-            # A forward that raises gives it up, too, on one rank only; and a rank that goes on in
-            # evaluation mode still counts it.
-            names = [
-                name for name in names if not name.startswith(("failed_evaluation", "eval_mode"))
-            ]
+            # A forward that raises gives it up, too, on one rank only.
+            names = [name for name in names if not name.startswith("failed_evaluation")]
         match step:
             case ("forward", number):
                 pending.add(number)

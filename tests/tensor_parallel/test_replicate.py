@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composable import (
     MixedPrecisionPolicy,
@@ -140,6 +141,27 @@ def test_they_may_stand_beside_shards() -> None:
         assert_trains_as_one_process(
             lambda: nn.Sequential(MLP(), MLP()), annotate, mesh["dp"], clip=clip
         )
+
+
+@spmd(ranks=4)
+def test_one_that_is_frozen_beside_shards_keeps_the_gradient_that_is_there() -> None:
+    mesh = mesh_of(2, 2)
+    model = nn.Sequential(MLP(), MLP())
+    for block in model:
+        parallelize_mlp(block, mesh["tp"])
+    replicate(model[0], mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    x = torch.ones(2, next(iter(model[0].parameters())).shape[1])
+    model(x).sum().backward()
+    frozen = next(iter(model[0].parameters()))
+    before = frozen.grad
+    assert isinstance(before, DTensor)
+    expected = before.full_tensor().clone()
+    loss = model(x).sum()
+    frozen.requires_grad_(False)
+    loss.backward()
+    assert isinstance(frozen.grad, DTensor)
+    assert torch.equal(frozen.grad.full_tensor(), expected)
 
 
 class _Stops(torch.autograd.Function):

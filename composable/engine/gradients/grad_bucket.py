@@ -23,7 +23,7 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from operator import is_, is_not, or_
 from typing import Final
 
@@ -123,6 +123,10 @@ class GradBucket:
         """Parameters may have been frozen or unfrozen."""
         self.trainable = tuple(map(trainability, self.at_rest))
         self.trains = any(self.trainable)
+        # in place, a frozen one keeps what earlier backwards have brought
+        self._taken = (
+            tuple(compress(self.compute, self.trainable)) if self.in_place else self.compute
+        )
 
     @property
     def has_post_accumulate_hooks(self) -> bool:
@@ -155,7 +159,7 @@ class GradBucket:
         """
         gradients = list(map(gradient_of, self.compute))
         if not self._stay:
-            for parameter in self.compute:
+            for parameter in self._taken:
                 parameter.grad = None
         if not self._are_whole:
             reduce = self.reducer.precision.reduce
