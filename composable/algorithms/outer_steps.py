@@ -15,8 +15,8 @@ travels while these compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable.algorithms.averaging import (
     REPLICAS,
@@ -188,13 +189,7 @@ class LocalSteps:
         messages: Sequence[_Message],
         infos: Mapping[Unit, MeshInfo],
     ) -> None:
-        self._model, self._units = model, list(infos)
-        self._every, self._delay, self._keep, self._over = (
-            rounds.every,
-            rounds.delay,
-            rounds.keep,
-            rounds.over,
-        )
+        self._model, self._units, self._rounds = model, list(infos), rounds
         self._messages = list(messages)
         self._backups = {
             m.fqn: backup
@@ -202,7 +197,7 @@ class LocalSteps:
             for m, backup in zip(each.members, each.backups, strict=True)
         }
         self.outer = outer
-        self.steps = self._rounds = 0
+        self.steps = 0
         for unit, info in infos.items():
             if info is not unit.mesh_info:
                 unit.set_mesh_info(info)
@@ -219,25 +214,12 @@ class LocalSteps:
                 self._undo.append(partial(each.after_step.remove, self._after_step))
             else:
                 self._undo.append(each.register_step_post_hook(self._after_step).remove)
-        # Gradients, and their versions, that a round has ended with and that other optimizers are
-        # going to step by.
-        self._behind: dict[Tensor, tuple[ref[Tensor], int] | None] = {}
-        known = {
-            id(parameter)
-            for each in optimizers
-            for group in each.param_groups
-            for parameter in group["params"]
-        }
-        self._others = [
-            m.param.at_rest
-            for each in messages
-            for m in each.members
-            if id(m.param.at_rest) not in known
-        ]
-        if self._others:
-            self._undo.append(
-                register_optimizer_step_pre_hook(partial(_before_any_step, ref(self))).remove
-            )
+        # The gradients that a round has ended with, and their versions: no other optimizer is to
+        # step by them.
+        self._behind: MutableMapping[Tensor, int] = {}
+        self._undo.append(
+            register_optimizer_step_pre_hook(partial(_before_any_step, ref(self))).remove
+        )
 
     @untraced
     @torch.no_grad()
@@ -249,47 +231,38 @@ class LocalSteps:
             return
         self._stepped.clear()
         self.steps += 1
-        if (self.steps + self._delay) % self._every == 0:
+        every = self._rounds.every
+        if (self.steps + self._rounds.delay) % every == 0:
             self._refuse_unfrozen()
             for message in self._messages:
                 message.launch()
-        if self.steps % self._every == 0:
+        if self.steps % every == 0:
             for message in self._messages:
                 message.show_gradients()
-            self._outer_step()
+            self.outer.step()
+            self.outer.zero_grad()
             for message in self._messages:
-                message.write(self._keep)
-            self._rounds += 1
-            for parameter in self._others:
-                gradient = parameter.grad
-                self._behind[parameter] = (
-                    None if gradient is None else (ref(gradient), _version(gradient))
-                )
+                message.write(self._rounds.keep)
+            self._behind = WeakTensorKeyDictionary()
+            for member in (each for message in self._messages for each in message.members):
+                gradient = member.param.at_rest.grad
+                if gradient is not None:
+                    self._behind[gradient] = _version(gradient)
 
     def refuse_behind(self, optimizer: Optimizer) -> None:
-        """Refuse to step by gradients of a round that has ended.
-
-        `optimizer`, which was not passed, is about to step.
-        """
+        """Refuse to step by gradients of a round that has ended, unless `optimizer` was passed."""
+        if optimizer in self._inner:
+            return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                gradient, behind = parameter.grad, self._behind.get(parameter)
-                if (
-                    gradient is not None
-                    and behind is not None
-                    and behind[1] == _version(gradient)
-                    and behind[0]() is gradient
-                ):
+                gradient = parameter.grad
+                if gradient is not None and self._behind.get(gradient) == _version(gradient):
                     raise OptimizerError(
                         f"{_CALLER}: {type(optimizer).__name__} steps {label_of(parameter)} after"
                         " the round has ended with the step of another optimizer, so this step"
                         " would be each replica's own. Pass all optimizers of the model:"
                         f" {_CALLER}(model, [first, second], ...)"
                     )
-
-    def _outer_step(self) -> None:
-        self.outer.step()
-        self.outer.zero_grad()
 
     def _refuse_unfrozen(self) -> None:
         new = [
@@ -330,7 +303,7 @@ class LocalSteps:
             if unit.mesh_info is not unit.spec.mesh_info:
                 unit.set_mesh_info(unit.spec.mesh_info)
         if units:
-            average_parameters(self._model, self._over)
+            average_parameters(self._model, self._rounds.over)
 
     def __enter__(self) -> LocalSteps:
         return self
@@ -349,21 +322,17 @@ class LocalSteps:
         inner optimizer's state differ between replicas inside a round, so a checkpoint that resumes
         exactly is one per replica.
         """
-        made = not self.outer.state
-        # a checkpoint is read into tensors that are there
-        with self._stepped_once() if made else nullcontext():
-            outer = {fqn: dict(self.outer.state[backup]) for fqn, backup in self._backups.items()}
         state: dict[str, Any] = {
             "steps": self.steps,
-            "rounds": self._rounds,
+            "rounds": self.steps // self._rounds.every,
             "backups": {fqn: backup.detach() for fqn, backup in self._backups.items()},
-            "outer": outer,
+            "outer": self._outer_state(),
             "groups": [
                 {key: value for key, value in group.items() if key != "params"}
                 for group in self.outer.param_groups
             ],
         }
-        if self._delay:
+        if self._rounds.delay:
             state["sent"] = {}
             for message in self._messages:
                 flat = (
@@ -375,31 +344,22 @@ class LocalSteps:
                     state["sent"][member.fqn] = gradient_like(view, backup)
         return state
 
-    @contextmanager
-    def _stepped_once(self) -> Iterator[None]:
-        """Step the outer optimizer by zeros, for the state that it makes.
+    def _outer_state(self) -> dict[str, dict[str, Any]]:
+        """The outer optimizer's state, by FQN.
 
-        At the end of the context all that the step changed is taken back.
+        Before its first step it has none, and a checkpoint is read into tensors that are there.
+        Then it is that of a copy, which steps copies of the backups by zeros.
         """
-        own, groups = dict(vars(self.outer)), [dict(group) for group in self.outer.param_groups]
-        values = [message.backup.clone() for message in self._messages]
-        # a number may be a tensor, which is counted up in place
-        for group in self.outer.param_groups:
-            group.update({key: deepcopy(value) for key, value in group.items() if key != "params"})
+        if self.outer.state:
+            return {fqn: dict(self.outer.state[backup]) for fqn, backup in self._backups.items()}
+        kind, copies = type(self.outer), dict[int, Any]()
+        twin = kind.__new__(kind)
+        groups = deepcopy(self.outer.param_groups, copies)
+        vars(twin).update(vars(self.outer), state=defaultdict(dict), param_groups=groups)
         for backup in self._backups.values():
-            backup.grad = torch.zeros_like(backup)
-        try:
-            self._outer_step()
-            yield
-        finally:
-            vars(self.outer).clear()
-            vars(self.outer).update(own)
-            self.outer.state.clear()
-            for group, before in zip(self.outer.param_groups, groups, strict=True):
-                group.clear()
-                group.update(before)
-            for message, value in zip(self._messages, values, strict=True):
-                message.backup.copy_(value)
+            copies[id(backup)].grad = torch.zeros_like(backup)
+        kind.step(twin)  # a schedule may have put another `step` on the object
+        return {fqn: dict(twin.state[copies[id(each)]]) for fqn, each in self._backups.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -414,21 +374,17 @@ class LocalSteps:
             KeyError: names are missing, or unknown.
         """
         saved = state_dict["backups"]
-        differ = [
-            fqn
-            for fqn in {**saved, **self._backups}
-            if fqn not in saved or fqn not in self._backups
-        ]
+        differ = sorted(saved.keys() ^ self._backups.keys())
         if differ:
             raise KeyError(
-                f"{_CALLER}: {few(list(map(repr, differ)))} is in only one of the state dict and"
+                f"{_CALLER}: {few([*map(repr, differ)])} is in only one of the state dict and"
                 " the model"
             )
-        self.steps, self._rounds = int(state_dict["steps"]), int(state_dict["rounds"])
+        self.steps = int(state_dict["steps"])
         outer_state: dict[Tensor, Any] = {}
         for fqn, backup in self._backups.items():
             _local(backup).copy_(_local(_like(saved[fqn], backup)))
-            if self._rounds:
+            if state_dict["rounds"]:
                 outer_state[backup] = {
                     key: _like(value, backup) for key, value in state_dict["outer"][fqn].items()
                 }
@@ -436,7 +392,7 @@ class LocalSteps:
         self.outer.state.update(outer_state)
         for group, values in zip(self.outer.param_groups, state_dict["groups"], strict=True):
             group.update(values)
-        in_flight = self._delay and self.steps % self._every >= self._every - self._delay
+        in_flight = self.steps % self._rounds.every >= self._rounds.every - self._rounds.delay
         for message in self._messages:
             if message.flight is not None:
                 message.land()
@@ -480,7 +436,7 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
     ranks = dist.get_process_group_ranks(comm.group)
     replicas = around.replicate.group if around.replicate is not None else None
     if replicas is not None and dist.get_process_group_ranks(replicas) == ranks:
-        within = around.shard if around is not own else own.shard
+        within = around.shard
         reduces = around is not own and within.size > 1  # a replicated unit next to hybrid shards
         return replace(own, all=within, replicate=within if reduces else None)
     if len(set(own.mesh.mesh.flatten().tolist()).intersection(ranks)) == 1:

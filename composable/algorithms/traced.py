@@ -14,6 +14,7 @@ forward, and takes no part in the backward. See docs/decisions/0016-traced-reduc
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
@@ -94,15 +95,20 @@ def trace_reductions(root: Root) -> str:
     """
     reason = root.agreed.untraced or _obstacle(root)
     if not reason:
-        for unit in root.units:
-            for group in unit.groups:
-                for param in group.params:
-                    hooks = hooks_after_accumulation(param.at_rest)
-                    if isinstance(hooks, DeferredHooks) and not isinstance(
-                        hooks.of_engine, TracedReduction
-                    ):
-                        hooks.of_engine = TracedReduction(unit, group, hooks)
+        for unit, group, hooks in _hooks_of(root):
+            if not isinstance(hooks.of_engine, TracedReduction):
+                hooks.of_engine = TracedReduction(unit, group, hooks)
     return reason
+
+
+def _hooks_of(root: Root) -> Iterator[tuple[Unit, ParamGroup, DeferredHooks]]:
+    """Yield the hooks by which the engine hears of gradients, with the parameters' unit."""
+    for unit in root.units:
+        for group in unit.groups:
+            for param in group.params:
+                hooks = hooks_after_accumulation(param.at_rest)
+                if isinstance(hooks, DeferredHooks):
+                    yield unit, group, hooks
 
 
 def _obstacle(root: Root) -> str:
@@ -132,11 +138,9 @@ def _fall_back(root: Root) -> None:
 
     This is for good if the compiler was to get that backward.
     """
-    for unit in root.units:
-        for param in unit.params:
-            hooks = hooks_after_accumulation(param.at_rest)
-            if isinstance(hooks, DeferredHooks) and isinstance(hooks.of_engine, TracedReduction):
-                hooks.of_engine = hooks.of_engine.ordinary
+    for _, _, hooks in _hooks_of(root):
+        if isinstance(hooks.of_engine, TracedReduction):
+            hooks.of_engine = hooks.of_engine.ordinary
     if not root.eager_because:
         root.stop_tracing(_FELL_BACK)
         logger.warning(

@@ -38,7 +38,7 @@ from composable.api.mesh import Spread
 from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
 from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.gradients.reduction import Reduction, ReductionState
+from composable.engine.gradients.reduction import Reduction
 from composable.engine.step.unit import units_below
 from composable.errors import ForecastError
 from composable.forecast.devices import Device, device_of
@@ -245,7 +245,8 @@ def _pretended(machine: Machine) -> Iterator[None]:
         mock.patch.object(tensor_parallel, "joint_mesh", cache(_joint_mesh)),
         mock.patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", foreach),
         mock.patch.object(sharded, "with_own_storage", _with_own_storage),
-        mock.patch.object(Reduction, "land", _land),
+        # all ranks have the gradients that this one has, and no message says so
+        mock.patch.object(Reduction, "_compare"),
         mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
         mock.patch.object(engine_root, "release_idle_memory", machine.release_idle),
         mock.patch.object(clip, "changes_nothing", return_value=False),
@@ -315,14 +316,6 @@ def _with_own_storage(shard: Tensor) -> Tensor:
     if is_unknown(shard):
         note_unknown(own)
     return own
-
-
-def _land(reduction: Reduction) -> None:
-    """As `Reduction.land` where all ranks have the gradients that this one has: no message says."""
-    reduction.advance()
-    reduction.wait()
-    reduction.state = ReductionState.LANDED
-    reduction.pieces = reduction.plan.cut(reduction.flat)
 
 
 def _made(make_model: Callable[[], nn.Module]) -> nn.Module:

@@ -232,11 +232,11 @@ class GradBucket:
         if shards_only and reducer.shard_comm is None:
             self.hold()
             return
-        self._hooks_wait = shards_only and reducer.replica_comm is None
+        self._hooks_wait = shards_only and reducer.mesh_info.replicate is None
         if reducer.is_alone:
             self._land_alone()
             return
-        shards_only = shards_only and reducer.replica_comm is not None
+        shards_only = shards_only and reducer.mesh_info.replicate is not None
         trainable = tuple(map(or_, left.wanted, self.trainable)) if left.wanted else self.trainable
         counts = _NO_COUNTS
         if reducer.compares:
@@ -292,7 +292,6 @@ class GradBucket:
         undecided, self._undecided = self._undecided, []
         for reduction, missing in undecided:
             used = reduction.used()
-            reduction.spare([index for index in missing if not used[index]])
             self._deliver(reduction, [index for index in missing if used[index]])
 
     # --- landing ---------------------------------------------------------------------------------
@@ -303,7 +302,7 @@ class GradBucket:
         flat = reduction.flat.to(dtype)
         if self.home is not None:
             (flat,) = self.home.take([flat])
-        fresh = reduction.shards(indices, flat)
+        fresh = plan.views(flat, indices)
         if reduction.shards_only:
             if self.home is not None and any(self.at_rest[i].grad is not None for i in indices):
                 wait_for_traffic()  # the host adds to them

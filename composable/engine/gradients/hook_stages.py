@@ -32,10 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.comm.base import Comm, Work
+from composable.comm.base import DONE, Comm, Work
 from composable.comm.ledger import ledger_of
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.reduction import Stage
 from composable.engine.params.param import cut
 from composable.errors import CommHookError, CommunicationError, first_line
 
@@ -264,40 +265,42 @@ class HookStage:
             into: this rank's shards. They may be `gradients` themselves.
             flags: their sum over the ranks is computed in place.
         """
-        group = self._comm.group
-        assert group is not None, "one rank calls no hook"
-        land = _has_landed
-        if gradients:
-            buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            shapes = [gradient.shape for gradient in gradients]
-            fqns, parameters = (
-                tuple(self._fqns[i] for i in indices),
-                [self._bucket.at_rest[i] for i in indices],
-            )
-            handed = HookBucket(fqns, 1.0 / self._comm.size, group, buffer, shapes, parameters)
-            returned = self._hook.call(self, handed, label)
-
-            @torch.no_grad()
-            def copy_out() -> None:
-                reduced = cut_flat(self._hook.result(returned, handed, buffer, label), shapes)
-                if self._whole:
-                    reducer = self._bucket.reducer
-                    rank, slots = reducer.mesh_info.shard.rank, reducer.slots
-                    reduced = [
-                        cut(each, slots[index], rank)
-                        for each, index in zip(reduced, indices, strict=True)
-                    ]
-                torch._foreach_copy_(list(into), reduced)
-
-            if self._comm.traits.on_stream:
-                land = copy_out
-            else:
-                copy_out()
+        land = self._call(indices, gradients, into, label) if gradients else DONE.wait
+        if not self._comm.traits.on_stream:
+            land()
+            land = DONE.wait
         return _HookWork(land, self._comm.all_reduce([flags], f"flags of the {label}"))
 
+    def _call(
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[Tensor],
+        into: Sequence[Tensor],
+        label: str,
+    ) -> Callable[[], None]:
+        """Call the hook. Returns what waits for its result and copies it to `into`."""
+        group = self._comm.group
+        assert group is not None, "one rank calls no hook"
+        buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        shapes = [gradient.shape for gradient in gradients]
+        fqns = tuple(self._fqns[index] for index in indices)
+        parameters = [self._bucket.at_rest[index] for index in indices]
+        handed = HookBucket(fqns, 1.0 / self._comm.size, group, buffer, shapes, parameters)
+        returned = self._hook.call(self, handed, label)
 
-def _has_landed() -> None:
-    """The hook's result is where it belongs, or there was nothing to reduce."""
+        @torch.no_grad()
+        def copy_out() -> None:
+            reduced = cut_flat(self._hook.result(returned, handed, buffer, label), shapes)
+            if self._whole:
+                reducer = self._bucket.reducer
+                rank, slots = reducer.mesh_info.shard.rank, reducer.slots
+                reduced = [
+                    cut(each, slots[index], rank)
+                    for each, index in zip(reduced, indices, strict=True)
+                ]
+            torch._foreach_copy_(list(into), reduced)
+
+        return copy_out
 
 
 @dataclass
@@ -317,8 +320,8 @@ def attach_comm_hooks(unit: Hooked, buckets: Sequence[GradBucket]) -> None:
     rank calls no hook.
     """
     shard, replicate = unit.mesh_info.shard, unit.mesh_info.replicate
-    first: list[HookStage] = []
-    second: list[HookStage] = []
+    first: list[Stage] = []
+    second: list[Stage] = []
     for hook in unit.comm_hooks.values():
         comm = shard if hook.stage == REDUCE_SCATTER else replicate
         whole = hook.stage == REDUCE_SCATTER or shard.size == 1
@@ -328,7 +331,7 @@ def attach_comm_hooks(unit: Hooked, buckets: Sequence[GradBucket]) -> None:
             if comm is not None and comm.size > 1
         ]
         hook.replace(unit, stages)
-        (first if whole else second).extend(stages)
+        (first if whole else second).extend(stage.launch for stage in stages)
     for bucket, one, two in zip_longest(buckets, first, second):
         bucket.reducer.make_stages(one, two)
 

@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -110,20 +110,10 @@ def scales_of(
     return Scales(before, 1.0 / after, 1.0, 1.0)
 
 
-class Stage(Protocol):
-    """What takes the place of a collective: a communication hook."""
-
-    def launch(
-        self,
-        indices: Sequence[int],
-        gradients: Sequence[Tensor],
-        into: Sequence[Tensor],
-        flags: Tensor,
-        label: str,
-    ) -> Work:
-        """Reduce `gradients` of the parameters with these indices; the results are in `into`, and
-        the sum of `flags` in its place, when the returned work is complete.
-        """
+# What takes the place of a collective: a communication hook. It reduces the gradients of the
+# parameters with these indices. When the returned work is complete, the results are in the third
+# argument, and the sum of the fourth, the row, is in its place. The last one is a label.
+Stage = Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Tensor, str], Work]
 
 
 # --- the same in every step ---------------------------------------------------------------------
@@ -141,7 +131,8 @@ class Reducer:
     Attributes:
         label: in messages and traces.
         shard_comm: of the first stage; None if there is none.
-        replica_comm: of the second stage, or of the only one for replicated parameters.
+        mesh_info: its `replicate` is of the second stage, or of the only one for replicated
+            parameters.
         is_alone: one rank, so that there is nothing to reduce.
         first_stage, second_stage: communication hooks in place of the collectives, see
             `composable.engine.gradients.hook_stages`.
@@ -170,11 +161,9 @@ class Reducer:
         self.keeps = keeps
         self.label = label
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
-        self.replica_comm = mesh_info.replicate
-        self.is_alone = self.shard_comm is None and self.replica_comm is None
-        self.make_stages(None, None)
+        self.is_alone = self.shard_comm is None and mesh_info.replicate is None
         self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
-        self.plans: dict[tuple[bool, tuple[bool, ...]], Plan] = {}
+        self.make_stages(None, None)
 
     def rename(self, label: str) -> None:
         self.label = label
@@ -182,6 +171,7 @@ class Reducer:
     def make_stages(self, first: Stage | None, second: Stage | None) -> None:
         """From now on these stages are made by communication hooks."""
         self.first_stage, self.second_stage = first, second
+        self.plans: dict[tuple[bool, ...], Plan] = {}
         every, shards = self.mesh_info.all.size, self.mesh_info.shard.size
         divisors = division_factors(self.precision.reduce, every)
         self.scales = [
@@ -194,38 +184,28 @@ class Reducer:
 
     def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
         """The plan of a message while these parameters train."""
-        key = self.first_stage is None, trainable  # a hook gets all gradients in one tensor
-        kind = KeptPlan if self.keeps else Plan
-        plan = self.plans.pop(key, None)
-        if len(self.plans) >= kind.most:  # so that `plan` is a new one
-            del self.plans[next(iter(self.plans))]
-        plan = plan or kind(self, trainable)
-        self.plans[key] = plan  # the last one used is the last one here
+        plan = self.plans.get(trainable)
+        if plan is None:
+            kind = KeptPlan if self.keeps else Plan
+            if len(self.plans) >= kind.most:
+                del self.plans[next(iter(self.plans))]  # the oldest
+            plan = self.plans[trainable] = kind(self, trainable)
         return plan
 
     def dense(self, index: int, gradient: Tensor | None) -> Tensor:
         """A whole gradient with the strides of its parameter; zeros where there is none."""
         slot = self.slots[index]
-        if gradient is None:
-            zeros = torch.zeros(slot.shape, dtype=self.precision.reduce, device=self.device)
-            return as_parameter(zeros, slot)
-        if slot.order:
-            return as_parameter(gradient.permute(slot.order).contiguous(), slot)
-        return gradient.contiguous()
-
-    def in_memory_order(self, index: int, gradient: Tensor) -> Tensor:
-        order = self.slots[index].order
-        return gradient.permute(order) if order else gradient
+        dense = _in_memory_order(slot, gradient, self.precision.reduce, self.device)
+        return as_parameter(dense.contiguous(), slot)
 
 
-class Segment(NamedTuple):
-    """This rank's sum of one gradient: which of the pieces of the flat gradient buffer, and how it
-    is seen; a vector as it is.
-    """
-
-    piece: int
-    shape: tuple[int, ...] | None
-    strides: tuple[int, ...]
+def _in_memory_order(
+    slot: Slot, gradient: Tensor | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A whole gradient with its dimensions in the order of memory; zeros where there is none."""
+    if gradient is None:
+        return torch.zeros(slot.shape, dtype=dtype, device=device)
+    return gradient.permute(slot.order) if slot.order else gradient
 
 
 class Plan:
@@ -235,9 +215,10 @@ class Plan:
         layout: `direct` gradients are sent as they are, and their sums land at the start of the
             flat buffer. The others are `columns` of a row for each rank, flags behind them
             (`flags_start`); this rank's reduced row lands behind the direct sums (`row_start`).
-        segments: by index, of each trainable parameter.
+        segments: by index of each trainable parameter, where in the flat buffer this rank's sum is:
+            shape, strides and start.
         row: what is behind the gradients of each rank.
-        row_piece: which of the pieces of the flat gradient buffer its sum is.
+        row_at: where in the flat buffer its sum is.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
         most: plans of this kind that a reducer keeps.
         specs: of DTensors that gradients can be wrapped as quickly, since they are wrapped as their
@@ -249,8 +230,7 @@ class Plan:
 
     def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
         info, precision = reducer.mesh_info, reducer.precision
-        self._slots, self._device = reducer.slots, reducer.device
-        self._by_hook = reducer.first_stage is not None
+        self._slots = reducer.slots
         self._ranks = ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
@@ -263,14 +243,21 @@ class Plan:
             numbers=self.row.numel - sum(trainable),
         )
         layout = self.layout
-        self._plan_pieces(info.shard.rank)
+        begins = dict(layout.direct)
+        begins |= {index: layout.row_start + start for index, start, _ in layout.columns}
+        self.segments: dict[int, tuple[Sequence[int], Sequence[int], int]] = {}
+        for index in layout.trainable:
+            slot = reducer.slots[index]
+            shape = slot.local_shape(info.shard.rank)
+            local = as_parameter(torch.empty(shape, device="meta"), slot)
+            self.segments[index] = local.shape, local.stride(), begins.get(index, 0)
+        row_start = layout.row_start + layout.flags_start
+        self.row_at = slice(row_start, row_start + self.row.numel)
         self.specs: dict[int, Any] = {}
         self.stand_in = torch.empty(0, dtype=precision.gradient, device=reducer.device)
-        at_rest = [reducer.at_rest[index] for index in layout.trainable]
-        alike = not reducer.offloaded and precision.gradient == precision.original
-        if alike and all(isinstance(parameter, DTensor) for parameter in at_rest):
-            specs = [getattr(parameter, "_spec", None) for parameter in at_rest]
-            self.specs = dict(zip(layout.trainable, specs, strict=True))
+        if not reducer.offloaded and precision.gradient == precision.original:
+            at_rest = [(index, reducer.at_rest[index]) for index in layout.trainable]
+            self.specs = {i: each._spec for i, each in at_rest if isinstance(each, DTensor)}
         self.message = ElasticBuffer(ranks * layout.row_numel, precision.reduce, reducer.device)
         with torch.inference_mode(False):
             self.sent = self.message.tensor.data
@@ -298,52 +285,17 @@ class Plan:
         # `chunk_cat` repeats no rows, but fills missing ones with zeros
         self._zeros: dict[torch.dtype, list[Tensor]] = {}
 
-    def _plan_pieces(self, rank: int) -> None:
-        """Cut the flat gradient buffer into sums, the flags, and what is between them."""
-        layout = self.layout
-        begins = dict(layout.direct)
-        begins |= {index: layout.row_start + start for index, start, _ in layout.columns}
-        self.segments: dict[int, Segment] = {}
-        self._sizes: list[int] = []
-        end = 0
-        for index in sorted(layout.trainable, key=lambda index: begins.get(index, 0)):
-            slot, start = self._slots[index], begins.get(index, 0)
-            local = as_parameter(torch.empty(slot.local_shape(rank), device="meta"), slot)
-            if start > end:
-                self._sizes.append(start - end)
-            shape = None if local.ndim == 1 else tuple(local.shape)
-            self.segments[index] = Segment(len(self._sizes), shape, local.stride())
-            self._sizes.append(local.numel())
-            end = max(end, start + local.numel())
-        row_start = layout.row_start + layout.flags_start
-        if row_start > end:
-            self._sizes.append(row_start - end)
-        self.row_piece = len(self._sizes)
-        self._sizes += [self.row.numel, layout.numel - row_start - self.row.numel]
-
     def make_flat(self) -> Tensor:
         """Memory for the sums of one message."""
-        # a hook does not write to the padding
-        new = self.sent.new_zeros if self._by_hook else self.sent.new_empty
-        return new(self.layout.numel)
+        return self.sent.new_empty(self.layout.numel)
 
-    def cut(self, flat: Tensor) -> Sequence[Tensor]:
-        """A flat gradient buffer in pieces: views of shards, of the flags, and of what is between
-        them.
-        """
-        return flat.split_with_sizes(self._sizes)
-
-    def local_numel(self, index: int) -> int:
-        """Elements of this rank's sum of one gradient."""
-        return self._sizes[self.segments[index].piece]
-
-    def views(self, pieces: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
-        """This rank's shards of these parameters' gradients, from a flat gradient buffer."""
-        found = []
-        for index in indices:
-            at, shape, strides = self.segments[index]
-            found.append(pieces[at] if shape is None else pieces[at].as_strided(shape, strides))
-        return found
+    def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
+        first = flat.storage_offset()
+        return [
+            flat.as_strided(shape, strides, first + start)
+            for shape, strides, start in map(self.segments.__getitem__, indices)
+        ]
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -375,7 +327,7 @@ class Plan:
         if source not in self._zeros:
             with torch.inference_mode(False):
                 self._zeros[source] = [
-                    torch.zeros(1, gap, dtype=source, device=self._device) for gap in self._gaps
+                    self.sent.new_zeros(1, gap, dtype=source) for gap in self._gaps
                 ]
         pieces = [*gradients, *self._zeros[source]]
         chunk_cat(list(map(pieces.__getitem__, self._order)), 0, self._ranks, out=rows)
@@ -393,12 +345,9 @@ class Plan:
         """Gradients that `chunk_cat` cuts into a row per rank; zeros where there is none."""
         columns = list(gradients)
         for index, _, _ in self.layout.columns:
-            gradient, slot = gradients[index], self._slots[index]
-            if gradient is None:
-                gradient = torch.zeros(slot.shape, dtype=dtype, device=self._device)
-            elif slot.order:
-                gradient = gradient.permute(slot.order)
-            columns[index] = self._as_rows(slot, gradient)
+            slot = self._slots[index]
+            whole = _in_memory_order(slot, gradients[index], dtype, self.sent.device)
+            columns[index] = self._as_rows(slot, whole)
         return columns
 
     def _as_rows(self, slot: Slot, gradient: Tensor) -> Tensor:
@@ -429,16 +378,14 @@ class KeptPlan(Plan):
 
     def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
         super().__init__(reducer, trainable)
-        # zeros, for a hook does not write to the padding
-        self._flat = self.sent.new_zeros(self.layout.numel)
+        self._flat = super().make_flat()
         indices = self.layout.trainable
-        views = super().views(self.cut(self._flat), indices)
-        self._views = dict(zip(indices, views, strict=True))
+        self._views = dict(zip(indices, super().views(self._flat, indices), strict=True))
 
     def make_flat(self) -> Tensor:
         return self._flat
 
-    def views(self, pieces: Sequence[Tensor], indices: Sequence[int]) -> list[Tensor]:
+    def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """The same objects in every step, by which `copy_in` knows them."""
         return [self._views[index] for index in indices]
 
@@ -451,7 +398,7 @@ class KeptPlan(Plan):
     ) -> None:
         if all(gradients[index] is view for index, view in self._views.items()):
             # all gradients are where the sums arrive: autograd has added to them there
-            self.cut(self._flat)[self.row_piece].copy_(row)
+            self._flat[self.row_at].copy_(row)
             return
         # Their memory is about to be written to; users may have made other views of it.
         own = storage_key(self._flat)
@@ -487,9 +434,7 @@ class Reduction:
 
     Attributes:
         flat: this rank's part of the sums, and the sum of the rows.
-        pieces: views of these, when the sums are there.
         missing: indices of parameters that this rank has no gradient of.
-        spared: copies of gradients of earlier backwards that the sums are written over.
     """
 
     def __init__(
@@ -509,18 +454,9 @@ class Reduction:
         self.carried = carried
         self.shards_only = shards_only
         self.state = ReductionState.REDUCING
-        self.scales = reducer.scales[shards_only]
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat()
-        self.pieces: Sequence[Tensor] = ()
-        # The sums are written over gradients that live in the bucket. If no rank has brought one of
-        # them, it must be as it was, to the last bit.
-        self.spared: dict[int, Tensor] = {}
-        for index in absent if reducer.keeps else ():
-            earlier = gradients[index]
-            if earlier is not None:
-                self.spared[index] = earlier.clone()
         there = dict(carried)
         unused = [index for index in self.missing if index not in there]
         try:
@@ -532,57 +468,55 @@ class Reduction:
     def _launch(self, gradients: list[Tensor | None], unused: list[int]) -> Work:
         reducer, plan, flat = self.reducer, self.plan, self.flat
         layout, dtype = plan.layout, flat.dtype
+        scales = reducer.scales[self.shards_only]
         row = plan.row.write(unused, self.counts, dtype, reducer.device)
         if reducer.first_stage is not None:
-            pieces = plan.cut(flat)
-            pieces[plan.row_piece].copy_(row)
+            sums = flat[plan.row_at].copy_(row)
             terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
-            into = plan.views(pieces, layout.trainable)
-            return reducer.first_stage.launch(
-                layout.trainable, terms, into, pieces[plan.row_piece], reducer.label
-            )
-        if (before := self.scales.before) != 1.0:
-            gradients = [None if gradient is None else gradient / before for gradient in gradients]
+            into = plan.views(flat, layout.trainable)
+            return reducer.first_stage(layout.trainable, terms, into, sums, reducer.label)
+        if scales.before != 1.0:
+            gradients = [None if each is None else each / scales.before for each in gradients]
         if reducer.shard_comm is None:
             plan.copy_in(gradients, self.missing, row, flat.view(1, -1))
-            assert reducer.replica_comm is not None
-            return reducer.replica_comm.all_reduce([flat], reducer.label, self.scales.first)
+            replicas = reducer.mesh_info.replicate
+            assert replicas is not None
+            return replicas.all_reduce([flat], reducer.label, scales.first)
         pairs = []
         for index, start in layout.direct:
-            slot, gradient = reducer.slots[index], gradients[index]
-            if gradient is None:
-                gradient = torch.zeros(slot.shape, dtype=dtype, device=reducer.device)
+            slot = reducer.slots[index]
+            gradient = _in_memory_order(slot, gradients[index], dtype, reducer.device)
             # Cast each term: a sum is computed in the dtype of its terms.
-            term = reducer.in_memory_order(index, gradient).to(dtype).reshape(-1)
+            term = gradient.to(dtype).reshape(-1)
             pairs.append((flat[start : start + slot.chunk_numel], term))
         plan.message.allocate()
         plan.copy_in(gradients, self.missing, row, plan.rows)
         pairs.append((flat[layout.row_start :] if layout.row_start else flat, plan.sent))
-        return reducer.shard_comm.reduce_scatter(pairs, reducer.label, self.scales.first)
+        return reducer.shard_comm.reduce_scatter(pairs, reducer.label, scales.first)
 
     def advance(self) -> bool:
         """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there
         is one.
         """
         reducer, plan, flat = self.reducer, self.plan, self.flat
-        stages = reducer.shard_comm is not None and not self.shards_only
-        if not stages or reducer.replica_comm is None or self.state is not ReductionState.REDUCING:
+        replicas = None if reducer.shard_comm is None else reducer.mesh_info.replicate
+        if replicas is None or self.shards_only or self.state is not ReductionState.REDUCING:
             return False
         self.wait()
+        scales = reducer.scales[self.shards_only]
         for index, shard in self.carried:
-            (view,) = plan.views(plan.cut(flat), (index,))
-            view.add_(shard.to(flat.device), alpha=self.scales.carried)
+            (view,) = plan.views(flat, (index,))
+            view.add_(shard.to(flat.device), alpha=scales.carried)
         self.state = ReductionState.ALL_REDUCING
         label = f"{reducer.label} over replicas"
         if reducer.second_stage is not None:
-            pieces = plan.cut(flat)
-            indices = [index for index in plan.layout.trainable if plan.local_numel(index)]
-            shards = plan.views(pieces, indices)
-            self.work = reducer.second_stage.launch(
-                indices, shards, shards, pieces[plan.row_piece], label
-            )
+            indices = plan.layout.trainable
+            here = dict(zip(indices, plan.views(flat, indices), strict=True))
+            here = {index: shard for index, shard in here.items() if shard.numel()}
+            shards = list(here.values())
+            self.work = reducer.second_stage(list(here), shards, shards, flat[plan.row_at], label)
         else:
-            self.work = reducer.replica_comm.all_reduce([flat], label, self.scales.second)
+            self.work = replicas.all_reduce([flat], label, scales.second)
         return True
 
     def wait(self) -> None:
@@ -593,18 +527,11 @@ class Reduction:
         finally:
             self.plan.message.free()
 
-    def spare(self, indices: Sequence[int]) -> None:
-        """No rank has brought these gradients: those of earlier backwards are as they were."""
-        for index in self.spared.keys() & {*indices}:
-            gradient = self.reducer.at_rest[index].grad
-            if gradient is not None:
-                gradient.copy_(self.spared[index])
-
     def used(self) -> dict[int, bool]:
         """When the sums are there: whether any rank had a gradient, by parameter. On an accelerator
         the host waits.
         """
-        return self.plan.row.used(self.pieces[self.plan.row_piece].tolist())
+        return self.plan.row.used(self.flat[self.plan.row_at].tolist())
 
     def land(self) -> None:
         """Wait for the sums.
@@ -615,14 +542,14 @@ class Reduction:
         self.advance()
         self.wait()
         self.state = ReductionState.LANDED
-        self.pieces = self.plan.cut(self.flat)
-        if self.reducer.compares and not self.plan.row.agrees(
-            self.pieces[self.plan.row_piece].tolist()
-        ):
-            self._refuse_ranks()
+        if self.reducer.compares:
+            self._compare()
 
-    def _refuse_ranks(self) -> None:
-        reducer, counts = self.reducer, self.counts
+    def _compare(self) -> None:
+        """Refuse gradients of other units or steps."""
+        reducer, counts, plan = self.reducer, self.counts, self.plan
+        if plan.row.agrees(self.flat[plan.row_at].tolist()):
+            return
         comm = reducer.mesh_info.shard if self.shards_only else reducer.mesh_info.all
         said = []
         mine = reducer.label, *counts[1:]
@@ -643,10 +570,3 @@ class Reduction:
             " under no_sync; forwards that are not trained on belong under torch.no_grad() or in"
             " evaluation mode. These gradients are dropped"
         )
-
-    def shards(self, indices: Sequence[int], flat: Tensor) -> list[Tensor]:
-        """The reduced gradients of these parameters, where `flat` is `self.flat`, or a copy of
-        it.
-        """
-        pieces = self.pieces if flat is self.flat else self.plan.cut(flat)
-        return self.plan.views(pieces, indices)
