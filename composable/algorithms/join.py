@@ -400,9 +400,7 @@ class _Scope(JoinHook):
         return [param.at_rest for unit in self._units for param in unit.params]
 
     def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
-        # The first count of a backward comes before the backward is announced, and is sent behind
-        # that.
-        if self._listens and self.narrates and (self._phase or event is Event.COUNT):
+        if self._listens and self.narrates and self._phase:
             self._tell(event, self._indices.get(unit, 0), detail, now=now)
             ends = event is Event.END and not detail
             if ends or (event is Event.LEAVE and now and self._phase == "forward"):
