@@ -43,14 +43,14 @@ class Agreed:
         members: in the order in which they were first planned.
         gradients: `buckets`, `repeat`, `in_one_order` and `before` of the table.
         untraced: why the compiler reduces no gradients any more; empty if it may.
-        last_backward: when it ended, on the clock of `root.CLOCK`.
+        last_backward: when it ended, on the clock of `root.CLOCK`; -1 before the first.
     """
 
     members: tuple[ref[Any], ...]
     order: tuple[int, ...] = ()
     gradients: AgreedOrder = field(default_factory=AgreedOrder)
     untraced: str = ""
-    last_backward: int | None = None
+    last_backward: int = -1
 
     def units(self) -> list[Any]:
         """The members; one of a dropped model has no root that would ask."""

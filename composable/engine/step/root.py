@@ -395,9 +395,8 @@ class Root:
         for outer in step.running if forward.with_gradients else ():
             if outer is not unit and unit not in outer.relations.ran_around:
                 outer.relations.run_around(unit)
-        inside = (not outermost and unit.kind is not Kind.ARRIVAL) or self._is_called_by_another(
-            unit
-        )
+        inside = not outermost and unit.kind is not Kind.ARRIVAL
+        inside = inside or self._is_called_by_another(unit)
         step.running.append(unit)
         try:
             iteration = step.iteration
@@ -704,14 +703,10 @@ class Root:
         collects those at another time.
         """
         last = self.agreed.last_backward
-        return (
-            self.step.iteration is not None
-            and last is not None
-            and not any(
-                root.step.iteration is not None and root.step.iteration.began > last
-                for root in ROOTS
-                if root is not self
-            )
+        return self.step.iteration is not None and not any(
+            root.step.iteration is not None and root.step.iteration.began > last
+            for root in ROOTS
+            if root is not self
         )
 
     def enter_backward(self, call: UnitCall) -> None:
@@ -1012,7 +1007,7 @@ class Root:
     @torch.no_grad()
     def land_held(self) -> None:
         """Wait for what `launch_held` launched."""
-        del UNLANDED[self]
+        UNLANDED.pop(self, None)
         try:
             self.post_backward.land_held()
         except BaseException:
@@ -1104,8 +1099,7 @@ def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
 def land_held(roots: Iterable[Root] = UNLANDED) -> None:
     """Wait for what `reduce_held` launched for these roots, unless it has landed."""
     unlanded = [root for root in roots if root in UNLANDED]
-    for root in unlanded:
-        if root in UNLANDED:  # no hook of a user's has stepped an optimizer, which lands all
-            root.land_held()
+    for root in unlanded:  # nothing is left of it if a hook of a user's has stepped an optimizer
+        root.land_held()
     if unlanded:
         gradients_landed()
