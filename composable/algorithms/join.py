@@ -228,9 +228,7 @@ class _Scope(JoinHook):
             self._announce(*what)
 
     def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
-        # The first count of a backward comes before the backward is announced, and is sent behind
-        # that.
-        if not self.narrates or not (self._phase or event is Event.COUNT):
+        if not (self.narrates and self._phase):
             return
         if unit not in self._indices:  # of this rank alone
             return

@@ -3,7 +3,7 @@
 All ranks of a model launch the same collectives in the same order. Which ones a step launches is
 decided where a forward or a backward enters or leaves a unit, and an observer hears of these
 places while a scope is open. A rank that has data says them to the others, and a rank without data
-does them with the engine's `Driver`: it gathers, reduces and reshards, and does not compute.
+does them through the same hooks: it gathers, reduces and reshards, and does not compute.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from composable.engine.step.observer import Observer
 from composable.engine.step.root import ROOTS, Root
-from composable.engine.step.unit import Unit, UnitCall
-from composable.engine.step.visit import Driver
+from composable.engine.step.unit import BACKWARD, Unit, UnitCall
+from composable.engine.step.visit import Visit, come_back, end_call
 
 
 class Event(enum.IntEnum):
@@ -27,20 +27,16 @@ class Event(enum.IntEnum):
 
     # A forward of the module with this index, or its recomputation, begins.
     ENTER = 0
-    # That forward has outputs through which backward will come; 1: it counts as trained on.
-    OUTPUT = 1
+    OUTPUT = 1  # that forward has outputs through which backward will come
     LEAVE = 2  # it ends; 1: parameters must outlive it
     OPEN = 3  # a backward begins in the unit's root
-    # It has come to the outputs of one forward; 1: of one that counts as trained on, in this
-    # iteration.
-    COUNT = 4
-    BACK = 5  # it enters the unit
-    GRADIENT = 6  # a parameter has a gradient, and its unit was not entered
+    BACK = 4  # it enters the unit; 1: by the first output of a forward
+    GRADIENT = 5  # a parameter has a gradient, and its unit was not entered
     # It ends, as far as this root is concerned: it launches the rest; 1: a backward around it goes
     # on, of other roots.
-    END = 7
-    LANDED = 8  # behind that 1: the root waits for what it launched
-    LOST = 9  # the step failed
+    END = 6
+    LANDED = 7  # behind that 1: the root waits for what it launched
+    LOST = 8  # the step failed
 
 
 # The scope that is open; weak, since one that raised is dropped without a word.
@@ -57,15 +53,15 @@ class Narrator(Observer):
 
     @override
     def enters(self, root: Root, call: UnitCall) -> None:
-        if call.root is root and not root.running:
+        if call.root is root and not root.step.running:
             open_scope().begin(root)
         open_scope().tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
 
     @override
     def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
         if call.waits:
-            open_scope().tell(Event.OUTPUT, call.unit, call.counted_by is not None)
-        outermost = call.root is root and len(root.running) == 1
+            open_scope().tell(Event.OUTPUT, call.unit)
+        outermost = call.root is root and len(root.step.running) == 1
         open_scope().tell(Event.LEAVE, call.unit, keep, now=outermost)
 
     @override
@@ -74,14 +70,9 @@ class Narrator(Observer):
 
     @override
     def comes_back(self, root: Root, call: UnitCall) -> None:
-        if call.waits:
-            counts = call.counted_by is not None and call.counted_by is root.counts()
-            open_scope().tell(Event.COUNT, call.unit, counts)
-
-    @override
-    def goes_into(self, root: Root, unit: Unit) -> None:
-        if not root.backward_is_in(unit) or not unit.is_unsharded:
-            open_scope().tell(Event.BACK, unit, now=True)
+        unit = call.unit
+        if call.waits or BACKWARD not in unit.step.needed_by or not unit.is_unsharded:
+            open_scope().tell(Event.BACK, unit, call.waits, now=True)
 
     @override
     def gradient_came(self, unit: Unit) -> None:
@@ -104,23 +95,22 @@ class Narrator(Observer):
 
 def shadow(unit: Unit, event: Event, detail: int) -> None:
     """On a rank without data: do what another rank says that it does, and compute nothing."""
-    driver = Driver(unit)
+    root = unit.root or Root.plan(unit)
     match event:
         case Event.ENTER:
-            driver.enter(detail)
+            Visit(unit).enter(unit.modules[detail], (), {}, computes=False)
         case Event.OUTPUT:
-            driver.count(1, trained=bool(detail))
+            unit.count(1)
         case Event.LEAVE:
-            driver.leave(keep=bool(detail))
+            end_call(unit.end(), keep=bool(detail))
         case Event.OPEN:
-            driver.root.open_backward()
-        case Event.COUNT:
-            driver.count(-1, trained=bool(detail))
+            root.open_backward()
         case Event.BACK:
-            driver.go_into()
+            unit.count(-detail)
+            come_back(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward
         case Event.GRADIENT:
-            driver.root.on_gradient(unit, unit.params[0])
+            root.on_gradient(unit, unit.params[0])
         case Event.END:
-            driver.root.launch_rest()
+            root.launch_rest()
         case Event.LANDED:
-            driver.root.finish_backward()
+            root.finish_backward()

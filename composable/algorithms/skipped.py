@@ -76,12 +76,13 @@ def _through(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module,
         # If the parameters train, backward comes to this unit on ranks that compute it. If they are
         # frozen, it does where inputs require gradients: an image tower's do not, though what this
         # rank passes through may.
-        enters = unit.trains or unit.given in (UNKNOWN, 2)
+        given = unit.known_given()
+        enters = unit.trains or given in (UNKNOWN, 2)
         y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor)) if enters else None
     except BaseException:
         visit.on_error(module)
         raise
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (unit.trains or unit.given != 0)):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (unit.trains or given != 0)):
         y = visit.leave(module, y)
     return y if enters else x
 

@@ -99,7 +99,7 @@ def _follow_schedule(units: Sequence[Unit]) -> None:
         )
         if not asked:
             root.end_by_hand()
-        elif not root.running and (root.split_by or BY_HAND in root.units[0].kept_by):
+        elif not root.step.running and (root.split_by or BY_HAND in root.units[0].kept_by):
             root.hold_by_hand()
 
 

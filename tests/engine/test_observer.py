@@ -10,7 +10,7 @@ from typing_extensions import override
 from composable import clip_grad_norm_, fully_shard, replicate
 from composable.engine.step.observer import DECISIONS, HEARERS, Hearers, Observer
 from composable.engine.step.root import Root
-from composable.engine.step.unit import Unit, UnitCall
+from composable.engine.step.unit import UnitCall
 from tests.helpers.world import Pool, current_device
 
 
@@ -32,8 +32,8 @@ class _Noting(Observer):
         self.said.append("backward")
 
     @override
-    def goes_into(self, root: Root, unit: Unit) -> None:
-        self.said.append(f"into {unit.name}")
+    def comes_back(self, root: Root, call: UnitCall) -> None:
+        self.said.append(f"into {call.unit.name}")
 
     @override
     def ends_backward(self, root: Root) -> None:

@@ -42,8 +42,6 @@ class Backward(Protocol):
     """What one iteration has to reduce (`Due`), as far as this file looks."""
 
     builds_graph: bool
-    forwards: int
-    forwards_left: int
 
 
 class _Pending:
@@ -228,9 +226,6 @@ class Buckets:
             and self._next < len(self._buckets)
             and self._buckets[self._next].is_complete
         ):
-            if due.forwards_left and self._next == len(self._buckets) - 1:
-                # the last bucket carries whether forwards were left out, which is not known yet
-                return
             self._launch_next(due)
 
     def _launch_next(self, due: Backward) -> None:
@@ -243,10 +238,7 @@ class Buckets:
         if each.unit.accumulation.now is not SyncMode.REDUCE:
             each.bucket.hold(absent)
             return
-        forwards = (0, 0)
-        if each is self._buckets[-1]:
-            forwards = due.forwards, int(due.forwards_left > 0)
-        each.bucket.reduce(absent, forwards=forwards)
+        each.bucket.reduce(absent)
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:

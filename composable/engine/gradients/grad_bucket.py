@@ -208,13 +208,7 @@ class GradBucket:
             if not self.in_place:  # there autograd has added them
                 self.accumulated.add(self._take(), self.trainable)
 
-    def reduce(
-        self,
-        absent: Sequence[int] = (),
-        *,
-        shards_only: bool = False,
-        forwards: tuple[int, int] = (0, 0),
-    ) -> None:
+    def reduce(self, absent: Sequence[int] = (), *, shards_only: bool = False) -> None:
         """Launch the reduction of what is here. All ranks call it at the same point of their
         program.
 
@@ -222,8 +216,6 @@ class GradBucket:
             absent: as for `hold`.
             shards_only: reduce over the shard dimension only, and accumulate the result
                 (`no_sync(level="replicate")`).
-            forwards: for a root's last bucket: how many forwards there were since the last
-                backward, and 1 if this backward leaves some of them out.
         """
         reducer, left = self.reducer, self.accumulated
         assert self.reduction is None
@@ -240,7 +232,7 @@ class GradBucket:
         trainable = tuple(map(or_, left.wanted, self.trainable)) if left.wanted else self.trainable
         counts = _NO_COUNTS
         if reducer.compares:
-            counts = counts_of(reducer.label, left.backwards, forwards)
+            counts = counts_of(reducer.label, left.backwards)
         carried: Sequence[tuple[int, Tensor]] = ()
         gradients = self._take()
         if left.backwards:

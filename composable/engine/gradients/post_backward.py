@@ -55,8 +55,6 @@ class Due:
         left: until `PostBackward.in_one_order` is known, indices of units in the order in which
             backward left them.
         builds_graph: the backward runs with `create_graph=True`.
-        forwards, forwards_left: calls of the outermost module in training mode; how many of them
-            backward has not entered.
     """
 
     to_reduce: dict[UnitGradients, None] = field(default_factory=dict)
@@ -65,8 +63,6 @@ class Due:
     over_replicas: list[UnitGradients] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     builds_graph: bool = False
-    forwards: int = 0
-    forwards_left: int = 0
 
     def come_again(self, unit: UnitGradients) -> None:
         """A gradient came to a unit that backward has not entered, or has left."""
@@ -75,11 +71,6 @@ class Due:
     def build_graph(self) -> None:
         """The backward makes nodes of its own."""
         self.builds_graph = True
-
-    def count(self, more: int) -> None:
-        """More forwards wait for this backward, or fewer."""
-        self.forwards += max(more, 0)
-        self.forwards_left += more
 
 
 class PostBackward:

@@ -547,26 +547,20 @@ class Reduction:
 
     def _compare(self) -> None:
         """Refuse gradients of other units or steps."""
-        reducer, counts, plan = self.reducer, self.counts, self.plan
+        reducer, plan = self.reducer, self.plan
         if plan.row.agrees(self.flat[plan.row_at].tolist()):
             return
         comm = reducer.mesh_info.shard if self.shards_only else reducer.mesh_info.all
         said = []
-        mine = reducer.label, *counts[1:]
+        mine = reducer.label, self.counts.held
         for rank, other in enumerate(
             comm.all_gather_objects(mine, "exchange of what the ranks reduce")
         ):
-            label, held, forwards, incomplete = other
-            ran = (
-                f" and ran {forwards} forwards{', not all with a backward' * incomplete}"
-                if forwards
-                else ""
-            )
+            label, held = other
             before = "" if label == reducer.label else f" before its {label}"
-            said.append(f"rank {rank} accumulated {held} backwards{ran}{before}")
+            said.append(f"rank {rank} accumulated {held} backwards{before}")
         raise RanksDisagreeError(
             f"{reducer.label}: the ranks brought gradients of different units or steps. Before it,"
             f" {'; '.join(said)}. Every rank must run the same backwards, and the same of them"
-            " under no_sync; forwards that are not trained on belong under torch.no_grad() or in"
-            " evaluation mode. These gradients are dropped"
+            " under no_sync. These gradients are dropped"
         )

@@ -6,12 +6,9 @@ launches the message, and of which all read the sum over the ranks when it lands
 | used: one per parameter | 1 if it has a gradient | whether any rank has one |
 | label: 4 bits | a checksum of the message's label | whether the ranks mean one message |
 | held: 4 bits | how many backwards it accumulated before | whether all did as many |
-| forwards: 2 bits | how many it trained on since the last backward | the same, if `incomplete` |
-| incomplete | 1 if its backward left some forwards out | whether forwards are compared |
 
 A bit is two elements, "it is 0" and "it is 1", of which a rank sets one: if the sums of both are
-not zero, two ranks differ. Any dtype can tell that. A rank in evaluation mode, which counts no
-forwards, sets neither.
+not zero, two ranks differ. Any dtype can tell that.
 
 All columns but `used` are there only where the ranks compare: on hosts, which have nothing to wait
 for when a message lands, and in debug mode. What is kept from message to message is one row,
@@ -35,17 +32,15 @@ class Counts(NamedTuple):
 
     label: int = 0
     held: int = 0
-    forwards: int = 0
-    incomplete: int = 0
 
 
 @lru_cache(maxsize=1024)
-def counts_of(label: str, held: int, forwards: tuple[int, int]) -> Counts:
+def counts_of(label: str, held: int) -> Counts:
     """The counts of a message with this label."""
-    return Counts(checksum(label), held, *forwards)
+    return Counts(checksum(label), held)
 
 
-_BITS: Final = {"label": 4, "held": 4, "forwards": 2}
+_BITS: Final = {"label": 4, "held": 4}
 
 
 class Row:
@@ -60,7 +55,7 @@ class Row:
         self._parameters = tuple(parameters)
         sizes = {"used": len(self._parameters)}
         if compares:
-            sizes |= {name: 2 * bits for name, bits in _BITS.items()} | {"incomplete": 1}
+            sizes |= {name: 2 * bits for name, bits in _BITS.items()}
         self._columns: dict[str, slice] = {}
         self.numel = 0
         for name, size in sizes.items():
@@ -85,9 +80,6 @@ class Row:
             values[name] = [
                 float(number >> bit & 1 == value) for bit in range(bits) for value in (0, 1)
             ]
-        if not counts.forwards:
-            values["forwards"] = [0.0] * (2 * _BITS["forwards"])
-        values["incomplete"] = [float(counts.incomplete)]
         with torch.inference_mode(False):
             said = torch.tensor([x for name in self._columns for x in values[name]], dtype=dtype)
             row = torch.empty(self.numel, dtype=dtype, device=device)
@@ -101,9 +93,4 @@ class Row:
 
     def agrees(self, sums: Sequence[float]) -> bool:
         """Whether all ranks wrote the same counts."""
-        columns = self._columns
-        for name, bits in _BITS.items():
-            compared = name != "forwards" or sums[columns["incomplete"].start]
-            if compared and sums[columns[name]].count(0.0) < bits:
-                return False
-        return True
+        return all(sums[self._columns[name]].count(0.0) >= bits for name, bits in _BITS.items())

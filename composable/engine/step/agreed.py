@@ -7,7 +7,7 @@
 | `buckets` | the order of parameters in buckets | the first backward |
 | `repeat` | which parameters are in buckets that wait for the end | the first backward |
 | `in_one_order`, `before` | which replicated units precede which with shards | the first backward |
-| `given` | whether backward enters a frozen unit that this rank skips | forwards |
+| `Unit.given` | whether backward enters a frozen unit that this rank skips | forwards |
 | `untraced` | whether the compiler may reduce gradients | a backward that it did not run |
 | `last_backward` | whether other roots take part in a backward | each backward |
 
@@ -42,17 +42,15 @@ class Agreed:
     Attributes:
         members: in the order in which they were first planned.
         gradients: `buckets`, `repeat`, `in_one_order` and `before` of the table.
-        given: `Unit.given`, by the units that train.
         untraced: why the compiler reduces no gradients any more; empty if it may.
-        last_backward: when it ended, on the clock of `root.CLOCK`.
+        last_backward: when it ended, on the clock of `root.CLOCK`; -1 before the first.
     """
 
     members: tuple[ref[Any], ...]
     order: tuple[int, ...] = ()
     gradients: AgreedOrder = field(default_factory=AgreedOrder)
-    given: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
     untraced: str = ""
-    last_backward: int | None = None
+    last_backward: int = -1
 
     def units(self) -> list[Any]:
         """The members; one of a dropped model has no root that would ask."""
@@ -61,10 +59,6 @@ class Agreed:
     def follow(self, order: tuple[int, ...]) -> None:
         """Forwards gather ahead in this order from now on."""
         self.order = order
-
-    def given_where(self, training: tuple[int, ...]) -> dict[int, int]:
-        """`Unit.given` of frozen units, by index, while these units train."""
-        return self.given.setdefault(training, {})
 
     def stop_tracing(self, why: str) -> None:
         """The compiler reduces no gradients any more."""

@@ -8,7 +8,7 @@ answered by somebody else while a scope is open. Both are of the process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
@@ -34,10 +34,9 @@ class Observer:
         """A backward begins in a root."""
 
     def comes_back(self, root: Root, call: UnitCall) -> None:
-        """Backward has come to an output that `call` made."""
-
-    def goes_into(self, root: Root, unit: Unit) -> None:
-        """Backward enters a unit, or gathers it again."""
+        """Backward has come to an output that `call` made: it enters the unit, or gathers it
+        again.
+        """
 
     def gradient_came(self, unit: Unit) -> None:
         """Of a parameter whose unit backward had not entered."""
@@ -60,21 +59,20 @@ class Observer:
         """A pipeline schedule that splits backwards calls a forward."""
 
 
+@dataclass(eq=False)
 class Hearers:
     """The observers' methods, by event."""
 
-    def __init__(self) -> None:
-        self.enters: list[Callable[[Root, UnitCall], None]] = []
-        self.leaves: list[Callable[[Root, UnitCall, bool], None]] = []
-        self.opens_backward: list[Callable[[Root], None]] = []
-        self.comes_back: list[Callable[[Root, UnitCall], None]] = []
-        self.goes_into: list[Callable[[Root, Unit], None]] = []
-        self.gradient_came: list[Callable[[Unit], None]] = []
-        self.ends_backward: list[Callable[[Root], None]] = []
-        self.lands_backward: list[Callable[[Root], None]] = []
-        self.gradients_landed: list[Callable[[], None]] = []
-        self.communicates: list[Callable[..., None]] = []
-        self.splits_backwards: list[Callable[[], None]] = []
+    enters: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
+    leaves: list[Callable[[Root, UnitCall, bool], None]] = field(default_factory=list)
+    opens_backward: list[Callable[[Root], None]] = field(default_factory=list)
+    comes_back: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
+    gradient_came: list[Callable[[Unit], None]] = field(default_factory=list)
+    ends_backward: list[Callable[[Root], None]] = field(default_factory=list)
+    lands_backward: list[Callable[[Root], None]] = field(default_factory=list)
+    gradients_landed: list[Callable[[], None]] = field(default_factory=list)
+    communicates: list[Callable[..., None]] = field(default_factory=list)
+    splits_backwards: list[Callable[[], None]] = field(default_factory=list)
 
     def add(self, observer: Observer) -> Callable[[], None]:
         """Let `observer` hear from now on; returns what ends it."""

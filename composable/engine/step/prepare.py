@@ -80,8 +80,6 @@ class Tree(Protocol):
     @property
     def in_step(self) -> bool: ...
 
-    def unit_rebuilt(self) -> None: ...
-
 
 class Preparation:
     """The check of one root."""

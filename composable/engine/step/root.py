@@ -48,7 +48,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import compress, count, islice
+from itertools import count, islice
 from operator import attrgetter
 from typing import Any, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -72,6 +72,7 @@ from composable.engine.step.unit import (
     BACKWARD,
     BY_HAND,
     EXPLICIT,
+    GRAPH,
     UNKNOWN,
     UNSEEN,
     Unit,
@@ -126,8 +127,8 @@ class Forward:
 
     Attributes:
         module: the outermost one.
-        number: when it began, on the clock of `CLOCK`.
         with_gradients: autograd records it.
+        number: when it began, on the clock of `CLOCK`.
         order: the units whose gather it has launched, as it has entered them.
         cursor: in `Root.order`; what follows there is gathered ahead.
         compared: units at which it has compared the ranks, for the first time.
@@ -135,12 +136,13 @@ class Forward:
 
     module: nn.Module
     with_gradients: bool
-    number: int = 0
+    number: int = field(default_factory=partial(next, CLOCK))
     order: list[Unit] = field(default_factory=list)
     cursor: int = 0
     compared: list[Unit] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
 class Iteration:
     """One or more forwards and their backward.
 
@@ -149,35 +151,32 @@ class Iteration:
             has.
         began: when its last forward did, on the clock of `CLOCK`.
         in_forward: `Forward.number` of the one that backward is in.
-        read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a
-            forward, and that forward.
+        read_at_rest: by forward, a parameter whose at-rest form autograd accumulated on while
+            backward was in that forward.
         order: `Forward.order` of its last forward with gradients.
         finished: units that gather and whose forward has ended, newest last. Backward will probably
             enter them in reverse.
         last: units that `reshard_after_forward=None` keeps until a forward enters another unit over
             the same ranks.
-        untracked: units that backward may need without entering them: an output aliases a
-            parameter, or none was found to watch.
         end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that
             backward raised.
         active: units that backward has entered and not left.
         due: what is to be reduced, and what is in flight.
     """
 
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.began = next(CLOCK)
-        self.in_forward: int | None = None
-        self.read_at_rest: tuple[int, Unit, ManagedParam] | None = None
-        self.order: list[Unit] = []
-        self.finished: deque[Unit] = deque(maxlen=REMEMBERED)
-        self.last: dict[Unit, None] = {}
-        self.untracked: dict[Unit, None] = {}
-        self.end: ref[Any] | None = None
-        self.active: dict[Unit, None] = {}
-        self.due = Due()
+    stream: Any
+    began: int = field(default_factory=partial(next, CLOCK))
+    in_forward: int | None = None
+    read_at_rest: dict[int | None, tuple[Unit, ManagedParam]] = field(default_factory=dict)
+    order: list[Unit] = field(default_factory=list)
+    finished: deque[Unit] = field(default_factory=partial(deque, maxlen=REMEMBERED))
+    last: dict[Unit, None] = field(default_factory=dict)
+    end: ref[BackwardEnd] | None = None
+    active: dict[Unit, None] = field(default_factory=dict)
+    due: Due = field(default_factory=Due)
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """All that a lost step takes with it. What its units know of it is in `UnitStep`.
 
@@ -191,14 +190,11 @@ class Step:
             come. Recomputation looks for them.
     """
 
-    __slots__ = ("calls", "forward", "gathered", "iteration", "running")
-
-    def __init__(self) -> None:
-        self.iteration: Iteration | None = None
-        self.forward: Forward | None = None
-        self.running: list[Unit] = []
-        self.gathered: dict[Unit, None] = {}
-        self.calls: deque[UnitCall] = deque(maxlen=REMEMBERED)
+    iteration: Iteration | None = None
+    forward: Forward | None = None
+    running: list[Unit] = field(default_factory=list)
+    gathered: dict[Unit, None] = field(default_factory=dict)
+    calls: deque[UnitCall] = field(default_factory=partial(deque, maxlen=REMEMBERED))
 
 
 class BackwardEnd:
@@ -271,6 +267,7 @@ class Root:
             a critic). They are the units of a root of their own, whichever model calls them: one
             object reduces the gradients of a parameter.
         step: that is under way.
+        training: which units train, as of the last forward.
         split_by: the pipeline schedule that called the last forward, if it takes gradients of
             weights by `torch.autograd.grad` and assigns `.grad` itself, and `hold_by_hand` was not
             called for them. The optimizer's step refuses that: all ranks come to it, and to a
@@ -286,12 +283,10 @@ class Root:
         self.units: list[Unit] = self.agreed.units()
         self.order = [self.units[index] for index in self.agreed.order]
         self.step = Step()
-        self._training: tuple[int, ...] | None = None  # indices of units, in the last forward
-        self._given: dict[int, int] = {}  # what is agreed while these train
-        # Forwards in training mode that were lost since the last backward has landed. A rank that
-        # raised behind its forward still counts it; one that raised inside must count it, too, or
-        # their rows differ.
-        self._lost = 0
+        self.training: tuple[bool, ...] = ()
+        # Numbers of forwards that began in training mode since a backward has landed, lost ones
+        # too: in debug mode ranks compare how many there are.
+        self._trained: deque[int] = deque(maxlen=REMEMBERED)
         self.eager_because = self.agreed.untraced or NOT_ON
         self.split_by = ""
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
@@ -312,7 +307,10 @@ class Root:
     def plan(unit: Unit) -> Root:
         """Plan the modules of `unit` and what is below them as one tree."""
         units = units_below(unit.modules)
-        known = _related_to(unit)
+        # What is below others, too, or was, is shared.
+        relations = unit.relations
+        inside = (each.relations.number for each in relations.below)
+        known = {relations.number, *relations.around, *inside}
         shared = [
             each
             for each in units
@@ -324,8 +322,8 @@ class Root:
         units = [each for each in dict.fromkeys(units) if each not in shared]
         rename_below(unit.modules, units)
         for former in roots_of(units):
-            if former.phase in (Phase.BACKWARD, Phase.LOST) and not in_backward():
-                former.reset()
+            if not in_backward():
+                former.give_up_backward()
             if former.top is unit and set(former.units) == set(units):
                 former._watch_tree(shared)  # of units nothing has changed
                 return former
@@ -344,17 +342,8 @@ class Root:
                 unit.follow_root(None)
 
     @property
-    def running(self) -> list[Unit]:
-        """Units whose forward is under way, outermost first."""
-        return self.step.running
-
-    @property
     def name(self) -> str:
         return self.units[0].name
-
-    def backward_is_in(self, unit: Unit) -> bool:
-        """Whether a backward is in `unit`."""
-        return self.step.iteration is not None and unit in self.step.iteration.active
 
     def ends_after(self, other: Root) -> bool:
         """Whether it is in a backward around the one that `other` is in."""
@@ -372,14 +361,6 @@ class Root:
         self.eager_because = why
         self.agreed.stop_tracing(why)
 
-    def unit_rebuilt(self) -> None:
-        """Parameters of a unit were replaced."""
-        self.post_backward.make_buckets()
-
-    def hooks_changed(self) -> None:
-        """Communication hooks of a unit were changed."""
-        self.post_backward.buckets.follow_comm_hooks()
-
     @property
     def phase(self) -> Phase:
         """See the table at the top of this file."""
@@ -395,10 +376,6 @@ class Root:
     def in_step(self) -> bool:
         """Whether forwards or a backward are under way, or forwards wait for their backward."""
         return self.step.iteration is not None
-
-    def counts(self) -> Due | None:
-        """What counts a call that is trained on."""
-        return None if self.step.iteration is None else self.step.iteration.due
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -418,9 +395,8 @@ class Root:
         for outer in step.running if forward.with_gradients else ():
             if outer is not unit and unit not in outer.relations.ran_around:
                 outer.relations.run_around(unit)
-        inside = (not outermost and unit.kind is not Kind.ARRIVAL) or self._is_called_by_another(
-            unit
-        )
+        inside = not outermost and unit.kind is not Kind.ARRIVAL
+        inside = inside or self._is_called_by_another(unit)
         step.running.append(unit)
         try:
             iteration = step.iteration
@@ -435,10 +411,12 @@ class Root:
                     pass  # it did not run there
             given = UNKNOWN if unit.trains or inputs is None else unit.describe_inputs(inputs)
             if not (unit.compared or self._is_kept):
-                given = self._check_order(unit, given, forward)
+                # `given` as ranks that compute the unit have it
+                given = self._compare_place(unit.mesh_info.all, self.units.index(unit), given)
+                if given != UNKNOWN or unit.trains:  # otherwise no rank has computed it
+                    forward.compared.append(unit)
             if given != UNKNOWN and forward.with_gradients:
-                self._given[self.units.index(unit)] = given
-                unit.follow_given(given)
+                unit.note_given(self.training, given)
             call.take_place(forward.number, outermost=outermost, inside=inside)
             self._gather(unit, islice(self.order, forward.cursor, None))
             if unit in step.gathered:
@@ -453,17 +431,21 @@ class Root:
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
         land_held([self])  # reductions without a backward that nobody has waited for
-        iteration, grad = self.step.iteration, torch.is_grad_enabled()
+        grad = torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
         self.step.gathered = {}
-        if iteration is not None and iteration.untracked and not self._is_awaited:
+        if self.in_step and not any(
+            unit.step.pending > 0 or GRAPH in unit.step.needed_by for unit in self.units
+        ):
             # outputs were detached; what that forward has kept may have been written to since
             self.end_unseen()
-            iteration = self.step.iteration
+        iteration = self.step.iteration
         if iteration is None:  # gradient penalties: a forward with gradients, or a write, ends them
             for unit in self.units:
-                if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
-                    unit.unpin()
+                if GRAPH in unit.step.needed_by and (
+                    grad or any(group.is_stale for group in unit.groups)
+                ):
+                    unit.end_need(GRAPH)
         for unit in self.units:  # a call of one module of several, by itself
             if unit.step.to_run:
                 unit.swap_out()
@@ -479,39 +461,30 @@ class Root:
         saved = iteration is not None
         if iteration is None:
             iteration = self.step.iteration = Iteration(None)
-            iteration.due.count(self._lost)
         for unit in explicit if not grad else ():  # goes on behind this forward
             unit.reveal()
-        iteration.stream = self._streams.here()
-        iteration.began = forward.number = next(CLOCK)
+        iteration.stream, iteration.began = self._streams.here(), forward.number
         try:
-            self._show()
+            for unit in self.beside:
+                unit.show_in_root()
             if grad:
+                if module.training:
+                    self._trained.append(forward.number)
                 # as DDP does; buffers of replicated units only
                 broadcast_buffers(self.units, DECISIONS.source(), saved=saved)
                 compiles = backward_will_be_compiled()
                 self.eager_because = (
-                    DECISIONS.traced(self) if compiles else self.eager_because or NOT_ON
+                    DECISIONS.traced(self) if compiles else self.agreed.untraced or NOT_ON
                 )
         except BaseException:
             self.on_error(self.units[0])
             raise
         keep_idle_memory(self)
 
-    def _show(self) -> None:
-        for unit in self.beside:
-            unit.show_in_root()
-
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
         self._preparation.prepare()
-        training = tuple(compress(range(len(self.units)), [unit.trains for unit in self.units]))
-        if training != self._training:
-            self._training = training
-            # inputs of frozen units may require gradients now, or no longer
-            self._given = self.agreed.given_where(training)
-            for index, unit in enumerate(self.units):
-                unit.follow_given(self._given.get(index, UNKNOWN))
+        self.training = tuple([unit.trains for unit in self.units])
 
     def _free_last(self, unit: Unit, iteration: Iteration) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay:
@@ -567,7 +540,6 @@ class Root:
             if unit.gathers and (unit.trains or unit.step.pending > 0):
                 iteration.finished.append(unit)
             if keep:
-                iteration.untracked[unit] = None
                 unit.need(UNSEEN)
         if not keep and not unit.must_stay:
             self._reshard_after_forward(unit, iteration, grad=grad)
@@ -600,7 +572,7 @@ class Root:
         assert forward is not None
         self._learn_order(forward, iteration, grad=grad)
         self.step.forward = None
-        waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
+        waits = any(unit.step.pending > 0 or UNSEEN in unit.step.needed_by for unit in self.units)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         for unit in self.beside:
             unit.end_show()
@@ -636,14 +608,6 @@ class Root:
                 self._follow(forward.order)
 
     @property
-    def _is_awaited(self) -> bool:
-        """Whether a backward is known to come, or under way."""
-        assert self.step.iteration is not None
-        return self.step.iteration.end is not None or any(
-            unit.step.pending > 0 or unit.step.pinned for unit in self.units
-        )
-
-    @property
     def _is_kept(self) -> bool:
         """Whether everything is gathered already, so that each rank may run what it likes."""
         return any(map(_KEPT_BY, self.units))
@@ -653,18 +617,9 @@ class Root:
         self.order = list(order)
         self.agreed.follow(tuple(map(self.units.index, order)))
 
-    def _check_order(self, unit: Unit, given: int, forward: Forward) -> int:
-        """When a unit is first entered: all ranks do. Returns `Unit.given` as ranks that compute
-        the unit have it.
-        """
-        given = self._compare_place(unit.mesh_info.all, self.units.index(unit), given)
-        if given != UNKNOWN or unit.trains:  # otherwise no rank has computed it
-            forward.compared.append(unit)
-        return given
-
     def _compare_place(self, comm: Comm, place: int, code: int = UNKNOWN) -> int:
-        """All ranks enter the unit with this index, or end, which is one more than the last.
-        Returns the highest code of a rank.
+        """In the first forward: all ranks enter the unit with this index, or end, which is one more
+        than the last. Returns the highest code of a rank.
         """
         name = [*(unit.name for unit in self.units), self.name][place]
         (lowest, _), (highest, code) = comm.min_max(
@@ -711,7 +666,8 @@ class Root:
             if EXPLICIT in unit.kept_by:
                 unit.end_explicit()
         self._preparation.follow_freezing()  # what `requires_grad` says now decides
-        self._show()
+        for unit in self.beside:
+            unit.show_in_root()
         self.post_backward.buckets.open(by_arrival=by_arrival)
         for unit in self.shared:
             # On all ranks: its buckets go out also if this rank's batch did not come to it, and a
@@ -729,7 +685,10 @@ class Root:
 
     def open_backward(self) -> Iteration:
         """A backward is under way from now on."""
-        return self._in_backward() or self._open_backward()
+        iteration = self.step.iteration
+        if iteration is None or self.phase is not Phase.BACKWARD:
+            iteration = self._open_backward()
+        return iteration
 
     def _in_backward(self) -> Iteration | None:
         """The iteration, if its backward is under way."""
@@ -744,41 +703,29 @@ class Root:
         collects those at another time.
         """
         last = self.agreed.last_backward
-        return (
-            self.step.iteration is not None
-            and last is not None
-            and not any(
-                root.step.iteration is not None and root.step.iteration.began > last
-                for root in ROOTS
-                if root is not self
-            )
+        return self.step.iteration is not None and not any(
+            root.step.iteration is not None and root.step.iteration.began > last
+            for root in ROOTS
+            if root is not self
         )
 
     def enter_backward(self, call: UnitCall) -> None:
         """Backward is about to go through an output that `call` made."""
+        unit, iteration = call.unit, self.open_backward()
+        if call.number is not None:
+            if call.number in iteration.read_at_rest:
+                self._refuse_read_at_rest(*iteration.read_at_rest[call.number])
+            iteration.in_forward = call.number
         for hear in HEARERS.comes_back:
             hear(self, call)
         call.come_back()
-        iteration = self.step.iteration
-        if iteration is None or self.phase is not Phase.BACKWARD:
-            iteration = self._open_backward()
-        if call.number is not None:
-            if iteration.read_at_rest is not None and iteration.read_at_rest[0] == call.number:
-                self._refuse_read_at_rest(*iteration.read_at_rest[1:])
-            iteration.in_forward = call.number
-        self._go_into(call.unit, iteration)
-
-    def _go_into(self, unit: Unit, iteration: Iteration) -> None:
-        """Gather the unit that backward is about to go through, and leave those that it has gone
-        through.
-        """
-        for hear in HEARERS.goes_into:
-            hear(self, unit)
         following: Iterable[Unit] = ()
         if unit not in iteration.active:
             following = self._enter(unit, iteration)
         if torch.is_grad_enabled():
-            self._note_graph(unit, iteration)  # also where a recomputation has entered it
+            # create_graph=True: the new nodes need the parameters, and lie in no call
+            iteration.due.build_graph()
+            unit.need(GRAPH)
         # another output of it: anew, if it was written to since
         self._gather(unit, following)
 
@@ -791,12 +738,13 @@ class Root:
         for other in [*reversed(iteration.active)]:
             if other in ran_around or unit in other.relations.ran_around:
                 continue
-            if other.step.pending > 0 and self._may_be_skipped(unit, other):
+            fewer_run = unit.mesh_info.all.size < other.mesh_info.all.size
+            if other.step.pending > 0 and (fewer_run or unit.kind is Kind.BESIDE):
                 continue  # backward may come back to it next on a rank that skips `unit`
             self._leave_backward(other, iteration)
             # With several forwards before one backward, a unit is reduced when the last of them has
             # been left.
-            if other.step.pending <= 0 and other not in iteration.untracked:
+            if other.step.pending <= 0 and UNSEEN not in other.step.needed_by:
                 self.post_backward.leave(other.gradients, iteration.due)
         iteration.active[unit] = None
         unit.need(BACKWARD)
@@ -808,28 +756,14 @@ class Root:
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
         return reversed(finished)
 
-    @staticmethod
-    def _may_be_skipped(unit: Unit, other: Unit) -> bool:
-        """Whether a rank that runs `other` may not run `unit`."""
-        return unit.kind is Kind.BESIDE or unit.mesh_info.all.size < other.mesh_info.all.size
-
-    def _note_graph(self, unit: Unit, iteration: Iteration) -> None:
-        """create_graph=True: the new nodes need the parameters, and lie in no call."""
-        iteration.due.build_graph()
-        unit.pin()
-
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
-        iteration = self.step.iteration
-        by_arrival = unit.kind is Kind.ARRIVAL
-        if not by_arrival and iteration is not None and unit.gradients in iteration.due.to_reduce:
-            return
-        iteration = self.open_backward()
-        if by_arrival:
-            self.post_backward.buckets.arrived(param, iteration.due)  # may launch a bucket
-        else:
+        due = self.open_backward().due
+        if unit.kind is Kind.ARRIVAL:
+            self.post_backward.buckets.arrived(param, due)  # may launch a bucket
+        elif unit.gradients not in due.to_reduce:
             # a parameter that was read outside of its module, or after the unit was left
-            iteration.due.come_again(unit.gradients)
+            due.come_again(unit.gradients)
             for hear in HEARERS.gradient_came:
                 hear(unit)
 
@@ -843,8 +777,8 @@ class Root:
         the same forward afterwards: `enter_backward` looks.
         """
         iteration = self._in_backward()
-        if iteration is not None and iteration.in_forward is not None:
-            iteration.read_at_rest = iteration.in_forward, unit, param
+        if iteration is not None:
+            iteration.read_at_rest[iteration.in_forward] = unit, param
 
     def _refuse_read_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         raise DifferentiationError(
@@ -875,7 +809,7 @@ class Root:
             return
         with self._streams.on(iteration.stream):
             units = {unit.gradients: unit for unit in self.units}
-            unseen = [unit.gradients for unit in iteration.untracked]
+            unseen = [unit.gradients for unit in self.units if UNSEEN in unit.step.needed_by]
             for gradients in self.post_backward.rest(iteration.due, unseen):
                 self._leave_backward(units[gradients], iteration)
                 self.post_backward.reduce(gradients, iteration.due)
@@ -890,6 +824,8 @@ class Root:
         iteration = self._in_backward()
         if iteration is None:
             return
+        if debug_enabled():
+            self._compare_forwards()
         with self._streams.on(iteration.stream):
             self.post_backward.land(iteration.due)
             self._conclude(iteration)
@@ -901,15 +837,34 @@ class Root:
                 assert comm.group is not None
                 compare_launches(ledger_of(comm.group), comm)  # did all ranks launch the same?
 
+    def _compare_forwards(self) -> None:
+        """`replicate` launches nothing in forward: no comparison of launches tells that a rank has
+        left a backward out. Ranks may run other numbers of forwards, if a backward comes to all.
+        """
+        waiting = [call.number for call in self.step.calls if call.outermost and call.waits]
+        mine = [len(self._trained), len({*waiting} & {*self._trained})]
+        replicas = [unit.mesh_info.all for unit in self.units if unit.kind is Kind.ARRIVAL]
+        for comm in dict.fromkeys(replicas):
+            said = comm.all_gather_ints(mine, "comparison of forwards")
+            # a rank in evaluation mode counts none
+            if any(left for _, left in said) and len({ran for ran, _ in said if ran}) > 1:
+                ran = ", ".join(f"rank {rank} {ran}" for rank, (ran, _) in enumerate(said))
+                raise RanksDisagreeError(
+                    f"unit '{self.name}': before this backward the ranks ran other numbers of"
+                    f" forwards in training mode, not all of them with a backward: {ran}. Every"
+                    " rank must run the same backwards; forwards that are not trained on belong"
+                    " under torch.no_grad() or in evaluation mode"
+                )
+
     def _conclude(self, iteration: Iteration) -> None:
-        following, self._lost = None, 0
+        following = None
+        self._trained.clear()
         self.agreed.end_backward(next(CLOCK))
         if iteration.order and iteration.order != self.order:
             self._follow(iteration.order)
         if self.step.running or iteration.due.builds_graph:
             following = Iteration(iteration.stream)
-            following.finished, following.untracked = iteration.finished, iteration.untracked
-            following.last = iteration.last
+            following.finished, following.last = iteration.finished, iteration.last
         self.step.iteration = following
         calls = self.step.calls
         while calls and not calls[0].waits:
@@ -932,14 +887,13 @@ class Root:
         """An optimizer steps, which all ranks come to: give up what is kept as `UNSEEN`. In the
         next forward they might judge differently what is out of date.
         """
-        iteration = self.step.iteration
-        if iteration is None or self.phase is not Phase.WAITING:
+        if self.phase is not Phase.WAITING:
             return
-        unseen, iteration.untracked = iteration.untracked, {}
         if not any(unit.step.pending > 0 for unit in self.units):
             self.step.iteration = None
-        for unit in unseen:
-            unit.end_need(UNSEEN)
+        for unit in self.units:
+            if UNSEEN in unit.step.needed_by:
+                unit.end_need(UNSEEN)
 
     # --- a lost step -----------------------------------------------------------------------------
 
@@ -966,19 +920,21 @@ class Root:
         if not self.step.running:
             release_idle_memory(self)
 
+    def give_up_backward(self) -> None:
+        """No backward is under way: one that seems to be has raised."""
+        if self.phase in (Phase.BACKWARD, Phase.LOST):
+            self.reset("its backward did not finish")
+
     def reset(self, why: str = "") -> None:
         """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop
         unreduced gradients.
         """
-        iteration, forward, self.step = self.step.iteration, self.step.forward, Step()
+        due, self.step = (self.step.iteration or Iteration(None)).due, Step()
         UNLANDED.pop(self, None)
         if why:
             logger.warning(
                 "unit '%s': %s; the step is lost, and its state was reset", self.name, why
             )
-        due = Due() if iteration is None else iteration.due
-        raised = forward is not None and forward.with_gradients and forward.module.training
-        self._lost = max(self._lost, due.forwards + raised)
         held = [unit.name for unit in self.units if unit.has_unreduced]
         if held:
             logger.warning(
@@ -1051,7 +1007,7 @@ class Root:
     @torch.no_grad()
     def land_held(self) -> None:
         """Wait for what `launch_held` launched."""
-        del UNLANDED[self]
+        UNLANDED.pop(self, None)
         try:
             self.post_backward.land_held()
         except BaseException:
@@ -1060,33 +1016,23 @@ class Root:
         wait_for_traffic()
 
 
-def _related_to(top: Unit) -> set[int]:
-    """The numbers of annotations around `top`, of its own, and of those inside of it. What is below
-    others, too, or was, is shared.
-    """
-    relations = top.relations
-    inside = {unit.relations.number for unit in relations.below}
-    return {relations.number, *relations.around, *inside}
-
-
 def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
     """The root of a forward of `module` that begins."""
     root = unit.root
-    if root is not None and root.step.running:
+    if root is None:
+        return Root.plan(unit)
+    if root.step.running:
         forward = root.step.forward
         assert forward is not None
         if forward.module is not module or not computes or _is_called_inside_its_call(module):
             return root
         # Entered again from outside: an interrupt ended the last forward without a word.
-        drop_open_calls(root, entering=module)
-        root.reset("its forward did not end")
-    elif root is not None and root.phase in (Phase.BACKWARD, Phase.LOST):
-        root.reset("its backward did not finish")
-    if root is not None and any(tree.changed() for tree in root._trees):
-        # from where it was planned, as on ranks whose modules are as before
-        planned = Root.plan(root.top)
-        if planned is not root:
-            root.forget()
+        _reset_interrupted(root, "its forward did not end", entering=module)
+    else:
+        root.give_up_backward()
+    # from where it was planned, as on ranks whose modules are as before
+    if any(tree.changed() for tree in root._trees) and Root.plan(root.top) is not root:
+        root.forget()
     return unit.root or Root.plan(unit)
 
 
@@ -1122,11 +1068,11 @@ def _is_called_inside_its_call(module: nn.Module) -> bool:
     return modules_calling("_call_impl", "_call_as_forward").count(module) > 1
 
 
-def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:
-    """Close what a KeyboardInterrupt left open: torch does not tell forward hooks of it."""
-    root.step.running.clear()
-    for unit in root.units:
-        unit.drop_step()
+def _reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = None) -> None:
+    """Give up the step, and close what a KeyboardInterrupt left open: torch does not tell forward
+    hooks of it.
+    """
+    root.reset(why)
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
     close_interrupted()  # torch's hooks for saved tensors, of checkpoints and activation offload
@@ -1135,8 +1081,7 @@ def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:
 def reset(modules: Sequence[nn.Module]) -> None:
     """Give up the step that the roots of these modules are in."""
     for root in roots_of(units_below(modules)):
-        drop_open_calls(root)
-        root.reset()
+        _reset_interrupted(root)
 
 
 def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
@@ -1146,8 +1091,7 @@ def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
     announce("reduce", [param.at_rest for unit in units for param in unit.params])
     roots = planned_roots(units)
     for root in roots:
-        if root.phase in (Phase.BACKWARD, Phase.LOST):
-            root.reset("its backward did not finish")
+        root.give_up_backward()
         root.launch_held()
     return partial(land_held, roots)
 
@@ -1155,8 +1099,7 @@ def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
 def land_held(roots: Iterable[Root] = UNLANDED) -> None:
     """Wait for what `reduce_held` launched for these roots, unless it has landed."""
     unlanded = [root for root in roots if root in UNLANDED]
-    for root in unlanded:
-        if root in UNLANDED:  # no hook of a user's has stepped an optimizer, which lands all
-            root.land_held()
+    for root in unlanded:  # nothing is left of it if a hook of a user's has stepped an optimizer
+        root.land_held()
     if unlanded:
         gradients_landed()

@@ -19,7 +19,7 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 | `step.shown` | yes | yes | the root reads a weight that is replicated next to shards |
 | `BACKWARD` | yes | yes | backward is in the unit; checkpointed parts run again there |
 | `UNSEEN` | yes | no | an output aliases a parameter, or is detached |
-| `step.pinned` | yes | no | gradient penalties, `create_graph=True` |
+| `GRAPH` | yes | no | gradient penalties, `create_graph=True` |
 | `EXPLICIT` in `kept_by` | yes | yes | `unshard(model)`, until a forward with gradients |
 | a scope in `kept_by` | yes | no | `keep_unsharded(model)` |
 | `BY_HAND` in `kept_by` | yes | by `EXPLICIT` | zero-bubble pipelines |
@@ -45,7 +45,6 @@ from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.gradients.hook_stages import CommHook
-from composable.engine.gradients.post_backward import Due
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import GradientSpec, UnitGradients
 from composable.engine.params.extension import sharded_groups
@@ -135,7 +134,6 @@ class UnitCall:
         watched: backward comes to its outputs, and is heard there.
         waits: backward has not come to them yet. Several outputs count once.
         number: `Forward.number` of the root's; None for a recomputation, which does not count.
-        counted_by: what counts it, if it is a call of the outermost module in training mode.
     """
 
     unit: Unit
@@ -149,7 +147,6 @@ class UnitCall:
     watched: bool = False
     waits: bool = False
     number: int | None = None
-    counted_by: Due | None = None
 
     def take_place(self, number: int, *, outermost: bool, inside: bool) -> None:
         """It begins in a forward of the root, and it is known what ranks give the unit.
@@ -160,33 +157,30 @@ class UnitCall:
         """
         self.number, self.outermost = number, outermost
         unit = self.unit
-        needs = inside and (unit.trains or unit.given == 2)
+        needs = inside and (unit.trains or unit.known_given() == 2)
         unit.anchors = self.anchors = needs and unit.mesh_info.all.size > 1
 
     def repeat(self, before: UnitCall | None) -> None:
         """It recomputes what `before` did, or the last forward."""
         self.anchors = self.unit.anchors if before is None else before.anchors
 
-    def wait(self, counted_by: Due | None) -> None:
+    def wait(self) -> None:
         """Backward will come to its outputs."""
         self.watched = self.waits = True
-        self.counted_by = counted_by
         self.step.pending += 1
-        if counted_by is not None:
-            counted_by.count(1)
 
     def come_back(self) -> None:
         """Backward has come to an output."""
         if self.waits:
             self.waits = False
             self.step.pending -= 1
-            if self.counted_by is not None:
-                self.counted_by.count(-1)
 
 
 # Reasons for a unit's parameters to stay as they are for a backward, `UnitStep.needed_by`.
 BACKWARD: Final = "backward is in the unit"
+# An output aliases a parameter, or none was found to watch.
 UNSEEN: Final = "backward may come to the unit unseen"
+GRAPH: Final = "create_graph=True"  # until the next step begins
 
 
 class UnitStep:
@@ -199,8 +193,7 @@ class UnitStep:
         to_run: of several modules, those that have not run in this forward, or recomputation.
             Until all have, modules hold compute parameters: code between two of them reads the
             weight of the next (losses that are fused with the head do).
-        pinned: a graph of `create_graph=True` needs the parameters.
-        needed_by: why a backward needs them, as far as it does.
+        needed_by: why a backward needs the parameters, as far as it does.
         shown: a forward or backward of the root is under way, during all of which modules hold
             compute parameters (replicated units next to shards).
     """
@@ -210,7 +203,6 @@ class UnitStep:
         "depth",
         "needed_by",
         "pending",
-        "pinned",
         "shown",
         "to_run",
     )
@@ -219,7 +211,7 @@ class UnitStep:
         self.calls: list[UnitCall] = []
         self.depth = self.pending = 0
         self.to_run: dict[nn.Module, None] = {}
-        self.pinned = self.shown = False
+        self.shown = False
         self.needed_by: dict[str, None] = {}
 
 
@@ -327,11 +319,12 @@ class Unit:
         # --- a step
         self.root: Root | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
-        # Of a frozen unit, how it was last computed: 0 without autograd, 1 with inputs that require
-        # no gradients, 2 with inputs that do; UNKNOWN. Backward enters it in case 2 only,
-        # and must do so on all ranks. A rank that skips the unit (`skipped`) has no inputs to tell
-        # by, so ranks that compute it tell the others in the first forward (`Root._check_order`).
-        self.given = UNKNOWN
+        # Of a frozen unit, how it was last computed while these units of the root trained
+        # (`Root.training`): 0 without autograd, 1 with inputs that require no gradients, 2 with
+        # inputs that do. Backward enters it in case 2 only, and must do so on all ranks. A rank
+        # that skips the unit (`skipped`) has no inputs to tell by, so ranks that compute it tell
+        # the others in the first forward (`Root.enter_forward`).
+        self.given: dict[tuple[bool, ...], int] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
         self.anchors = False  # `UnitCall.anchors` of the last forward
@@ -441,7 +434,7 @@ class Unit:
         self._build_gradients()
         self.rename(self.name)
         if self.root is not None:
-            self.root.unit_rebuilt()
+            self.root.post_backward.make_buckets()
 
     def forget_root(self) -> None:
         """The tree changed, or what ranks agree on: the next forward plans anew."""
@@ -450,7 +443,7 @@ class Unit:
 
     def give_up_step(self) -> None:
         """A change between two steps does not wait for a backward that may come."""
-        if self.root is not None and self.root.in_step and not self.root.running:
+        if self.root is not None and self.root.in_step and not self.root.step.running:
             self.root.reset()
 
     def note_agreement(self, made: Agreed) -> None:
@@ -460,7 +453,7 @@ class Unit:
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
         self._begin_comparison()
-        self.agreements = []
+        self.agreements, self.given = [], {}
         if any(group.extended for group in self.groups):
             for param in self.params:
                 param.agree_anew()
@@ -574,9 +567,7 @@ class Unit:
     def must_stay(self) -> bool:
         """Whether the parameters may not be freed now."""
         step = self.step
-        return bool(
-            self.kept_by or step.depth or step.to_run or step.shown or step.pinned or step.needed_by
-        )
+        return bool(self.kept_by or step.depth or step.to_run or step.shown or step.needed_by)
 
     def free(self) -> None:
         """Reshard, unless the parameters must stay."""
@@ -607,15 +598,6 @@ class Unit:
         if not self.kept_by:
             self.hold_at_rest()
             self.free()
-
-    def pin(self) -> None:
-        """Stay unsharded for a graph of `create_graph=True`, until the next step begins."""
-        self.step.pinned = True
-
-    def unpin(self) -> None:
-        """No backward can go through that graph any more."""
-        self.step.pinned = False
-        self.free()
 
     def reveal(self) -> None:
         """As after `unshard()`."""
@@ -709,11 +691,9 @@ class Unit:
         self.step.to_run = {}
         self.hold_at_rest()
 
-    def count(self, more: int, counted_by: Due | None) -> None:
+    def count(self, more: int) -> None:
         """More outputs wait for backward, or fewer."""
         self.step.pending += more
-        if counted_by is not None:
-            counted_by.count(more)
 
     def need(self, why: str) -> None:
         """A backward needs the parameters as they are."""
@@ -742,10 +722,10 @@ class Unit:
             goes_on: a forward around it, or a graph, waits for another one.
         """
         if not goes_on:
-            self.step.needed_by = {}
+            self.step.needed_by.pop(UNSEEN, None)
             self.step.pending = 0  # none will come to the forwards that have been
         self.step.shown = self.step.shown and in_forward
-        if self._is_in or self.step.to_run or self.step.needed_by:
+        if self._is_in or self.step.to_run or BACKWARD in self.step.needed_by:
             self.leave_backward(in_forward=in_forward)
 
     def lose_backward(self) -> None:
@@ -771,9 +751,13 @@ class Unit:
         """`root` is told of changes from now on."""
         self.root = root
 
-    def follow_given(self, given: int) -> None:
+    def note_given(self, training: tuple[bool, ...], given: int) -> None:
         """What ranks have agreed on in a forward, see `given`."""
-        self.given = given
+        self.given[training] = given
+
+    def known_given(self) -> int:
+        """See `given`; UNKNOWN if it was not computed while these units train."""
+        return UNKNOWN if self.root is None else self.given.get(self.root.training, UNKNOWN)
 
     def _begin_comparison(self) -> None:
         # Without shards, or other ranks, there is nothing to compare.
@@ -817,7 +801,7 @@ class Unit:
         """See `UnitGradients`."""
         self.gradients.set_comm_hook(stage, hook, prefix)
         if self.root is not None:
-            self.root.hooks_changed()
+            self.root.post_backward.buckets.follow_comm_hooks()
 
     def set_mesh_info(self, mesh_info: MeshInfo) -> None:
         """Reduce gradients over other ranks; those that hold the shards together stay the same.

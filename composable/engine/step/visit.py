@@ -115,7 +115,7 @@ class Visit:
                 )
             return output, aliases or unit.trains
         if root is not None:
-            call.wait(root.counts() if call.outermost and call.module.training else None)
+            call.wait()
             if backward_will_be_compiled():
                 output = refuse_compiled(output, root.refuse_compiled)
         return output, aliases
@@ -158,46 +158,6 @@ def end_call(call: UnitCall, *, keep: bool) -> None:
             hear(root, call, keep)
         if call.root is root:  # otherwise it recomputes, and backward needs the unit next
             root.leave_forward(call, keep=keep)
-
-
-# --- a rank that has no data of its own ----------------------------------------------------------
-
-
-class Driver:
-    """Makes the visits of a unit on a rank that computes none of it, as another rank says that it
-    does (`join`): the unit is gathered, reduced and freed. Its gradients are those of a rank on
-    which every parameter is unused.
-    """
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def enter(self, module: int) -> None:
-        """A forward of the module with that index, or its recomputation, begins."""
-        Visit(self._unit).enter(self._unit.modules[module], (), {}, computes=False)
-
-    def leave(self, *, keep: bool) -> None:
-        """It ends."""
-        end_call(self._unit.end(), keep=keep)
-
-    def count(self, outputs: int, *, trained: bool) -> None:
-        """So many outputs of a call wait for backward from now on, or fewer.
-
-        Args:
-            trained: of a call that counts as trained on, in this iteration.
-        """
-        self._unit.count(outputs, self.root.counts() if trained else None)
-
-    def go_into(self) -> None:
-        """It enters the unit."""
-        unit = self._unit
-        come_back(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward: not counted
-
-    @property
-    def root(self) -> Root:
-        root = self._unit.root
-        assert root is not None
-        return root
 
 
 # --- backward ------------------------------------------------------------------------------------

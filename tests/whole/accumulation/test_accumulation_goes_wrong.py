@@ -166,9 +166,8 @@ def test_a_rank_that_alone_accumulates_is_named(pool: Pool) -> None:
         fill(first, 110),
         """\
 gradient all-reduce of unit '(root)' ('3.bias' to '0.weight'): the ranks brought gradients of different units
-or steps. Before it, rank 0 accumulated 0 backwards and ran 1 forwards; rank 1 accumulated 5 backwards and ran
-1 forwards. Every rank must run the same backwards, and the same of them under no_sync; forwards that are not
-trained on belong under torch.no_grad() or in evaluation mode. These gradients are dropped""",  # noqa: E501
+or steps. Before it, rank 0 accumulated 0 backwards; rank 1 accumulated 5 backwards. Every rank must run the
+same backwards, and the same of them under no_sync. These gradients are dropped""",  # noqa: E501
     )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import describe, registry, replicate
-from composable.engine.step.root import Root
+from composable.engine.gradients.arrival import Buckets
 from composable.errors import PhaseError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_gradients
@@ -41,7 +41,7 @@ def _inside(model: nn.Module) -> nn.Module:
     return inside
 
 
-def _fail(*_: object) -> None:
+def _fail(*_: object, **__: object) -> None:
     raise MemoryError("as planned")
 
 
@@ -227,7 +227,7 @@ def test_a_second_backward_is_refused_also_if_the_first_raised_as_it_began() -> 
         losses = [_loss(model(x)), _loss(model(x))]
         if not any(registry(module) for module in model.modules()):
             return
-        with mock.patch.object(Root, "_show", _fail), pytest.raises(MemoryError) as failure:
+        with mock.patch.object(Buckets, "open", _fail), pytest.raises(MemoryError) as failure:
             losses[0].backward()
         kept.append(failure.value)
         with pytest.raises(PhaseError, match="after an earlier one of the same step had raised"):
