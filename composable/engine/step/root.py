@@ -72,6 +72,8 @@ from composable.engine.step.unit import (
     BACKWARD,
     BY_HAND,
     EXPLICIT,
+    GRAPH,
+    ROOT_RUNS,
     UNKNOWN,
     UNSEEN,
     Unit,
@@ -462,8 +464,10 @@ class Root:
             iteration = self.step.iteration
         if iteration is None:  # gradient penalties: a forward with gradients, or a write, ends them
             for unit in self.units:
-                if unit.step.pinned and (grad or any(group.is_stale for group in unit.groups)):
-                    unit.unpin()
+                if GRAPH in unit.step.needed_by and (
+                    grad or any(group.is_stale for group in unit.groups)
+                ):
+                    unit.end_need(GRAPH)
         for unit in self.units:  # a call of one module of several, by itself
             if unit.step.to_run:
                 unit.swap_out()
@@ -475,13 +479,13 @@ class Root:
             # What an earlier forward left for its backward: if that step was lost, some ranks have
             # lost it in the forward, and left nothing. After `unshard()` all have the same.
             if not unit.kept_by and unit not in explicit:
-                unit.free_before_step()
+                unit.free(before_step=True)
         saved = iteration is not None
         if iteration is None:
             iteration = self.step.iteration = Iteration(None)
             iteration.due.count(self._lost)
         for unit in explicit if not grad else ():  # goes on behind this forward
-            unit.reveal()
+            unit.show()
         iteration.stream = self._streams.here()
         iteration.began = forward.number = next(CLOCK)
         try:
@@ -542,7 +546,7 @@ class Root:
             elif not is_first or other.mesh_info.all.size >= comm.size:
                 continue
             is_first = False
-            if not other.step.depth:  # otherwise it computes, and must stay as it is
+            if not other.step.calls:  # otherwise it computes, and must stay as it is
                 ahead.append(other)
         for each in ahead:
             for group in each.groups:
@@ -603,7 +607,7 @@ class Root:
         waits = bool(iteration.untracked) or any(unit.step.pending > 0 for unit in self.units)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         for unit in self.beside:
-            unit.end_show()
+            unit.end_need(ROOT_RUNS)
         # lost: by a backward inside of this forward that raised, and was caught
         if not (waits or lost):
             self.step.iteration = None  # no backward will come
@@ -640,7 +644,7 @@ class Root:
         """Whether a backward is known to come, or under way."""
         assert self.step.iteration is not None
         return self.step.iteration.end is not None or any(
-            unit.step.pending > 0 or unit.step.pinned for unit in self.units
+            unit.step.pending > 0 or GRAPH in unit.step.needed_by for unit in self.units
         )
 
     @property
@@ -816,7 +820,7 @@ class Root:
     def _note_graph(self, unit: Unit, iteration: Iteration) -> None:
         """create_graph=True: the new nodes need the parameters, and lie in no call."""
         iteration.due.build_graph()
-        unit.pin()
+        unit.need(GRAPH)
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
@@ -925,7 +929,7 @@ class Root:
         """Neither a forward nor a backward is under way."""
         for unit in self.units:
             if BY_HAND in unit.kept_by and unit.is_unsharded:  # their backwards take what is shown
-                unit.reveal()
+                unit.show()
         release_idle_memory(self)
 
     def end_unseen(self) -> None:
@@ -940,6 +944,7 @@ class Root:
             self.step.iteration = None
         for unit in unseen:
             unit.end_need(UNSEEN)
+            unit.free()
 
     # --- a lost step -----------------------------------------------------------------------------
 
@@ -961,7 +966,7 @@ class Root:
         for unit in self.units:
             unit.lose_backward()
             # with an accelerator a thread of autograd is here, beside the caller's next forward
-            if not unit.step.depth and self._streams.here() is None and unit.is_unsharded:
+            if not unit.step.calls and self._streams.here() is None and unit.is_unsharded:
                 unit.free()
         if not self.step.running:
             release_idle_memory(self)
@@ -979,7 +984,7 @@ class Root:
         due = Due() if iteration is None else iteration.due
         raised = forward is not None and forward.with_gradients and forward.module.training
         self._lost = max(self._lost, due.forwards + raised)
-        held = [unit.name for unit in self.units if unit.has_unreduced]
+        held = [unit.name for unit in self.units if unit.gradients.has_unreduced]
         if held:
             logger.warning(
                 "gradients that were accumulated under no_sync are dropped (unit '%s' and others)",
@@ -1019,7 +1024,7 @@ class Root:
             unit.unshard()
         for unit in self.units:
             unit.wait_for_unshard()
-            unit.reveal()
+            unit.show()
         self.post_backward.hold()
         self.split_by = ""
 
