@@ -107,7 +107,7 @@ def launch_reductions(model: nn.Module) -> Callable[[], None]:
         (
             unit.name
             for unit in units
-            if unit.step.depth or (unit.root is not None and unit.root.step.running)
+            if unit.step.calls or (unit.root is not None and unit.root.step.running)
         ),
         None,
     )

@@ -104,7 +104,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     root.prepare(units)
     for unit in units:
         if (
-            not unit.step.depth
+            not unit.step.calls
         ):  # in its own forward nothing changes: the end of that reshards as usual
             unit.keep(EXPLICIT)
         unit.unshard()
@@ -129,7 +129,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
         PhaseError: inside of a forward of a unit.
     """
     units = units_in("reshard", module, sharded=True, recurse=recurse)
-    running = next((unit for unit in units if unit.step.depth), None)
+    running = next((unit for unit in units if unit.step.calls), None)
     if running is not None:
         raise PhaseError(
             f"reshard was called inside of the forward of unit '{running.name}', which needs its"
@@ -137,7 +137,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
         )
     for unit in units_below([unwrapped(module)]) if recurse else units:
         unit.hide()
-        if not unit.step.depth:
+        if not unit.step.calls:
             unit.reshard()
 
 
@@ -171,7 +171,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     scope = object()
     shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
     shown = [
-        unit for unit in units if shows and not unit.step.depth and EXPLICIT not in unit.kept_by
+        unit for unit in units if shows and not unit.step.calls and EXPLICIT not in unit.kept_by
     ]
     try:
         for unit in units:
@@ -180,8 +180,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
         for unit in units:
             unit.wait_for_unshard()
         for unit in shown:
-            unit.kept_by[EXPLICIT] = None
-            unit.swap_in()
+            unit.show()
         yield
     finally:
         for unit in shown:

@@ -108,7 +108,7 @@ class Managed:
     @property
     def comm(self) -> Comm:
         """Among the ranks that have the parameter."""
-        return self.unit.mesh_info_of(self.param).all
+        return (self.param.info.mesh_info or self.unit.mesh_info).all
 
 
 def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
@@ -135,7 +135,7 @@ def require_at_rest(verb: str, units: list[Unit]) -> None:
     Inside of a forward or backward this is an error.
     """
     for unit in units:
-        if unit.step.depth or in_backward():
+        if unit.step.calls or in_backward():
             raise PhaseError(
                 f"{verb} was called inside of the forward or backward of unit '{unit.name}'; call"
                 " it outside"

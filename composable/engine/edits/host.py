@@ -24,7 +24,7 @@ def refuse_extended(what: str, unit: Unit) -> None:
 def refuse_sleep(unit: Unit) -> None:
     """Raise where `sleep` may not be called."""
     refuse_extended("offload_to_host", unit)
-    if unit.shown_by or unit.has_unreduced:
+    if unit.shown_by or unit.gradients.has_unreduced:
         what = (
             f"inside of {unit.shown_by}"
             if unit.shown_by

@@ -94,7 +94,7 @@ class StateDictHooks:
     @untraced
     def _after(self, module: nn.Module, _: object, prefix: str, *__: object) -> None:
         warn_of_other_groups(module, prefix)
-        if EXPLICIT in self._unit.kept_by and not self._unit.step.depth:
+        if EXPLICIT in self._unit.kept_by and not self._unit.step.calls:
             self._unit.show()
 
     def _load(
@@ -145,8 +145,10 @@ class StateDictHooks:
                 " full_state_dict(model)"
             )
             return at_rest
+        unit = self._unit
+        device = torch.device("cpu") if unit.spec.offload else unit.mesh_info.device
         with torch.no_grad():
-            taken = PLAIN.shard_like(value, at_rest, self._unit.rest_device)
+            taken = PLAIN.shard_like(value, at_rest, device)
         if not assign:
             return taken
         if param not in self._assigned:
@@ -178,7 +180,7 @@ def _without_unit() -> StateDictHooks:
 @untraced
 def show_at_rest(unit: Unit) -> None:
     """Before a state dict is made or loaded: modules hold at-rest parameters."""
-    if not unit.step.depth and not in_backward():
+    if not unit.step.calls and not in_backward():
         unit.swap_out()
     for group in unit.groups:
         group.expect_load()

@@ -39,7 +39,7 @@ def before_removal(units: Sequence[Unit]) -> None:
     for unit in units:
         unit.refuse_asleep("remove")
     for unit in units:
-        if unit.has_unreduced:
+        if unit.gradients.has_unreduced:
             raise PhaseError(
                 f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync"
                 " and not reduced. Call reduce_gradients(model) first, on all ranks, or"

@@ -71,9 +71,11 @@ def choose_rest(unit: Unit) -> None:
         mesh = _mesh_of_shards(around)
         if mesh is not None:
             ranks = sorted(unit.mesh_info.mesh.mesh.tolist())
-            unit.rest(Kind.BESIDE, mesh if sorted(mesh.mesh.flatten().tolist()) == ranks else None)
+            unit.change_kind(
+                Kind.BESIDE, mesh if sorted(mesh.mesh.flatten().tolist()) == ranks else None
+            )
             return
-    unit.rest(without_shards(unit.mesh_info), None)
+    unit.change_kind(without_shards(unit.mesh_info), None)
 
 
 def _mesh_of_shards(around: Unit) -> DeviceMesh | None:

@@ -38,7 +38,7 @@ def explain(
             (f"'{other.name}'", param.info.places)
             for other in units
             for param in other.params
-            if not other.step.depth and isinstance(param.registered, DTensor)  # type: ignore[redundant-expr]
+            if not other.step.calls and isinstance(param.registered, DTensor)  # type: ignore[redundant-expr]
         ]
         for reader in readers:
             below, kind = set(reader.modules()), type(reader).__name__

@@ -81,24 +81,23 @@ def watch(
         before_node(node, entry)
         return Watched(output, found=True)
     opaque: list[Any] = []
-    found = aliased = seen = given = False
-    for outer in tensors_in(output, opaque):
-        seen = True
-        for tensor in _inner_tensors(outer):
-            own = aliases(tensor)
-            aliased = aliased or own
-            if not tensor.requires_grad:
-                continue
-            if (own or tensor.grad_fn is not None) and before_gradient(tensor, entry, since):
-                found = True
-            else:
-                given = True
+    tensors = [inner for each in tensors_in(output, opaque) for inner in _inner_tensors(each)]
+    found = aliased = given = False
+    for tensor in tensors:
+        own = aliases(tensor)
+        aliased = aliased or own
+        if not tensor.requires_grad:
+            continue
+        if (own or tensor.grad_fn is not None) and before_gradient(tensor, entry, since):
+            found = True
+        else:
+            given = True
     if not found and (anchors or (given and counted)):
         output = map_tensors(output, _with_a_node if given else _with_an_anchor)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 found = before_gradient(tensor, entry, since) or found
-    kinds = () if seen else tuple(dict.fromkeys(type(value).__name__ for value in opaque))
+    kinds = () if tensors else tuple(dict.fromkeys(type(value).__name__ for value in opaque))
     return Watched(output, found=found, aliases=aliased, opaque=kinds)
 
 

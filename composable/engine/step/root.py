@@ -73,6 +73,7 @@ from composable.engine.step.unit import (
     BY_HAND,
     EXPLICIT,
     GRAPH,
+    ROOT_RUNS,
     UNKNOWN,
     UNSEEN,
     Unit,
@@ -457,12 +458,12 @@ class Root:
             # What an earlier forward left for its backward: if that step was lost, some ranks have
             # lost it in the forward, and left nothing. After `unshard()` all have the same.
             if not unit.kept_by and unit not in explicit:
-                unit.free_before_step()
+                unit.free(before_step=True)
         saved = iteration is not None
         if iteration is None:
             iteration = self.step.iteration = Iteration(None)
         for unit in explicit if not grad else ():  # goes on behind this forward
-            unit.reveal()
+            unit.show()
         iteration.stream, iteration.began = self._streams.here(), forward.number
         try:
             for unit in self.beside:
@@ -515,7 +516,7 @@ class Root:
             elif not is_first or other.mesh_info.all.size >= comm.size:
                 continue
             is_first = False
-            if not other.step.depth:  # otherwise it computes, and must stay as it is
+            if not other.step.calls:  # otherwise it computes, and must stay as it is
                 ahead.append(other)
         for each in ahead:
             for group in each.groups:
@@ -575,7 +576,7 @@ class Root:
         waits = any(unit.step.pending > 0 or UNSEEN in unit.step.needed_by for unit in self.units)
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         for unit in self.beside:
-            unit.end_show()
+            unit.end_need(ROOT_RUNS)
         # lost: by a backward inside of this forward that raised, and was caught
         if not (waits or lost):
             self.step.iteration = None  # no backward will come
@@ -880,7 +881,7 @@ class Root:
         """Neither a forward nor a backward is under way."""
         for unit in self.units:
             if BY_HAND in unit.kept_by and unit.is_unsharded:  # their backwards take what is shown
-                unit.reveal()
+                unit.show()
         release_idle_memory(self)
 
     def end_unseen(self) -> None:
@@ -894,6 +895,7 @@ class Root:
         for unit in self.units:
             if UNSEEN in unit.step.needed_by:
                 unit.end_need(UNSEEN)
+                unit.free()
 
     # --- a lost step -----------------------------------------------------------------------------
 
@@ -915,7 +917,7 @@ class Root:
         for unit in self.units:
             unit.lose_backward()
             # with an accelerator a thread of autograd is here, beside the caller's next forward
-            if not unit.step.depth and self._streams.here() is None and unit.is_unsharded:
+            if not unit.step.calls and self._streams.here() is None and unit.is_unsharded:
                 unit.free()
         if not self.step.running:
             release_idle_memory(self)
@@ -935,7 +937,7 @@ class Root:
             logger.warning(
                 "unit '%s': %s; the step is lost, and its state was reset", self.name, why
             )
-        held = [unit.name for unit in self.units if unit.has_unreduced]
+        held = [unit.name for unit in self.units if unit.gradients.has_unreduced]
         if held:
             logger.warning(
                 "gradients that were accumulated under no_sync are dropped (unit '%s' and others)",
@@ -975,7 +977,7 @@ class Root:
             unit.unshard()
         for unit in self.units:
             unit.wait_for_unshard()
-            unit.reveal()
+            unit.show()
         self.post_backward.hold()
         self.split_by = ""
 

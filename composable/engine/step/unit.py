@@ -14,12 +14,12 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 
 | reason | gathered | held | a program |
 |---|---|---|---|
-| `step.depth` | yes | yes | a forward of its module |
+| `step.calls` | yes | yes | a forward of its module |
 | `step.to_run` | yes | yes | losses fused with the head, `[norm, head]`: until both have run |
-| `step.shown` | yes | yes | the root reads a weight that is replicated next to shards |
-| `BACKWARD` | yes | yes | backward is in the unit; checkpointed parts run again there |
-| `UNSEEN` | yes | no | an output aliases a parameter, or is detached |
-| `GRAPH` | yes | no | gradient penalties, `create_graph=True` |
+| `ROOT_RUNS` in `step.needed_by` | yes | yes | it reads a weight replicated next to shards |
+| `BACKWARD` there | yes | yes | backward is in the unit; checkpointed parts run again there |
+| `UNSEEN` there | yes | no | an output aliases a parameter, or is detached |
+| `GRAPH` there | yes | no | gradient penalties, `create_graph=True` |
 | `EXPLICIT` in `kept_by` | yes | yes | `unshard(model)`, until a forward with gradients |
 | a scope in `kept_by` | yes | no | `keep_unsharded(model)` |
 | `BY_HAND` in `kept_by` | yes | by `EXPLICIT` | zero-bubble pipelines |
@@ -56,21 +56,12 @@ from composable.engine.params.param import (
     set_label,
 )
 from composable.engine.params.param_group import Kind, ParamGroup, ShardedState
-from composable.engine.params.precision import (
-    BufferCasts,
-    BufferHolder,
-    Precision,
-    resolve,
-)
+from composable.engine.params.precision import BufferCasts, BufferHolder, Precision, resolve
 from composable.engine.params.replicated import ReplicatedGroup
 from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
 from composable.memory.offload import HostHome
-from composable.memory.torch_private import (
-    in_backward,
-    locals_of,
-    next_node,
-)
+from composable.memory.torch_private import in_backward, locals_of
 
 if TYPE_CHECKING:
     from composable.engine.step.root import Root  # which a unit tells what changed, and no more
@@ -128,7 +119,6 @@ class UnitCall:
         since: the number of autograd's next node when the call began.
         root: of the forward; None if the call recomputes what checkpointing dropped.
         outermost: of the root.
-        entered: the module computes.
         anchors: outputs get a node also where this rank used no parameter, because other ranks may
             have. A recomputation repeats what its forward did.
         watched: backward comes to its outputs, and is heard there.
@@ -142,27 +132,23 @@ class UnitCall:
     since: int
     root: Root | None
     outermost: bool = False
-    entered: bool = False
     anchors: bool = False
     watched: bool = False
     waits: bool = False
     number: int | None = None
 
-    def take_place(self, number: int, *, outermost: bool, inside: bool) -> None:
+    def take_place(self, number: int | None, *, outermost: bool, inside: bool) -> None:
         """It begins in a forward of the root, and it is known what ranks give the unit.
 
         Args:
+            number: None for a recomputation.
             inside: another forward runs around the call, so backward must enter the unit on all
                 ranks or on none. The kind ARRIVAL does not need that, unless roots share the unit.
         """
         self.number, self.outermost = number, outermost
         unit = self.unit
         needs = inside and (unit.trains or unit.known_given() == 2)
-        unit.anchors = self.anchors = needs and unit.mesh_info.all.size > 1
-
-    def repeat(self, before: UnitCall | None) -> None:
-        """It recomputes what `before` did, or the last forward."""
-        self.anchors = self.unit.anchors if before is None else before.anchors
+        self.anchors = needs and unit.mesh_info.all.size > 1
 
     def wait(self) -> None:
         """Backward will come to its outputs."""
@@ -176,43 +162,31 @@ class UnitCall:
             self.step.pending -= 1
 
 
-# Reasons for a unit's parameters to stay as they are for a backward, `UnitStep.needed_by`.
+# Reasons for a unit's parameters to stay as they are, `UnitStep.needed_by`.
 BACKWARD: Final = "backward is in the unit"
 # An output aliases a parameter, or none was found to watch.
 UNSEEN: Final = "backward may come to the unit unseen"
-GRAPH: Final = "create_graph=True"  # until the next step begins
+GRAPH: Final = "backward may go through a graph of create_graph=True"
+ROOT_RUNS: Final = "the root computes, and may read the parameters at any time"
 
 
+@dataclass(slots=True, eq=False)
 class UnitStep:
     """What a unit knows of the step that is under way in its root; dropped if that is lost.
 
     Attributes:
-        calls: of its modules, under way, innermost last.
-        depth: how many of these have gathered the unit, and compute.
+        calls: of its modules that compute, for which it was gathered; innermost last.
         pending: forwards whose backward has not come.
         to_run: of several modules, those that have not run in this forward, or recomputation.
             Until all have, modules hold compute parameters: code between two of them reads the
             weight of the next (losses that are fused with the head do).
-        needed_by: why a backward needs the parameters, as far as it does.
-        shown: a forward or backward of the root is under way, during all of which modules hold
-            compute parameters (replicated units next to shards).
+        needed_by: `BACKWARD`, `UNSEEN`, `GRAPH`; `ROOT_RUNS` of replicated units next to shards.
     """
 
-    __slots__ = (
-        "calls",
-        "depth",
-        "needed_by",
-        "pending",
-        "shown",
-        "to_run",
-    )
-
-    def __init__(self) -> None:
-        self.calls: list[UnitCall] = []
-        self.depth = self.pending = 0
-        self.to_run: dict[nn.Module, None] = {}
-        self.shown = False
-        self.needed_by: dict[str, None] = {}
+    calls: list[UnitCall] = field(default_factory=list)
+    pending: int = 0
+    to_run: dict[nn.Module, None] = field(default_factory=dict)
+    needed_by: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -327,7 +301,6 @@ class Unit:
         self.given: dict[tuple[bool, ...], int] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
-        self.anchors = False  # `UnitCall.anchors` of the last forward
 
         # --- what users have asked for
         self.kept_by: dict[object, None] = {}  # scopes that ask for it to stay unsharded
@@ -362,10 +335,10 @@ class Unit:
         self.kind = (
             Kind.SHARDED
             if spec.verb == SHARD and spec.mesh_info.mesh is not None
-            else without_shards(spec.mesh_info)  # until shards around it are found (`rest`)
+            else without_shards(spec.mesh_info)  # until shards around it are found (`change_kind`)
         )
         self._buffers = (BufferCasts(spec.buffer_holders),) if spec.buffer_holders else ()
-        self._begin_comparison()
+        self.agree_anew()
 
     def take(self, param: ManagedParam, places: tuple[Place, ...]) -> None:
         """Manage a parameter that was another unit's, or is at more places; `build` follows."""
@@ -380,7 +353,7 @@ class Unit:
         """Others manage these from now on; `build` follows."""
         self.params = [param for param in self.params if param not in params]
 
-    def rest(self, kind: Kind, mesh: DeviceMesh | None) -> None:
+    def change_kind(self, kind: Kind, mesh: DeviceMesh | None) -> None:
         """Units with shards came around it, or went: how its parameters rest, see `Kind`."""
         if (kind, mesh) != (self.kind, self.rest_mesh):
             self.kind, self.rest_mesh = kind, mesh
@@ -394,7 +367,7 @@ class Unit:
         """(Re)build groups and buckets around the parameters that are registered now."""
         spec = self.spec
         self.gradients.clear()  # its hooks are on tensors that are about to be replaced
-        alike: dict[tuple[Precision, torch.device, bool, bool, int], list[ManagedParam]] = {}
+        alike: dict[tuple[Precision, torch.device, MeshInfo, bool, bool], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
             if tensor is None:
@@ -411,11 +384,11 @@ class Unit:
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
             spread = not self.is_sharded and not param.info.form.is_whole
-            key = (precision, device, sparse, spread, id(param.info.mesh_info))
+            mesh_info = param.info.mesh_info or self.mesh_info
+            key = (precision, device, mesh_info, sparse, spread)
             alike.setdefault(key, []).append(param)
         self.groups = []
-        for (precision, device, sparse, spread, _), members in alike.items():
-            mesh_info = self.mesh_info_of(members[0])
+        for (precision, device, mesh_info, sparse, spread), members in alike.items():
             if self.is_sharded:
                 self.groups += sharded_groups(
                     members, precision, device, mesh_info, spec.mp_policy, spec.offload
@@ -452,7 +425,8 @@ class Unit:
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
-        self._begin_comparison()
+        # without shards, or other ranks, there is nothing to compare
+        self.compared = not self.is_sharded or self.mesh_info.all.size == 1
         self.agreements, self.given = [], {}
         if any(group.extended for group in self.groups):
             for param in self.params:
@@ -462,10 +436,6 @@ class Unit:
     @property
     def is_sharded(self) -> bool:
         return self.kind is Kind.SHARDED
-
-    def mesh_info_of(self, param: ManagedParam) -> MeshInfo:
-        """The ranks over which gradients of `param` are reduced: the unit's, or its own."""
-        return param.info.mesh_info or self.mesh_info
 
     @property
     def on_one_mesh(self) -> bool:
@@ -508,12 +478,6 @@ class Unit:
         """Whether modules compute with other parameters than the at-rest ones."""
         return any(param.compute is not param.at_rest for param in self.params)
 
-    @property
-    def rest_device(self) -> torch.device:
-        """Where at-rest parameters are: the host, under CPU offload."""
-        offloaded = any(group.home is not None for group in self.groups)
-        return torch.device("cpu") if offloaded else self.mesh_info.device
-
     # --- what modules hold -----------------------------------------------------------------------
 
     def swap_in(self) -> None:
@@ -534,7 +498,7 @@ class Unit:
         and next to shards for as long as the root computes.
         """
         step = self.step
-        if step.depth or step.to_run or step.shown or BACKWARD in step.needed_by:
+        if step.calls or step.to_run or BACKWARD in step.needed_by or ROOT_RUNS in step.needed_by:
             return
         if self._is_in and EXPLICIT not in self.kept_by:
             self.swap_out()
@@ -567,29 +531,27 @@ class Unit:
     def must_stay(self) -> bool:
         """Whether the parameters may not be freed now."""
         step = self.step
-        return bool(self.kept_by or step.depth or step.to_run or step.shown or step.needed_by)
+        return bool(self.kept_by or step.calls or step.to_run or step.needed_by)
 
-    def free(self) -> None:
-        """Reshard, unless the parameters must stay."""
-        for group in self.groups:
-            if group.state is not ShardedState.SHARDED and group.gathers and not self.must_stay:
-                group.reshard()
+    def free(self, *, before_step: bool = False) -> None:
+        """Reshard, unless the parameters must stay.
 
-    def free_before_step(self) -> None:
-        """Reshard what was gathered for earlier steps: shards may have been written to in a way
-        that no version counter shows.
+        Args:
+            before_step: what was gathered for earlier steps goes, since shards may have been
+                written to in a way that no version counter shows; and all ranks have made the
+                writes that one shows.
         """
         for group in self.groups:
             if group.state is not ShardedState.SHARDED and group.gathers:
-                if self.must_stay:
-                    group.note_writes(by_all=True)
-                else:
+                if not self.must_stay:
                     group.reshard()
+                elif before_step:
+                    group.note_writes(by_all=True)
 
     def keep(self, reason: object) -> None:
         """Stay unsharded once unsharded, while there is a reason."""
         if not self.kept_by:
-            self.free_before_step()
+            self.free(before_step=True)
         self.kept_by[reason] = None
 
     def release(self, reason: object) -> None:
@@ -599,30 +561,13 @@ class Unit:
             self.hold_at_rest()
             self.free()
 
-    def reveal(self) -> None:
-        """As after `unshard()`."""
-        self.kept_by[EXPLICIT] = None
-        self.show()
-
-    def end_explicit(self) -> None:
-        """A step uses what `unshard()` has gathered, and frees it as usual."""
-        del self.kept_by[EXPLICIT]
-        self._follow_shown_freezing()
-
     def show(self) -> None:
         """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask,
         unless these are out of date.
         """
+        self.kept_by[EXPLICIT] = None
         if self.is_unsharded and not any(group.is_stale for group in self.groups):
             self.swap_in()
-
-    def hide(self) -> None:
-        """End what `unshard()` and scopes began: modules hold at-rest parameters again."""
-        if EXPLICIT in self.kept_by:
-            del self.kept_by[EXPLICIT]
-            if not self.step.depth:
-                self.hold_at_rest()
-                self.follow_shown()
 
     def refrozen(self) -> list[ManagedParam]:
         """Parameters that users have frozen, or unfrozen, by what modules hold in place of the
@@ -634,17 +579,26 @@ class Unit:
             if param.compute is not param.at_rest and param.compute.requires_grad != trained
         ]
 
-    def _follow_shown_freezing(self) -> None:
+    def end_explicit(self) -> None:
+        """A step uses what `unshard()` has gathered, and frees it as usual."""
+        del self.kept_by[EXPLICIT]
         for param in self.refrozen():
             trains = param.compute.requires_grad
             param.at_rest.requires_grad_(trains)
             param.compute.requires_grad_(not trains)  # until `follow`, as for what is at rest
 
-    def follow_shown(self) -> None:
-        """Modules held compute parameters for longer than a forward: `requires_grad_` and
+    def hide(self) -> None:
+        """End what `unshard()` and scopes began: modules hold at-rest parameters again.
+
+        Modules have held compute parameters for longer than a forward: `requires_grad_` and
         `model.to(...)` in that time mean the at-rest ones.
         """
-        self._follow_shown_freezing()
+        if EXPLICIT not in self.kept_by:
+            return
+        self.end_explicit()
+        if self.step.calls:
+            return
+        self.hold_at_rest()
         changed = [param for group in self.groups for param in group.recast()]
         for param in changed:
             param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
@@ -657,32 +611,20 @@ class Unit:
 
     # --- a step (`visit.py` and `root.py` say what happens) --------------------------------------
 
-    def begin(self, module: nn.Module, root: Root | None) -> UnitCall:
-        """A module of the unit was called."""
-        # `next_node`: what autograd's next node will have as its number
-        call = UnitCall(self, self.step, module, next_node(), root)
-        self.step.calls.append(call)
-        return call
-
     def compute(self, call: UnitCall) -> None:
         """The unit is gathered, and the module computes."""
-        call.entered, step = True, self.step
+        step = self.step
         if not step.to_run and len(self.modules) > 1:
             step.to_run = dict.fromkeys(self.modules)
-        step.depth += 1
+        step.calls.append(call)
         self.swap_in()
 
     def end(self) -> UnitCall:
         """The innermost call has computed, or raised."""
         call = self.step.calls.pop()
-        if call.entered:
-            self.step.depth -= 1
-        return call
-
-    def has_run(self, module: nn.Module) -> None:
-        """A call of `module` has ended."""
-        self.step.to_run.pop(module, None)
+        self.step.to_run.pop(call.module, None)
         self.hold_at_rest()
+        return call
 
     def end_forward(self) -> None:
         """The root's forward, or a backward, ends, or raised: modules that have not run do not run
@@ -696,13 +638,13 @@ class Unit:
         self.step.pending += more
 
     def need(self, why: str) -> None:
-        """A backward needs the parameters as they are."""
+        """The parameters are needed as they are."""
         self.step.needed_by[why] = None
 
     def end_need(self, why: str) -> None:
-        """None does so for this reason any more."""
+        """They are not for this reason any more."""
         self.step.needed_by.pop(why, None)
-        self.free()
+        self.hold_at_rest()
 
     def leave_backward(self, *, in_forward: bool) -> None:
         """Backward has gone through the unit.
@@ -721,31 +663,28 @@ class Unit:
         Args:
             goes_on: a forward around it, or a graph, waits for another one.
         """
+        step = self.step
         if not goes_on:
-            self.step.needed_by.pop(UNSEEN, None)
-            self.step.pending = 0  # none will come to the forwards that have been
-        self.step.shown = self.step.shown and in_forward
-        if self._is_in or self.step.to_run or BACKWARD in self.step.needed_by:
+            step.needed_by.pop(UNSEEN, None)
+            step.pending = 0  # none will come to the forwards that have been
+        if not in_forward:
+            step.needed_by.pop(ROOT_RUNS, None)
+        if self._is_in or step.to_run or step.needed_by:
             self.leave_backward(in_forward=in_forward)
 
     def lose_backward(self) -> None:
         """The backward raised: nothing needs the parameters. Modules hold at-rest ones."""
-        self.step.needed_by, self.step.shown = {}, False
+        self.step.needed_by = {}
         self.gradients.hear()
-        if not self.step.depth:
+        if not self.step.calls:
             self.swap_out()
 
     def show_in_root(self) -> None:
         """A forward or backward of the root begins, and may read the parameters at any time."""
-        self.step.shown = True
+        self.need(ROOT_RUNS)
         self.unshard()
         self.wait_for_unshard()
         self.swap_in()
-
-    def end_show(self) -> None:
-        """It has ended."""
-        self.step.shown = False
-        self.hold_at_rest()
 
     def follow_root(self, root: Root | None) -> None:
         """`root` is told of changes from now on."""
@@ -758,10 +697,6 @@ class Unit:
     def known_given(self) -> int:
         """See `given`; UNKNOWN if it was not computed while these units train."""
         return UNKNOWN if self.root is None else self.given.get(self.root.training, UNKNOWN)
-
-    def _begin_comparison(self) -> None:
-        # Without shards, or other ranks, there is nothing to compare.
-        self.compared = not self.is_sharded or self.mesh_info.all.size == 1
 
     def pass_comparison(self) -> None:
         """All ranks were seen to enter it in one place."""
@@ -789,13 +724,6 @@ class Unit:
         self.gradients.drop_step()
 
     # --- gradients -------------------------------------------------------------------------------
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether users see gradients that were accumulated under `no_sync` and wait to be
-        reduced.
-        """
-        return self.gradients.has_unreduced
 
     def set_comm_hook(self, stage: str, hook: CommHook | None, prefix: str = "") -> None:
         """See `UnitGradients`."""
@@ -835,7 +763,7 @@ class Unit:
     def in_step(self) -> bool:
         """Whether it is in a forward or backward, between them, or has accumulated gradients."""
         in_step = self.root is not None and self.root.in_step
-        return in_step or bool(self.step.depth) or in_backward() or self.has_unreduced
+        return in_step or bool(self.step.calls) or in_backward() or self.gradients.has_unreduced
 
     def set_divisor(self, divisor: float) -> None:
         """Divide sums of gradients by `divisor` from now on. Between two steps.

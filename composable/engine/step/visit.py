@@ -28,7 +28,7 @@ from composable.engine.step.outputs import refuse_compiled, watch
 from composable.engine.step.root import Root, root_for_call
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
-from composable.memory.torch_private import current_node, in_backward
+from composable.memory.torch_private import current_node, in_backward, next_node
 
 logger = logging.getLogger("composable")
 
@@ -53,17 +53,18 @@ class Visit:
         if root is not None and _recomputes(unit, root):
             # Checkpointing runs this forward again: no order is recorded and nothing resharded,
             # backward needs it next.
-            call = unit.begin(module, None)
+            call = UnitCall(unit, unit.step, module, next_node(), None)
             if root.in_step:
-                call.repeat(_before_recomputation(root, call))
+                before = _before_recomputation(root, call)
+                # so that it repeats what its forward did
+                call.take_place(None, outermost=False, inside=before is None or before.anchors)
                 for hear in HEARERS.enters:
                     hear(root, call)
             unit.unshard()
             unit.wait_for_unshard()
         else:
             root = root_for_call(unit, module, computes=computes)  # may reset: forget all calls
-            # before anything else that may raise: `on_error` takes it back
-            call = unit.begin(module, root)
+            call = UnitCall(unit, unit.step, module, next_node(), root)
             for hear in HEARERS.enters:
                 hear(root, call)
             root.enter_forward(call, (args, kwargs) if computes else None)
@@ -78,8 +79,9 @@ class Visit:
     def leave(self, module: nn.Module, output: Any) -> Any:
         """Post-forward."""
         unit = self.unit
-        call, grad = unit.end(), torch.is_grad_enabled()
+        call, grad = unit.step.calls[-1], torch.is_grad_enabled()
         try:
+            unit.end()
             if unit.spec.mp_policy.output_dtype is not None:
                 output = cast(output, unit.spec.mp_policy.output_dtype)
             if grad:
@@ -124,16 +126,16 @@ class Visit:
     def on_error(self, module: nn.Module) -> None:
         """Forward, or a hook around it, raised."""
         unit = self.unit
-        if not unit.step.calls:
-            return  # a reset has forgotten the call
-        call = unit.end()
-        if not call.entered:
-            return  # `enter` raised, and `Root.enter_forward` has cleaned up
-        root = call.root
+        calls = unit.step.calls
+        if not calls or calls[-1].module is not module:
+            # a reset has forgotten the call; or `enter` raised, and what it called has cleaned up
+            return
+        root = calls[-1].root
         if root is None:  # checkpointing stops a recomputation by an exception, when it has enough
-            end_call(call, keep=False)
+            end_call(unit.end(), keep=False)
         else:
             explain(unit, root.units, module, sys.exception())  # adds a note to torch's error
+            unit.end()
             unit.end_forward()
             root.on_error(unit)
 
@@ -151,7 +153,6 @@ def _recomputes(unit: Unit, root: Root) -> bool:
 
 def end_call(call: UnitCall, *, keep: bool) -> None:
     """A call has computed. `keep`: parameters must outlive forward."""
-    call.unit.has_run(call.module)
     root = call.root or call.unit.root
     if root is not None:
         for hear in HEARERS.leaves:
