@@ -30,15 +30,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NoReturn
+from typing import Final
 
 from composable.comm.ledger import checksum, debug_enabled
 from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.arrival import Buckets
+from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.unit_gradients import UnitGradients
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.param_group import Kind
-from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError
+from composable.errors import CommunicationError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 
@@ -114,7 +115,6 @@ class PostBackward:
             self._units[unit]: [self._units[each] for each in before]
             for unit, before in agreed.before.items()
         }
-        self._launched: list[UnitGradients] = []  # by `launch_held`, until `land_held`
         self.make_buckets()
 
     def make_buckets(self) -> None:
@@ -163,18 +163,14 @@ class PostBackward:
             unit.run_hooks()
         if due.builds_graph:
             if unit.are_there:
-                _refuse_graph(unit)
-            return
-        if mode is SyncMode.HOLD:
-            for bucket in unit.buckets:
-                bucket.hold()
+                unit.refuse_graph()
             return
         for units in (due.in_flight, due.over_replicas):
             if unit in units:  # it was reduced in this backward already: its buckets must be free
                 units.remove(unit)
                 unit.land()
         for bucket in unit.buckets:
-            bucket.reduce(shards_only=mode is SyncMode.HOLD_SHARDS)
+            bucket.reduce(mode)
         if unit.buckets:
             due.in_flight.append(unit)
 
@@ -207,10 +203,7 @@ class PostBackward:
 
     def launch_last(self, due: Due) -> None:
         """`rest` was reduced: launch the buckets that did not fill, and all second stages."""
-        if not due.builds_graph:
-            self.buckets.launch_rest(due)
-        elif (brought := self.buckets.brought()) is not None:
-            _refuse_graph(brought)
+        self.buckets.launch_rest(due)
         for unit in list(due.in_flight):
             if unit.advance():
                 due.in_flight.remove(unit)
@@ -279,40 +272,40 @@ class PostBackward:
 
     # --- without a backward ----------------------------------------------------------------------
 
+    def _all_buckets(self) -> list[GradBucket]:
+        of_units = [bucket for unit in self._units for bucket in unit.buckets]
+        return [*of_units, *self.buckets.buckets]
+
     def hold(self) -> None:
         """Split backwards have assigned gradients: they wait to be reduced."""
-        of_units = [bucket for unit in self._units for bucket in unit.buckets]
-        for bucket in [*of_units, *self.buckets.buckets]:
-            bucket.hold()
+        for bucket in self._all_buckets():
+            bucket.reduce(SyncMode.HOLD)
         for unit in self._units:
             for sparse in unit.sparse:
                 sparse.hold_by_hand()
 
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated under `no_sync`."""
-        self._launched = [unit for unit in self._units if unit.holds]
-        for unit in self._launched:
-            for bucket in unit.buckets:
+        for bucket in self._all_buckets():
+            if bucket.accumulated.backwards:
+                bucket.look()
                 bucket.reduce()
-        self.buckets.launch_held()
 
     def land_held(self) -> None:
         """Wait for what `launch_held` launched."""
-        units, self._launched = self._launched, []
-        for unit in units:
-            unit.advance()
-        of_units = [bucket for unit in units for bucket in unit.buckets]
-        for bucket in [*self.buckets.buckets, *of_units]:
+        buckets = self._all_buckets()
+        for bucket in buckets:
+            bucket.advance()
+        for bucket in buckets:
             bucket.land()
             bucket.decide()
-        for unit in units:
+        for unit in self._units:
             for sparse in unit.sparse:
                 if sparse.holds:
                     sparse.reduce()
             unit.run_hooks()
-        for unit in self._units:
-            for bucket in unit.buckets:
-                bucket.run_hooks()
+        for bucket in buckets:
+            bucket.run_hooks()
 
     def compare_held(self, name: str) -> None:
         """On hosts, all ranks have accumulated equally often: a rank without gradients would launch
@@ -340,12 +333,3 @@ class PostBackward:
                     " Every rank must run the same backwards under no_sync. What was accumulated"
                     " is dropped on all ranks"
                 )
-
-
-def _refuse_graph(unit: UnitGradients) -> NoReturn:
-    raise DifferentiationError(
-        f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They"
-        " are reduced outside of autograd's graph, so nothing could be differentiated through"
-        " them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs,"
-        " create_graph=True), or leave create_graph=True out"
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 from weakref import ref
 
 from torch import Tensor
@@ -28,6 +29,7 @@ from composable.engine.params.param_hooks import (
     ignore_arrivals,
     run_post_accumulate_hooks,
 )
+from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
 
 
@@ -284,6 +286,15 @@ class UnitGradients:
         """Wait for what was launched; the sums go to the at-rest parameters."""
         for bucket in self.buckets:
             bucket.land()
+
+    def refuse_graph(self) -> NoReturn:
+        """A backward with `create_graph=True` has brought gradients here."""
+        raise DifferentiationError(
+            f"backward(create_graph=True) brought gradients to parameters of unit '{self.name}'."
+            " They are reduced outside of autograd's graph, so nothing could be differentiated"
+            " through them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs,"
+            " create_graph=True), or leave create_graph=True out"
+        )
 
     def drop_step(self) -> None:
         """The step is lost; buckets and sparse gradients are dropped by themselves."""

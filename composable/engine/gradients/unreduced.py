@@ -80,7 +80,6 @@ class Accumulated:
         marks: what is accumulated is plain, and marked as such; otherwise `Partial` says so.
         backwards: that brought them.
         wanted: which parameters trained in any of these.
-        absent: in place, indices of parameters that none of these brought.
         dtype: of what `add` and `add_shards` leave. In place, autograd adds in the gradient dtype.
     """
 
@@ -98,7 +97,6 @@ class Accumulated:
         """Nothing waits any more."""
         self.backwards = 0
         self.wanted: tuple[bool, ...] = ()
-        self.absent: Sequence[int] = ()
 
     def end(self) -> None:
         """What waited is about to be reduced, or is dropped."""
@@ -110,18 +108,11 @@ class Accumulated:
 
     # --- gradients come --------------------------------------------------------------------------
 
-    def begin(self, trainable: Sequence[bool], absent: Sequence[int] = ()) -> None:
-        """A backward leaves gradients here.
-
-        Args:
-            trainable: which parameters train in it.
-            absent: in place, indices of parameters that it brought no gradient for.
-        """
-        first = not self.backwards
-        self.absent = [index for index in absent if first or index in self.absent]
+    def begin(self, trainable: Sequence[bool]) -> None:
+        """A backward, in which these parameters train, leaves gradients here."""
         self.backwards += 1
         self.wanted = tuple(map(or_, self.wanted or trainable, trainable))
-        for at_rest in self._at_rest if self.marks and first else ():
+        for at_rest in self._at_rest if self.marks else ():
             set_holds_unreduced(at_rest, holds=True)
 
     def add(
