@@ -75,7 +75,6 @@ class Accumulation:
 class Accumulated:
     """The gradients of one bucket that wait to be reduced.
 
-    Args:
     Attributes:
         marks: what is accumulated is plain, and marked as such; otherwise `Partial` says so.
         backwards: that brought them.
@@ -86,7 +85,6 @@ class Accumulated:
     def __init__(self, params: Sequence[ManagedParam], reducer: Reducer) -> None:
         self._params = params
         self._at_rest = tuple(param.at_rest for param in params)
-        self._forms = tuple(param.info.form for param in params)
         self._reducer = reducer
         self.marks = all(param.at_rest is param.own for param in params)
         precision = reducer.precision
@@ -132,7 +130,7 @@ class Accumulated:
                 self._refuse_hooks_twice(index)
             if gradient is None:  # other ranks may have one
                 gradient = self._reducer.dense(index, None)
-            form, dtype = self._forms[index], self.dtype
+            form, dtype = self._params[index].info.form, self.dtype
             if before is None:
                 self._show(index, self._unreduced(index, gradient.to(dtype)))
             elif self.marks or _is_whole(before, form):
@@ -160,7 +158,7 @@ class Accumulated:
         at_rest = self._at_rest[index]
         if self.marks:
             return gradient_like(whole, at_rest)
-        return self._forms[index].unreduced(whole, at_rest)
+        return self._params[index].info.form.unreduced(whole, at_rest)
 
     def add_shards(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
         """Add gradients that are reduced over the shard dimension."""
@@ -173,8 +171,8 @@ class Accumulated:
             if isinstance(before, DTensor):  # a mean, the same on every replica
                 self._refuse_hooks_twice(index)
                 local = local + local_of(before)
-            first, shard_dim = self._forms[index].ndim, self._reducer.mesh_info.shard_dim
-            self._show(index, gradient_of_shards(local, at_rest, first, first + shard_dim))
+            form, shard_dim = self._params[index].info.form, self._reducer.mesh_info.shard_dim
+            self._show(index, gradient_of_shards(local, at_rest, form.ndim, form.ndim + shard_dim))
 
     def _refuse_hooks_twice(self, index: int) -> None:
         if gradient_hooks(self._at_rest[index]):
@@ -198,7 +196,7 @@ class Accumulated:
             held = at_rest.grad
             if held is None or not (self.wanted[index] if self.marks else is_unreduced(held)):
                 continue
-            if not self.marks and not _is_whole(held, self._forms[index]):
+            if not self.marks and not _is_whole(held, self._params[index].info.form):
                 carried.append((index, local_of(held)))  # type: ignore[arg-type]
                 continue
             fresh, (local,) = gradients[index], locals_of([held])
