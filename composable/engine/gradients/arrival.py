@@ -161,10 +161,6 @@ class Buckets:
             bucket = ArrivalBucket(unit, group, slots, repeats=repeats)
             self.buckets.append(bucket)
             self._bucket_of.update(dict.fromkeys(members, bucket))
-        self.follow_comm_hooks()
-
-    def follow_comm_hooks(self) -> None:
-        """Buckets, or communication hooks of units, were changed."""
         for unit in self._units:
             attach_comm_hooks(unit, [each for each in self.buckets if each.unit is unit])
 

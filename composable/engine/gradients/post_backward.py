@@ -118,7 +118,7 @@ class PostBackward:
         self.make_buckets()
 
     def make_buckets(self) -> None:
-        """Anew when parameters of replicated units were replaced."""
+        """Anew when parameters of replicated units were replaced, or what reduces them."""
         replicated = [unit for unit in self._units if unit.spec.kind is Kind.ARRIVAL]
         self.buckets = Buckets(replicated, self._agreed)
 

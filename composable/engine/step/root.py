@@ -373,12 +373,8 @@ class Root:
         self.agreed.stop_tracing(why)
 
     def unit_rebuilt(self) -> None:
-        """Parameters of a unit were replaced."""
+        """Parameters of a unit were replaced, or what reduces them."""
         self.post_backward.make_buckets()
-
-    def hooks_changed(self) -> None:
-        """Communication hooks of a unit were changed."""
-        self.post_backward.buckets.follow_comm_hooks()
 
     @property
     def phase(self) -> Phase:

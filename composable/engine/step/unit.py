@@ -807,7 +807,7 @@ class Unit:
         """See `UnitGradients`."""
         self.gradients.set_comm_hook(stage, hook, prefix)
         if self.root is not None:
-            self.root.hooks_changed()
+            self.root.unit_rebuilt()
 
     def set_mesh_info(self, mesh_info: MeshInfo) -> None:
         """Reduce gradients over other ranks; those that hold the shards together stay the same.
