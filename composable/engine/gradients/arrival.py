@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn, Protocol
 
 from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.grad_bucket import GradBucket
@@ -31,10 +31,15 @@ from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import Arrival, hear_arrivals, ignore_arrivals
 from composable.errors import PhaseError
 
-if TYPE_CHECKING:
-    from composable.engine.gradients.post_backward import Due
-
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
+
+
+class Backward(Protocol):
+    """What one iteration has to reduce (`Due`), as far as this file looks."""
+
+    builds_graph: bool
+    forwards: int
+    forwards_left: int
 
 
 class ArrivalBucket(GradBucket):
@@ -183,7 +188,7 @@ class Buckets:
             for bucket in self.buckets:
                 bucket.open(agreed=self._ready is None)
 
-    def arrived(self, param: ManagedParam, due: Due) -> None:
+    def arrived(self, param: ManagedParam, due: Backward) -> None:
         """Autograd has accumulated a gradient of `param`."""
         bucket = self._bucket_of.get(param)
         if bucket is None:
@@ -205,7 +210,7 @@ class Buckets:
                 break
             self._launch_next(due)
 
-    def _launch_next(self, due: Due) -> None:
+    def _launch_next(self, due: Backward) -> None:
         bucket = self.buckets[self._launched]
         unit, absent = bucket.unit, bucket.absent()
         if due.builds_graph and len(absent) < bucket.trainable.count(True):
@@ -223,7 +228,7 @@ class Buckets:
             if before.has_post_accumulate_hooks:
                 before.land()
 
-    def launch_rest(self, due: Due) -> None:
+    def launch_rest(self, due: Backward) -> None:
         """Backward is at its end: what has not come does not come."""
         while self.is_open and self._launched < len(self.buckets):
             self._launch_next(due)
