@@ -195,7 +195,7 @@ class UnitGradients:
         ranks = self.mesh_info_of(param).all.size
         in_place = param.compute is param.at_rest
         sparse = any(param in each.params for each in self.sparse)
-        arrived = _when_accumulated(self, param)
+        arrived = _when_accumulated(UnitGradients.arrived, self, param)
         if in_place:
             # Autograd would call users' hooks with the local gradient. `defer_hooks` moves them out
             # of the table that autograd reads, which holds `arrived` only; they are called when the
@@ -210,13 +210,17 @@ class UnitGradients:
             arrival = table, handle.id, arrived
             self._undo.append(handle.remove)
             if ranks > 1:
-                read_apart = _when_accumulated(self, param, at_rest=True)
+                read_apart = _when_accumulated(UnitGradients.arrived_at_rest, self, param)
                 self._undo.append(defer_hooks(param.at_rest, read_apart)[1])
         if not sparse and not (in_place and ranks == 1):
             self.arrivals[param] = arrival
 
-    def arrived(self, param: ManagedParam) -> None:
+    def arrived(self, param: ManagedParam, form: Tensor) -> None:
         """Autograd has accumulated a gradient on what modules compute with."""
+        if not form.requires_grad:
+            # torch calls hooks of parameters that were frozen after their forward, and accumulates
+            # nothing
+            return
         if param.compute is param.at_rest and self.mesh_info_of(param).all.size == 1:
             self.unhooked[param] = None
         for sparse in self.sparse:
@@ -317,10 +321,12 @@ class UnitGradients:
 
 
 def _when_accumulated(
-    unit: UnitGradients, param: ManagedParam, *, at_rest: bool = False
+    tell: Callable[[UnitGradients, ManagedParam, Tensor], None],
+    unit: UnitGradients,
+    param: ManagedParam,
 ) -> Callable[[Tensor], None]:
-    """What autograd calls when it has accumulated on the compute, or the at-rest, form of
-    `param`. Weak: torch holds it where the garbage collector does not look, and the unit holds the
+    """What autograd calls when it has accumulated on a form of `param`, and what calls `tell`.
+    Weak: torch holds it where the garbage collector does not look, and the unit holds the
     parameter.
     """
     to_unit, to_param = ref(unit), ref(param)
@@ -328,13 +334,7 @@ def _when_accumulated(
     @untraced
     def arrived(form: Tensor) -> None:
         unit, param = to_unit(), to_param()
-        if unit is None or param is None:
-            return
-        if at_rest:
-            unit.arrived_at_rest(param, form)
-        elif form.requires_grad:
-            # torch calls hooks of parameters that were frozen after their forward, and accumulates
-            # nothing
-            unit.arrived(param)
+        if unit is not None and param is not None:
+            tell(unit, param, form)
 
     return arrived
