@@ -53,8 +53,8 @@ class Due:
             reduced.
         reduced: units that were, where backward left them.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
-        left: until `PostBackward.in_one_order` is known, indices of units in the order in which
-            backward left them.
+        left: until the ranks have compared it, indices of units in the order in which backward
+            left them.
         builds_graph: the backward runs with `create_graph=True`.
         forwards, forwards_left: calls of the outermost module in training mode; how many of them
             backward has not entered.
@@ -91,30 +91,14 @@ class PostBackward:
 
     Attributes:
         beside: replicated units next to shards (`Kind.BESIDE`).
-        in_one_order: whether all ranks leave the units in one order in backward: None until
-            `_compare_left` has compared them, once and for good.
-        before: of a unit with shards, the replicated ones that backward left before it, and after
-            the unit with shards before that.
         buckets: of units that are reduced by arrival.
     """
 
-    def __init__(
-        self,
-        units: Sequence[UnitGradients],
-        agreed: AgreedOrder,
-    ) -> None:
+    def __init__(self, units: Sequence[UnitGradients], agreed: AgreedOrder) -> None:
         self._units = list(units)
         self._agreed = agreed
         self._indices = {unit: index for index, unit in enumerate(units)}
         self.beside = [unit for unit in units if unit.spec.kind is Kind.BESIDE]
-        # The root itself is left last on all ranks: there is nothing to compare if it is the only
-        # one.
-        alone = not self.beside or self.beside == self._units[:1]
-        self.in_one_order: bool | None = True if alone else agreed.in_one_order
-        self.before = {
-            self._units[unit]: [self._units[each] for each in before]
-            for unit, before in agreed.before.items()
-        }
         self.make_buckets()
 
     def make_buckets(self) -> None:
@@ -134,11 +118,13 @@ class PostBackward:
 
     def leave(self, unit: UnitGradients, due: Due) -> None:
         """Backward has left `unit`, and its parameters are resharded."""
-        if not self.in_one_order:
-            due.left.append(self._indices[unit])
+        agreed, index = self._agreed, self._indices[unit]
+        if agreed.in_one_order is None:
+            due.left.append(index)
         if unit in self.beside:
             return  # some ranks may skip it
-        for each in self.before.get(unit, ()):
+        for before in agreed.before.get(index, ()):
+            each = self._units[before]
             due.reduced[each] = None
             self.reduce(each, due)
         due.reduced[unit] = None
@@ -197,7 +183,9 @@ class PostBackward:
         order: dict[UnitGradients, None] = {}
         for unit in rest:
             if unit not in beside:  # it is left now
-                order |= dict.fromkeys(each for each in self.before.get(unit, ()) if each in beside)
+                for before in self._agreed.before.get(self._indices[unit], ()):
+                    if self._units[before] in beside:
+                        order[self._units[before]] = None
                 order[unit] = None
         return [*(order | beside)]
 
@@ -222,35 +210,34 @@ class PostBackward:
                     bucket.run_hooks()
             for sparse in unit.sparse if not due.builds_graph else ():
                 sparse.end_backward(reduces=now)
-        if self.in_one_order is None and all(reduces):
+        if self._agreed.in_one_order is None and all(reduces):
             self._compare_left(due)
 
     def _compare_left(self, due: Due) -> None:
         """Once: do all ranks leave units in one order? Some may run replicated modules that others
         do not, or in another order.
         """
-        comms = dict.fromkeys(unit.mesh_info.all for unit in self.beside)
-        self.in_one_order = len(comms) == 1
-        for comm in comms if self.in_one_order else ():
+        # The root is left last on all ranks: there is nothing to compare if it is the only one.
+        beside = [] if self.beside == self._units[:1] else self.beside
+        comms = dict.fromkeys(unit.mesh_info.all for unit in beside)
+        in_one_order = len(comms) == 1
+        for comm in comms if in_one_order else ():
             lowest, highest = comm.min_max(
                 [checksum(str(due.left))], "comparison of the order of units in backward"
             )
-            self.in_one_order = lowest == highest
-        if not self.in_one_order:
+            in_one_order = lowest == highest
+        if not in_one_order:
             self._agreed.agree_on_leaving(in_one_order=False)
             return
-        left, waiting = [self._units[index] for index in due.left], list[UnitGradients]()
-        for number, unit in enumerate(left, start=1):
-            if unit in left[number:] or unit.spec.is_read_apart:
+        left, waiting, before = due.left, list[int](), dict[int, tuple[int, ...]]()
+        for number, index in enumerate(left, start=1):
+            unit = self._units[index]
+            if index in left[number:] or unit.spec.is_read_apart:
                 continue  # left again; or tied: complete when all readers have been left
-            if unit in self.beside:
-                waiting.append(unit)
-            elif left.count(unit) == 1 and unit.mesh_info.all.size >= comm.size:  # on all ranks
-                self.before[unit], waiting = waiting, []
-        before = {
-            self._indices[unit]: tuple(self._indices[each] for each in before)
-            for unit, before in self.before.items()
-        }
+            if unit in beside:
+                waiting.append(index)
+            elif left.count(index) == 1 and unit.mesh_info.all.size >= comm.size:  # on all ranks
+                before[index], waiting = tuple(waiting), []
         self._agreed.agree_on_leaving(in_one_order=True, before=before)
 
     def drop(self, due: Due) -> list[CommunicationError]:
