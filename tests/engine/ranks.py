@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import LocalComm, MeshInfo, Traits
 from composable.contract.tree import Place
 from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import ManagedParam, ParamInfo
 from composable.engine.params.precision import Precision
@@ -178,11 +179,11 @@ def unshard(ranks: Sequence[Rank]) -> None:
     each(ranks, lambda rank: rank.group.unshard(), lambda rank: rank.group.wait_for_unshard())
 
 
-def reduce(ranks: Sequence[Rank], *, shards_only: bool = False) -> None:
+def reduce(ranks: Sequence[Rank], mode: SyncMode = SyncMode.REDUCE) -> None:
     """Reduce what backward left, as the root does at the end of a backward."""
     each(
         ranks,
-        lambda rank: rank.bucket.reduce(shards_only=shards_only),
+        lambda rank: rank.bucket.reduce(mode),
         lambda rank: rank.bucket.advance(),
         lambda rank: rank.bucket.land(),
         lambda rank: rank.bucket.decide(),

@@ -47,7 +47,7 @@ def _unit(
 
 
 def _filled(buckets: Buckets) -> list[list[int]]:
-    return [[int(param.fqn[1:]) for param in each.bucket.params] for each in buckets._buckets]
+    return [[int(param.fqn[1:]) for param in each.params] for each in buckets.buckets]
 
 
 @SETTINGS

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composable.comm import MeshInfo, Traits
 from composable.engine.gradients.reduction import ReductionState
+from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import ParamShape
 from composable.engine.params.param import cut
 from composable.engine.params.precision import Precision
@@ -293,7 +294,7 @@ def test_on_a_stream_what_some_rank_lacks_lands_at_the_end_of_backward_as_the_ho
 
 def _hold(ranks: Sequence[Rank], *values: float) -> None:
     _backward(ranks, *values)
-    each(ranks, lambda rank: rank.bucket.hold())
+    each(ranks, lambda rank: rank.bucket.reduce(SyncMode.HOLD))
 
 
 @pytest.mark.parametrize("mesh", ["shards", "packed", "hybrid"])
@@ -329,7 +330,7 @@ def test_a_reduced_gradient_goes_into_what_is_accumulated(mesh: str) -> None:
     for rank in ranks:
         # which gradients come may differ; the mean is not lost
         rank.backward([_filled(1.0)[0], None, None])
-    each(ranks, lambda rank: rank.bucket.hold())
+    each(ranks, lambda rank: rank.bucket.reduce(SyncMode.HOLD))
     reduce(ranks)
     for rank in ranks:
         assert [float(gradient.flatten()[0]) for gradient in rank.grads] == [6.0, 5.0, 5.0]
@@ -339,7 +340,7 @@ def test_accumulated_shards_of_a_hybrid_mesh_are_reduced_over_replicas_once() ->
     ranks = _ranks("hybrid")
     for value in (1.0, 2.0):
         _backward(ranks, *[value * rank for rank in (0, 2, 4, 6)])
-        reduce(ranks, shards_only=True)
+        reduce(ranks, SyncMode.HOLD_SHARDS)
     replicas = [1.0 + 2.0, 5.0 + 10.0]  # means over the shard dimension
     for index, rank in enumerate(ranks):
         gradient = rank.at_rest[0].grad
@@ -361,7 +362,7 @@ def test_tensor_hooks_would_be_called_twice_for_a_reduced_gradient_and_that_is_r
         PhaseError,
         match=r"parameter 'p0' has a reduced gradient, for which its tensor hooks were called",
     ):
-        ranks[0].bucket.hold()
+        ranks[0].bucket.reduce(SyncMode.HOLD)
 
 
 def test_what_froze_while_others_accumulated_is_reduced_with_them() -> None:

@@ -472,7 +472,7 @@ def _gradient_bytes(model: nn.Module) -> int:
     units = units_below([model])
     buckets = [bucket for unit in units for bucket in unit.gradients.buckets]
     roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
-    buckets += [each.bucket for root in roots for each in root.post_backward.buckets._buckets]
+    buckets += [each for root in roots for each in root.post_backward.buckets.buckets]
     parameters = [*model.parameters(), *(p for bucket in buckets for p in bucket.compute)]
     tensors = [
         *(p.grad for p in parameters),

@@ -28,11 +28,7 @@ from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.param_group import ParamGroup
-from composable.engine.params.param_hooks import (
-    Arrival,
-    hear_arrivals,
-    ignore_arrivals,
-)
+from composable.engine.params.param_hooks import Arrival, hear_arrivals, ignore_arrivals
 from composable.errors import PhaseError
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
@@ -44,8 +40,8 @@ class Backward(Protocol):
     builds_graph: bool
 
 
-class _Pending:
-    """A bucket, and which of its gradients this backward has not brought yet.
+class ArrivalBucket(GradBucket):
+    """A bucket that knows which of its gradients this backward has not brought yet.
 
     Once the order is agreed, and if no gradient is there when backward begins, only the last
     parameter of a bucket has a hook; `.grad` of the others is looked at when it is called. A call
@@ -57,30 +53,38 @@ class _Pending:
         repeats: autograd may accumulate several times on its parameters.
     """
 
-    __slots__ = ("bucket", "launched", "missing", "repeats", "silent", "unit")
-
-    def __init__(self, unit: UnitGradients, bucket: GradBucket, *, repeats: bool) -> None:
+    def __init__(
+        self,
+        unit: UnitGradients,
+        group: ParamGroup,
+        members: Sequence[tuple[ManagedParam, Slot]],
+        *,
+        repeats: bool,
+    ) -> None:
+        mesh_info, (first, _), (last, _) = unit.mesh_info, members[0], members[-1]
+        super().__init__(
+            members, group.precision, group.device, mesh_info,
+            label=f"gradient all-reduce of unit '{unit.name}' ('{first.fqn}' to '{last.fqn}')",
+            factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
+        )  # fmt: skip
         self.unit = unit
-        self.bucket = bucket
         self.repeats = repeats
         self.missing: dict[ManagedParam, None] | None = {}
         self.silent: list[Arrival] = []
-        self.launched = False
 
     def open(self, *, agreed: bool) -> None:
-        bucket = self.bucket
-        bucket.follow()
-        there = bucket.open()
-        self.launched = False
+        """A backward begins."""
+        self.follow()
+        there = self.look()
         # Hooks of users, optimizers in backward among them, put a reduced gradient there before
         # backward ends.
-        hooked = bucket.has_post_accumulate_hooks
-        if agreed and all(bucket.trainable) and not there and not hooked:
+        hooked = self.has_post_accumulate_hooks
+        if agreed and all(self.trainable) and not there and not hooked:
             self.missing = None
-            self.silent = [self.unit.arrivals[param] for param in bucket.params[:-1]]
+            self.silent = [self.unit.arrivals[param] for param in self.params[:-1]]
             ignore_arrivals(self.silent)
         else:
-            self.missing = dict.fromkeys(compress(bucket.params, bucket.trainable))
+            self.missing = dict.fromkeys(compress(self.params, self.trainable))
 
     @property
     def is_complete(self) -> bool:
@@ -89,24 +93,16 @@ class _Pending:
         """
         if self.repeats:
             return False
-        return not self.bucket.lacks_gradients if self.missing is None else not self.missing
-
-    @property
-    def has_any(self) -> bool:
-        """Whether this backward has brought a gradient."""
-        return len(self.absent()) < self.bucket.trainable.count(True)
+        return not self.lacks_gradients if self.missing is None else not self.missing
 
     def absent(self) -> list[int]:
         """Indices of parameters that this backward has brought no gradient for."""
         if self.missing is None:
-            return [
-                index
-                for index, parameter in enumerate(self.bucket.compute)
-                if parameter.grad is None
-            ]
-        return [index for index, param in enumerate(self.bucket.params) if param in self.missing]
+            return [index for index, each in enumerate(self.compute) if each.grad is None]
+        return [index for index, param in enumerate(self.params) if param in self.missing]
 
     def close(self) -> None:
+        """It has ended."""
         hear_arrivals(self.silent)
         self.silent = []
 
@@ -116,17 +112,14 @@ class Buckets:
 
     Attributes:
         is_open: a backward is under way.
+        buckets: in the order in which they are launched.
     """
 
-    def __init__(
-        self,
-        units: Sequence[UnitGradients],
-        agreed: AgreedOrder,
-    ) -> None:
+    def __init__(self, units: Sequence[UnitGradients], agreed: AgreedOrder) -> None:
         self._units = list(units)
         self._agreed = agreed
         self.is_open = self._by_arrival = False
-        self._next = 0  # in `_buckets`
+        self._launched = 0  # of `buckets`, in this backward
         # in the order of arrival, until the order is agreed
         self._ready: list[ManagedParam] | None = [] if agreed.buckets is None else None
         self._again: set[ManagedParam] = set()  # of these, that arrived again in one backward
@@ -163,36 +156,21 @@ class Buckets:
                 sizes[key] = 0
         filled += list(open_buckets.items())
         filled.sort(key=lambda each: each[0][1])  # the others do not wait for those
-        self._buckets: list[_Pending] = []
-        self._bucket_of: dict[ManagedParam, _Pending] = {}
+        self.buckets: list[ArrivalBucket] = []
+        self._bucket_of: dict[ManagedParam, ArrivalBucket] = {}
         for (group, repeats), members in filled:
             unit = self._members[members[0]][0]
             slots = [(param, self._members[param][2]) for param in members]
-            bucket = GradBucket(
-                slots, group.precision, group.device, unit.mesh_info,
-                label=f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to"
-                f" '{members[-1].fqn}')",
-                factor=unit.factor_of(unit.mesh_info), keeps=unit.spec.keeps_buckets,
-            )  # fmt: skip
-            pending = _Pending(unit, bucket, repeats=repeats)
-            self._buckets.append(pending)
-            self._bucket_of.update(dict.fromkeys(members, pending))
-        self.follow_comm_hooks()
-
-    @property
-    def buckets(self) -> list[GradBucket]:
-        """In the order in which they are launched."""
-        return [each.bucket for each in self._buckets]
-
-    def follow_comm_hooks(self) -> None:
-        """Buckets, or communication hooks of units, were changed."""
+            bucket = ArrivalBucket(unit, group, slots, repeats=repeats)
+            self.buckets.append(bucket)
+            self._bucket_of.update(dict.fromkeys(members, bucket))
         for unit in self._units:
-            attach_comm_hooks(unit, [each.bucket for each in self._buckets if each.unit is unit])
+            attach_comm_hooks(unit, [each for each in self.buckets if each.unit is unit])
 
     def follow(self) -> None:
         """Parameters were frozen or unfrozen."""
-        for each in self._buckets:
-            each.bucket.follow()
+        for bucket in self.buckets:
+            bucket.follow()
 
     def open(self, *, by_arrival: bool) -> None:
         """A backward begins; every bucket takes part in it, whichever gradient came first.
@@ -203,67 +181,63 @@ class Buckets:
                 arrive, and all are launched at the end.
         """
         if not self.is_open:
-            self.is_open, self._next = True, 0
+            self.is_open, self._launched = True, 0
             self._by_arrival = by_arrival and self._ready is None
-            for each in self._buckets:
-                each.open(agreed=self._ready is None)
+            for bucket in self.buckets:
+                bucket.open(agreed=self._ready is None)
 
     def arrived(self, param: ManagedParam, due: Backward) -> None:
         """Autograd has accumulated a gradient of `param`."""
-        each = self._bucket_of.get(param)
-        if each is None:
+        bucket = self._bucket_of.get(param)
+        if bucket is None:
             return  # sparse gradients are summed at the end of backward
-        if each.launched:
-            _refuse_second_gradient(each.unit, param)
-        if each.missing is not None and param in each.missing:
-            del each.missing[param]
+        if bucket in self.buckets[: self._launched]:
+            _refuse_second_gradient(bucket.unit, param)
+        if bucket.missing is not None and param in bucket.missing:
+            del bucket.missing[param]
             if self._ready is not None:
                 self._ready.append(param)
         elif self._ready is not None:
             self._again.add(param)
         while (
             self._by_arrival
-            and self._next < len(self._buckets)
-            and self._buckets[self._next].is_complete
+            and self._launched < len(self.buckets)
+            and self.buckets[self._launched].is_complete
         ):
             self._launch_next(due)
 
     def _launch_next(self, due: Backward) -> None:
-        each = self._buckets[self._next]
-        self._next += 1
-        each.launched = True
+        bucket = self.buckets[self._launched]
+        unit, absent = bucket.unit, bucket.absent()
+        if due.builds_graph and len(absent) < bucket.trainable.count(True):
+            unit.refuse_graph()
+        self._launched += 1
         if due.builds_graph:
             return
-        absent = each.absent()
-        if each.unit.accumulation.now is not SyncMode.REDUCE:
-            each.bucket.hold(absent)
-            return
-        each.bucket.reduce(absent)
+        bucket.reduce(unit.accumulation.now, absent)
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
         # and not only at the end.
-        for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
-            if before.bucket.has_post_accumulate_hooks:
-                before.bucket.land()
+        for before in self.buckets[max(0, self._launched - 2) : self._launched - 1]:
+            if before.has_post_accumulate_hooks:
+                before.land()
 
     def launch_rest(self, due: Backward) -> None:
         """Backward is at its end: what has not come does not come."""
-        if not self.is_open:
-            return
-        while self._next < len(self._buckets):
+        while self.is_open and self._launched < len(self.buckets):
             self._launch_next(due)
 
     def land(self) -> None:
         """Wait for all buckets, in their order."""
         if not self.is_open:
             return
-        for each in self._buckets:
-            if each.missing is None and each.bucket.reduction is not None:
-                for param in each.bucket.params:  # what was there has been taken
+        for bucket in self.buckets:
+            if bucket.missing is None and bucket.reduction is not None:
+                for param in bucket.params:  # what was there has been taken
                     if param.compute.grad is not None:
-                        _refuse_second_gradient(each.unit, param)
-            each.bucket.land()
-            each.bucket.decide()
-            each.close()
+                        _refuse_second_gradient(bucket.unit, param)
+            bucket.land()
+            bucket.decide()
+            bucket.close()
         self.is_open = False
         # On ranks without any gradient, too: the order is broadcast.
         if (
@@ -294,31 +268,20 @@ class Buckets:
         self._agreed.agree_on_buckets(order, compress(known, again))
         self._fill(order)
 
-    def launch_held(self) -> None:
-        """Launch the reduction of what was accumulated, outside of backward."""
-        for each in self._buckets:
-            if each.bucket.accumulated.backwards:
-                each.bucket.open()
-                # all are absent: no backward has brought anything new
-                each.bucket.reduce(range(len(each.bucket.params)))
-
     @property
     def backwards(self) -> int:
         """The most backwards that one of them has accumulated."""
-        return max((each.bucket.accumulated.backwards for each in self._buckets), default=0)
+        return max((each.accumulated.backwards for each in self.buckets), default=0)
 
     def drops(self) -> list[Callable[[], None]]:
         """The step is lost; returns what forgets local gradients that were not reduced."""
         is_open, self.is_open = self.is_open, False
-        for each in self._buckets:
-            each.close()
+        for bucket in self.buckets:
+            bucket.close()
         return [
-            partial(each.bucket.drop, begun=is_open and not each.launched) for each in self._buckets
+            partial(bucket.drop, begun=is_open and index >= self._launched)
+            for index, bucket in enumerate(self.buckets)
         ]
-
-    def brought(self) -> UnitGradients | None:
-        """A unit that this backward has brought a gradient to."""
-        return next((each.unit for each in self._buckets if self.is_open and each.has_any), None)
 
 
 def _refuse_second_gradient(unit: UnitGradients, param: ManagedParam) -> NoReturn:

@@ -35,7 +35,7 @@ from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.reduction import Reducer, Reduction
 from composable.engine.gradients.row import Counts, counts_of
-from composable.engine.gradients.unreduced import Accumulated
+from composable.engine.gradients.unreduced import Accumulated, SyncMode
 from composable.engine.params.dtensors import gradient_like, is_unreduced
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, gradient_of, trainability
@@ -64,15 +64,15 @@ class GradBucket:
         members: parameters with equal precision, device and mesh, and their slots.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
             what was asked for.
-        keeps: gradients live in the bucket from step to step (`gradient_as_bucket_view`).
+        home: where reduced gradients rest, if not on the device.
+        keeps: gradients live in the bucket from step to step.
 
     Attributes:
         reducer: sends the message.
         reduction: the message in flight; None if there is none.
-        home: where gradients rest under CPU offload.
         in_place: autograd accumulates on the very parameters that users see: what is there already
             is part of the gradient.
-        trainable, trains: which of its parameters get a gradient; whether any does.
+        trainable: which of its parameters get a gradient.
         accumulated: gradients that wait to be reduced.
     """
 
@@ -92,8 +92,7 @@ class GradBucket:
         self.at_rest = tuple(param.at_rest for param in self.params)
         self.compute = tuple(param.compute for param in self.params)
         slots = [slot for _, slot in members]
-        self._forms = tuple(param.info.form for param in self.params)
-        self._are_whole = all(form.is_whole for form in self._forms)
+        self._are_whole = all(param.info.form.is_whole for param in self.params)
         self.in_place = all(map(is_, self.at_rest, self.compute))
         # What is added to a gradient that is there must not be in its memory already.
         keeps = keeps and self.in_place and precision.reduce == precision.gradient
@@ -103,14 +102,14 @@ class GradBucket:
             label=label, offloaded=home is not None, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
-        self.home = home
+        self._to_rest = list if home is None else home.take
         self.accumulated = Accumulated(self.params, self.reducer)
         # in place, a tensor hook of the unit multiplies what arrives
         self._factor = 1.0 if self.in_place else factor
         # in place, some gradients were there before this backward
         self._stay = False
-        # Gradients land, but users' post-accumulate hooks wait for the end of no_sync: one rank, or
-        # level="replicate" on a mesh without replicas.
+        # Under no_sync users' post-accumulate hooks wait for its end, also where gradients land
+        # before: on one rank, or by level="replicate" on a mesh without replicas.
         self._hooks_wait = False
         self._unhooked: dict[int, None] = {}  # parameters whose hooks wait
         # sums that have landed, whose rows were not read yet, and parameters that need it
@@ -122,7 +121,6 @@ class GradBucket:
     def follow(self) -> None:
         """Parameters may have been frozen or unfrozen."""
         self.trainable = tuple(map(trainability, self.at_rest))
-        self.trains = any(self.trainable)
         # in place, a frozen one keeps what earlier backwards have brought
         self._taken = (
             tuple(compress(self.compute, self.trainable)) if self.in_place else self.compute
@@ -145,9 +143,9 @@ class GradBucket:
         """Whether backward has not left a gradient for each parameter."""
         return any(map(is_, map(gradient_of, self.compute), repeat(None)))
 
-    def open(self) -> bool:
-        """A backward begins. Returns whether gradients are there; in place they stay, as a part of
-        the sum.
+    def look(self) -> bool:
+        """Before gradients come, or outside of backwards: whether some are there. In place they
+        stay, as a part of the sum.
         """
         there = self.has_gradients
         self._stay = there and self.in_place
@@ -158,24 +156,22 @@ class GradBucket:
         some were there before, and the sums will be copied to them.
         """
         gradients = list(map(gradient_of, self.compute))
+        # `torch.nn.functional.embedding(..., sparse=True)`; None is not sparse
+        if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
+            for parameter in self.compute:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to_dense()
+            gradients = list(map(gradient_of, self.compute))
         if not self._stay:
             for parameter in self._taken:
                 parameter.grad = None
+        self._stay = False
         if not self._are_whole:
             reduce = self.reducer.precision.reduce
             gradients = [
-                form.local_gradient(gradient, reduce)
-                for form, gradient in zip(self._forms, gradients, strict=True)
+                param.info.form.local_gradient(gradient, reduce)
+                for param, gradient in zip(self.params, gradients, strict=True)
             ]
-        # `torch.nn.functional.embedding(..., sparse=True)`; None is not sparse
-        if any(map(getattr, gradients, repeat("is_sparse"), repeat(False))):
-            gradients = [
-                None if gradient is None else gradient.to_dense() for gradient in gradients
-            ]
-            for parameter, gradient in zip(self.compute, gradients, strict=True):
-                if parameter.grad is not None:
-                    # it stays, and the reduced gradient will be copied to it
-                    parameter.grad = gradient
         return gradients if self._factor == 1.0 else self._multiplied(gradients)
 
     def _multiplied(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -194,41 +190,29 @@ class GradBucket:
 
     # --- accumulation and reduction --------------------------------------------------------------
 
-    def hold(self, absent: Sequence[int] = ()) -> None:
-        """Add this backward's gradients to what waits on the at-rest parameters (`no_sync`).
+    def reduce(self, mode: SyncMode = SyncMode.REDUCE, absent: Sequence[int] = ()) -> None:
+        """Launch the reduction of what is here, or accumulate it. All ranks call it at the same
+        point of their program.
 
         Args:
             absent: in place, indices of parameters that this backward brought no gradient for.
         """
-        if self.reducer.is_alone:
-            self._hooks_wait = True
-            self._land_alone()
-        elif self.trains:
-            self.accumulated.begin(self.trainable, absent)
-            if not self.in_place:  # there autograd has added them
-                self.accumulated.add(self._take(), self.trainable)
-
-    def reduce(self, absent: Sequence[int] = (), *, shards_only: bool = False) -> None:
-        """Launch the reduction of what is here. All ranks call it at the same point of their
-        program.
-
-        Args:
-            absent: as for `hold`.
-            shards_only: reduce over the shard dimension only, and accumulate the result
-                (`no_sync(level="replicate")`).
-        """
         reducer, left = self.reducer, self.accumulated
-        assert self.reduction is None
-        if not self.trains and not left.backwards:
+        if not left.backwards and not any(self.trainable):
             return
-        if shards_only and reducer.shard_comm is None:
-            self.hold()
-            return
-        self._hooks_wait = shards_only and reducer.mesh_info.replicate is None
+        self._hooks_wait = mode is not SyncMode.REDUCE
         if reducer.is_alone:
             self._land_alone()
             return
-        shards_only = shards_only and reducer.mesh_info.replicate is not None
+        if mode is SyncMode.HOLD_SHARDS and reducer.shard_comm is None:
+            mode = SyncMode.HOLD
+        if mode is SyncMode.HOLD:
+            left.begin(self.trainable)
+            if not self.in_place:  # there autograd has added them
+                left.add(self._take(), self.trainable)
+            return
+        assert self.reduction is None
+        shards_only = mode is SyncMode.HOLD_SHARDS and reducer.mesh_info.replicate is not None
         trainable = tuple(map(or_, left.wanted, self.trainable)) if left.wanted else self.trainable
         counts = _NO_COUNTS
         if reducer.compares:
@@ -236,7 +220,7 @@ class GradBucket:
         carried: Sequence[tuple[int, Tensor]] = ()
         gradients = self._take()
         if left.backwards:
-            absent = [index for index in absent if index in left.absent]
+            absent = ()  # what waits is part of the sum
             if not self.in_place:
                 gradients, carried = left.take(gradients)
         if shards_only:
@@ -291,13 +275,11 @@ class GradBucket:
     def _deliver(self, reduction: Reduction, indices: Sequence[int]) -> None:
         plan = reduction.plan
         dtype = self.accumulated.dtype if reduction.shards_only else self.reducer.precision.gradient
-        flat = reduction.flat.to(dtype)
-        if self.home is not None:
-            (flat,) = self.home.take([flat])
+        (flat,) = self._to_rest([reduction.flat.to(dtype)])
         fresh = plan.views(flat, indices)
         if reduction.shards_only:
-            if self.home is not None and any(self.at_rest[i].grad is not None for i in indices):
-                wait_for_traffic()  # the host adds to them
+            if any(self.at_rest[index].grad is not None for index in indices):
+                wait_for_traffic()  # the host may add to them
             self.accumulated.add_shards(indices, fresh)
         elif plan.specs:
             specs = [plan.specs[index] for index in indices]
@@ -322,8 +304,8 @@ class GradBucket:
             if not merges:  # nearly always
                 for parameter, gradient in zip(parameters, gradients, strict=True):
                     parameter.grad = gradient
-        if self.home is not None and (merges or after):
-            wait_for_traffic()
+        if merges or after:
+            wait_for_traffic()  # of gradients that rest on the host
         if merges:
             self._merge(parameters, grads, gradients, hooked=hooked)
         if after:
@@ -369,10 +351,8 @@ class GradBucket:
         ]
         precision = self.reducer.precision
         fresh = [gradient.to(precision.reduce).to(precision.gradient) for _, gradient in there]
-        if self.home is not None:
-            fresh = self.home.take(fresh)
         indices = [index for index, _ in there]
-        self._put(indices, self._wrapped(indices, fresh))
+        self._put(indices, self._wrapped(indices, self._to_rest(fresh)))
 
     # --- giving up -------------------------------------------------------------------------------
 

@@ -30,15 +30,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NoReturn
+from typing import Final
 
 from composable.comm.ledger import checksum, debug_enabled
 from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.arrival import Buckets
+from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.unit_gradients import UnitGradients
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.param_group import Kind
-from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError
+from composable.errors import CommunicationError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 
@@ -52,8 +53,8 @@ class Due:
             reduced.
         reduced: units that were, where backward left them.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
-        left: until `PostBackward.in_one_order` is known, indices of units in the order in which
-            backward left them.
+        left: until the ranks have compared it, indices of units in the order in which backward
+            left them.
         builds_graph: the backward runs with `create_graph=True`.
     """
 
@@ -81,35 +82,18 @@ class PostBackward:
 
     Attributes:
         beside: replicated units next to shards (`Kind.BESIDE`).
-        in_one_order: whether all ranks leave the units in one order in backward: None until
-            `_compare_left` has compared them, once and for good.
-        before: of a unit with shards, the replicated ones that backward left before it, and after
-            the unit with shards before that.
         buckets: of units that are reduced by arrival.
     """
 
-    def __init__(
-        self,
-        units: Sequence[UnitGradients],
-        agreed: AgreedOrder,
-    ) -> None:
+    def __init__(self, units: Sequence[UnitGradients], agreed: AgreedOrder) -> None:
         self._units = list(units)
         self._agreed = agreed
         self._indices = {unit: index for index, unit in enumerate(units)}
         self.beside = [unit for unit in units if unit.spec.kind is Kind.BESIDE]
-        # The root itself is left last on all ranks: there is nothing to compare if it is the only
-        # one.
-        alone = not self.beside or self.beside == self._units[:1]
-        self.in_one_order: bool | None = True if alone else agreed.in_one_order
-        self.before = {
-            self._units[unit]: [self._units[each] for each in before]
-            for unit, before in agreed.before.items()
-        }
-        self._launched: list[UnitGradients] = []  # by `launch_held`, until `land_held`
         self.make_buckets()
 
     def make_buckets(self) -> None:
-        """Anew when parameters of replicated units were replaced."""
+        """Anew when parameters of replicated units were replaced, or what reduces them."""
         replicated = [unit for unit in self._units if unit.spec.kind is Kind.ARRIVAL]
         self.buckets = Buckets(replicated, self._agreed)
 
@@ -125,11 +109,13 @@ class PostBackward:
 
     def leave(self, unit: UnitGradients, due: Due) -> None:
         """Backward has left `unit`, and its parameters are resharded."""
-        if not self.in_one_order:
-            due.left.append(self._indices[unit])
+        agreed, index = self._agreed, self._indices[unit]
+        if agreed.in_one_order is None:
+            due.left.append(index)
         if unit in self.beside:
             return  # some ranks may skip it
-        for each in self.before.get(unit, ()):
+        for before in agreed.before.get(index, ()):
+            each = self._units[before]
             due.reduced[each] = None
             self.reduce(each, due)
         due.reduced[unit] = None
@@ -154,18 +140,14 @@ class PostBackward:
             unit.run_hooks()
         if due.builds_graph:
             if unit.are_there:
-                _refuse_graph(unit)
-            return
-        if mode is SyncMode.HOLD:
-            for bucket in unit.buckets:
-                bucket.hold()
+                unit.refuse_graph()
             return
         for units in (due.in_flight, due.over_replicas):
             if unit in units:  # it was reduced in this backward already: its buckets must be free
                 units.remove(unit)
                 unit.land()
         for bucket in unit.buckets:
-            bucket.reduce(shards_only=mode is SyncMode.HOLD_SHARDS)
+            bucket.reduce(mode)
         if unit.buckets:
             due.in_flight.append(unit)
 
@@ -192,16 +174,15 @@ class PostBackward:
         order: dict[UnitGradients, None] = {}
         for unit in rest:
             if unit not in beside:  # it is left now
-                order |= dict.fromkeys(each for each in self.before.get(unit, ()) if each in beside)
+                for before in self._agreed.before.get(self._indices[unit], ()):
+                    if self._units[before] in beside:
+                        order[self._units[before]] = None
                 order[unit] = None
         return [*(order | beside)]
 
     def launch_last(self, due: Due) -> None:
         """`rest` was reduced: launch the buckets that did not fill, and all second stages."""
-        if not due.builds_graph:
-            self.buckets.launch_rest(due)
-        elif (brought := self.buckets.brought()) is not None:
-            _refuse_graph(brought)
+        self.buckets.launch_rest(due)
         for unit in list(due.in_flight):
             if unit.advance():
                 due.in_flight.remove(unit)
@@ -220,35 +201,34 @@ class PostBackward:
                     bucket.run_hooks()
             for sparse in unit.sparse if not due.builds_graph else ():
                 sparse.end_backward(reduces=now)
-        if self.in_one_order is None and all(reduces):
+        if self._agreed.in_one_order is None and all(reduces):
             self._compare_left(due)
 
     def _compare_left(self, due: Due) -> None:
         """Once: do all ranks leave units in one order? Some may run replicated modules that others
         do not, or in another order.
         """
-        comms = dict.fromkeys(unit.mesh_info.all for unit in self.beside)
-        self.in_one_order = len(comms) == 1
-        for comm in comms if self.in_one_order else ():
+        # The root is left last on all ranks: there is nothing to compare if it is the only one.
+        beside = [] if self.beside == self._units[:1] else self.beside
+        comms = dict.fromkeys(unit.mesh_info.all for unit in beside)
+        in_one_order = len(comms) == 1
+        for comm in comms if in_one_order else ():
             lowest, highest = comm.min_max(
                 [checksum(str(due.left))], "comparison of the order of units in backward"
             )
-            self.in_one_order = lowest == highest
-        if not self.in_one_order:
+            in_one_order = lowest == highest
+        if not in_one_order:
             self._agreed.agree_on_leaving(in_one_order=False)
             return
-        left, waiting = [self._units[index] for index in due.left], list[UnitGradients]()
-        for number, unit in enumerate(left, start=1):
-            if unit in left[number:] or unit.spec.is_read_apart:
+        left, waiting, before = due.left, list[int](), dict[int, tuple[int, ...]]()
+        for number, index in enumerate(left, start=1):
+            unit = self._units[index]
+            if index in left[number:] or unit.spec.is_read_apart:
                 continue  # left again; or tied: complete when all readers have been left
-            if unit in self.beside:
-                waiting.append(unit)
-            elif left.count(unit) == 1 and unit.mesh_info.all.size >= comm.size:  # on all ranks
-                self.before[unit], waiting = waiting, []
-        before = {
-            self._indices[unit]: tuple(self._indices[each] for each in before)
-            for unit, before in self.before.items()
-        }
+            if unit in beside:
+                waiting.append(index)
+            elif left.count(index) == 1 and unit.mesh_info.all.size >= comm.size:  # on all ranks
+                before[index], waiting = tuple(waiting), []
         self._agreed.agree_on_leaving(in_one_order=True, before=before)
 
     def drop(self, due: Due) -> list[CommunicationError]:
@@ -270,40 +250,40 @@ class PostBackward:
 
     # --- without a backward ----------------------------------------------------------------------
 
+    def _all_buckets(self) -> list[GradBucket]:
+        of_units = [bucket for unit in self._units for bucket in unit.buckets]
+        return [*of_units, *self.buckets.buckets]
+
     def hold(self) -> None:
         """Split backwards have assigned gradients: they wait to be reduced."""
-        of_units = [bucket for unit in self._units for bucket in unit.buckets]
-        for bucket in [*of_units, *self.buckets.buckets]:
-            bucket.hold()
+        for bucket in self._all_buckets():
+            bucket.reduce(SyncMode.HOLD)
         for unit in self._units:
             for sparse in unit.sparse:
                 sparse.hold_by_hand()
 
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated under `no_sync`."""
-        self._launched = [unit for unit in self._units if unit.holds]
-        for unit in self._launched:
-            for bucket in unit.buckets:
+        for bucket in self._all_buckets():
+            if bucket.accumulated.backwards:
+                bucket.look()
                 bucket.reduce()
-        self.buckets.launch_held()
 
     def land_held(self) -> None:
         """Wait for what `launch_held` launched."""
-        units, self._launched = self._launched, []
-        for unit in units:
-            unit.advance()
-        of_units = [bucket for unit in units for bucket in unit.buckets]
-        for bucket in [*self.buckets.buckets, *of_units]:
+        buckets = self._all_buckets()
+        for bucket in buckets:
+            bucket.advance()
+        for bucket in buckets:
             bucket.land()
             bucket.decide()
-        for unit in units:
+        for unit in self._units:
             for sparse in unit.sparse:
                 if sparse.holds:
                     sparse.reduce()
             unit.run_hooks()
-        for unit in self._units:
-            for bucket in unit.buckets:
-                bucket.run_hooks()
+        for bucket in buckets:
+            bucket.run_hooks()
 
     def compare_held(self, name: str) -> None:
         """On hosts, all ranks have accumulated equally often: a rank without gradients would launch
@@ -331,12 +311,3 @@ class PostBackward:
                     " Every rank must run the same backwards under no_sync. What was accumulated"
                     " is dropped on all ranks"
                 )
-
-
-def _refuse_graph(unit: UnitGradients) -> NoReturn:
-    raise DifferentiationError(
-        f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They"
-        " are reduced outside of autograd's graph, so nothing could be differentiated through"
-        " them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs,"
-        " create_graph=True), or leave create_graph=True out"
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 from weakref import ref
 
 from torch import Tensor
@@ -28,6 +29,7 @@ from composable.engine.params.param_hooks import (
     ignore_arrivals,
     run_post_accumulate_hooks,
 )
+from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
 
 
@@ -193,7 +195,7 @@ class UnitGradients:
         ranks = self.mesh_info_of(param).all.size
         in_place = param.compute is param.at_rest
         sparse = any(param in each.params for each in self.sparse)
-        arrived = _when_accumulated(self, param)
+        arrived = _when_accumulated(UnitGradients.arrived, self, param)
         if in_place:
             # Autograd would call users' hooks with the local gradient. `defer_hooks` moves them out
             # of the table that autograd reads, which holds `arrived` only; they are called when the
@@ -208,13 +210,17 @@ class UnitGradients:
             arrival = table, handle.id, arrived
             self._undo.append(handle.remove)
             if ranks > 1:
-                read_apart = _when_accumulated(self, param, at_rest=True)
+                read_apart = _when_accumulated(UnitGradients.arrived_at_rest, self, param)
                 self._undo.append(defer_hooks(param.at_rest, read_apart)[1])
         if not sparse and not (in_place and ranks == 1):
             self.arrivals[param] = arrival
 
-    def arrived(self, param: ManagedParam) -> None:
+    def arrived(self, param: ManagedParam, form: Tensor) -> None:
         """Autograd has accumulated a gradient on what modules compute with."""
+        if not form.requires_grad:
+            # torch calls hooks of parameters that were frozen after their forward, and accumulates
+            # nothing
+            return
         if param.compute is param.at_rest and self.mesh_info_of(param).all.size == 1:
             self.unhooked[param] = None
         for sparse in self.sparse:
@@ -285,6 +291,15 @@ class UnitGradients:
         for bucket in self.buckets:
             bucket.land()
 
+    def refuse_graph(self) -> NoReturn:
+        """A backward with `create_graph=True` has brought gradients here."""
+        raise DifferentiationError(
+            f"backward(create_graph=True) brought gradients to parameters of unit '{self.name}'."
+            " They are reduced outside of autograd's graph, so nothing could be differentiated"
+            " through them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs,"
+            " create_graph=True), or leave create_graph=True out"
+        )
+
     def drop_step(self) -> None:
         """The step is lost; buckets and sparse gradients are dropped by themselves."""
         self.unhooked = {}
@@ -306,10 +321,12 @@ class UnitGradients:
 
 
 def _when_accumulated(
-    unit: UnitGradients, param: ManagedParam, *, at_rest: bool = False
+    tell: Callable[[UnitGradients, ManagedParam, Tensor], None],
+    unit: UnitGradients,
+    param: ManagedParam,
 ) -> Callable[[Tensor], None]:
-    """What autograd calls when it has accumulated on the compute, or the at-rest, form of
-    `param`. Weak: torch holds it where the garbage collector does not look, and the unit holds the
+    """What autograd calls when it has accumulated on a form of `param`, and what calls `tell`.
+    Weak: torch holds it where the garbage collector does not look, and the unit holds the
     parameter.
     """
     to_unit, to_param = ref(unit), ref(param)
@@ -317,13 +334,7 @@ def _when_accumulated(
     @untraced
     def arrived(form: Tensor) -> None:
         unit, param = to_unit(), to_param()
-        if unit is None or param is None:
-            return
-        if at_rest:
-            unit.arrived_at_rest(param, form)
-        elif form.requires_grad:
-            # torch calls hooks of parameters that were frozen after their forward, and accumulates
-            # nothing
-            unit.arrived(param)
+        if unit is not None and param is not None:
+            tell(unit, param, form)
 
     return arrived

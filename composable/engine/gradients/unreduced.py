@@ -75,19 +75,16 @@ class Accumulation:
 class Accumulated:
     """The gradients of one bucket that wait to be reduced.
 
-    Args:
     Attributes:
         marks: what is accumulated is plain, and marked as such; otherwise `Partial` says so.
         backwards: that brought them.
         wanted: which parameters trained in any of these.
-        absent: in place, indices of parameters that none of these brought.
         dtype: of what `add` and `add_shards` leave. In place, autograd adds in the gradient dtype.
     """
 
     def __init__(self, params: Sequence[ManagedParam], reducer: Reducer) -> None:
         self._params = params
         self._at_rest = tuple(param.at_rest for param in params)
-        self._forms = tuple(param.info.form for param in params)
         self._reducer = reducer
         self.marks = all(param.at_rest is param.own for param in params)
         precision = reducer.precision
@@ -98,7 +95,6 @@ class Accumulated:
         """Nothing waits any more."""
         self.backwards = 0
         self.wanted: tuple[bool, ...] = ()
-        self.absent: Sequence[int] = ()
 
     def end(self) -> None:
         """What waited is about to be reduced, or is dropped."""
@@ -110,18 +106,11 @@ class Accumulated:
 
     # --- gradients come --------------------------------------------------------------------------
 
-    def begin(self, trainable: Sequence[bool], absent: Sequence[int] = ()) -> None:
-        """A backward leaves gradients here.
-
-        Args:
-            trainable: which parameters train in it.
-            absent: in place, indices of parameters that it brought no gradient for.
-        """
-        first = not self.backwards
-        self.absent = [index for index in absent if first or index in self.absent]
+    def begin(self, trainable: Sequence[bool]) -> None:
+        """A backward, in which these parameters train, leaves gradients here."""
         self.backwards += 1
         self.wanted = tuple(map(or_, self.wanted or trainable, trainable))
-        for at_rest in self._at_rest if self.marks and first else ():
+        for at_rest in self._at_rest if self.marks else ():
             set_holds_unreduced(at_rest, holds=True)
 
     def add(
@@ -141,7 +130,7 @@ class Accumulated:
                 self._refuse_hooks_twice(index)
             if gradient is None:  # other ranks may have one
                 gradient = self._reducer.dense(index, None)
-            form, dtype = self._forms[index], self.dtype
+            form, dtype = self._params[index].info.form, self.dtype
             if before is None:
                 self._show(index, self._unreduced(index, gradient.to(dtype)))
             elif self.marks or _is_whole(before, form):
@@ -169,7 +158,7 @@ class Accumulated:
         at_rest = self._at_rest[index]
         if self.marks:
             return gradient_like(whole, at_rest)
-        return self._forms[index].unreduced(whole, at_rest)
+        return self._params[index].info.form.unreduced(whole, at_rest)
 
     def add_shards(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
         """Add gradients that are reduced over the shard dimension."""
@@ -182,8 +171,8 @@ class Accumulated:
             if isinstance(before, DTensor):  # a mean, the same on every replica
                 self._refuse_hooks_twice(index)
                 local = local + local_of(before)
-            first, shard_dim = self._forms[index].ndim, self._reducer.mesh_info.shard_dim
-            self._show(index, gradient_of_shards(local, at_rest, first, first + shard_dim))
+            form, shard_dim = self._params[index].info.form, self._reducer.mesh_info.shard_dim
+            self._show(index, gradient_of_shards(local, at_rest, form.ndim, form.ndim + shard_dim))
 
     def _refuse_hooks_twice(self, index: int) -> None:
         if gradient_hooks(self._at_rest[index]):
@@ -207,7 +196,7 @@ class Accumulated:
             held = at_rest.grad
             if held is None or not (self.wanted[index] if self.marks else is_unreduced(held)):
                 continue
-            if not self.marks and not _is_whole(held, self._forms[index]):
+            if not self.marks and not _is_whole(held, self._params[index].info.form):
                 carried.append((index, local_of(held)))  # type: ignore[arg-type]
                 continue
             fresh, (local,) = gradients[index], locals_of([held])

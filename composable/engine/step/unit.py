@@ -729,7 +729,7 @@ class Unit:
         """See `UnitGradients`."""
         self.gradients.set_comm_hook(stage, hook, prefix)
         if self.root is not None:
-            self.root.post_backward.buckets.follow_comm_hooks()
+            self.root.post_backward.make_buckets()
 
     def set_mesh_info(self, mesh_info: MeshInfo) -> None:
         """Reduce gradients over other ranks; those that hold the shards together stay the same.
