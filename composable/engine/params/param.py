@@ -43,6 +43,9 @@ from composable.memory.torch_private import (
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
 trainability: Final = attrgetter("requires_grad")
 
+# Of each tensor that a rank sends of a parameter in a form of its own: its shape and dtype.
+Sends = Sequence[tuple[tuple[int, ...], torch.dtype]]
+
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
@@ -230,8 +233,8 @@ class ManagedParam:
             assigned later.
         at_rest, compute: see the table at the top of this file.
         grad_dtype: what the user has set `grad_dtype` of the parameter to; None if it is its dtype.
-        sends: of a parameter that is gathered in a form of its own, shapes and dtypes of what the
-            largest rank sends, as all ranks have told each other (`extension.py`).
+        sends: of a parameter that is gathered in a form of its own, what the largest rank sends,
+            as all ranks have told each other (`extension.py`).
     """
 
     __slots__ = (
@@ -263,7 +266,7 @@ class ManagedParam:
         self.at_rest: nn.Parameter = registered
         self.compute: nn.Parameter = registered
         self.grad_dtype = chosen_grad_dtype(registered)
-        self.sends: Sequence[tuple[tuple[int, ...], torch.dtype]] | None = None
+        self.sends: Sends | None = None
         self.set_info(info)
 
     def start_as(self, original: ManagedParam, info: ParamInfo) -> None:
@@ -276,21 +279,16 @@ class ManagedParam:
         self.info = info
         self.tables = tuple((_table_of(place.module), place.name) for place in info.places)
 
-    def drop_original(self) -> None:
-        """It is the user's own, which torch cannot move (`Module.to` swaps `DTensor`s) while there
-        are weak references to it.
-        """
-        self.original = _no_parameter
-
-    def agree_anew(self) -> None:
-        self.sends = None
-
-    def agree(self, sends: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def agree(self, sends: Sends | None) -> None:
+        """See `sends`; None: ranks are to tell each other again."""
         self.sends = sends
 
     def keep(self, own: nn.Parameter) -> None:
         """The user's parameter stays where it is."""
         self.own = own
+        if isinstance(own, DTensor):
+            # torch cannot move it (`Module.to` swaps `DTensor`s) while it is referred to weakly
+            self.original = _no_parameter
 
     def rest_as(self, at_rest: nn.Parameter) -> None:
         if self.registered is not at_rest:
@@ -300,8 +298,8 @@ class ManagedParam:
     def compute_with(self, compute: nn.Parameter) -> None:
         self.compute = compute
 
-    def follow_grad_dtype(self, parameter: nn.Parameter) -> None:
-        self.grad_dtype = chosen_grad_dtype(parameter)
+    def follow_grad_dtype(self) -> None:
+        self.grad_dtype = chosen_grad_dtype(self.at_rest)
 
     def follow(self, newcomer: nn.Parameter) -> None:
         """The user registered another parameter at one of the places."""

@@ -89,7 +89,6 @@ def _adopt(param: ManagedParam) -> nn.Parameter:
     assert registered is not None
     if not param.info.form.is_whole:  # it rests as the user made it, next to shards, too
         own = registered
-        param.drop_original()
     elif own is not None and registered is param.at_rest:
         (local,) = locals_of([registered])
         # torch gives no memory to what was made on the meta device

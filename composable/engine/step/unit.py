@@ -463,7 +463,7 @@ class Unit:
         self.agreements = []
         if any(group.extended for group in self.groups):
             for param in self.params:
-                param.agree_anew()
+                param.agree(None)
             self.build()
 
     @property
