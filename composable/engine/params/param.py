@@ -83,6 +83,7 @@ class Owner(Protocol):
 _LABEL: Final = "_composable_label"
 
 
+@dataclass(slots=True, eq=False)
 class ParamLabel:
     """What a parameter is to its unit.
 
@@ -97,15 +98,14 @@ class ParamLabel:
         mesh: that it rests on, if it is not the unit's.
     """
 
-    __slots__ = ("form", "fqn", "holds_unreduced", "mesh", "mesh_info", "owner", "places", "unit")
-
-    def __init__(self, unit: str, fqn: str, form: str) -> None:
-        self.unit, self.fqn, self.form = unit, fqn, form
-        self.owner: ref[Any] | None = None
-        self.places: tuple[tuple[ref[nn.Module], str], ...] = ()
-        self.holds_unreduced = False
-        self.mesh_info: MeshInfo | None = None
-        self.mesh: DeviceMesh | None = None
+    unit: str = ""
+    fqn: str = ""
+    form: str = ""
+    owner: ref[Any] | None = None
+    places: tuple[tuple[ref[nn.Module], str], ...] = ()
+    holds_unreduced: bool = False
+    mesh_info: MeshInfo | None = None
+    mesh: DeviceMesh | None = None
 
     @override
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ def set_label(
 ) -> None:
     label = label_of(parameter)
     if label is None:
-        label = ParamLabel(unit, info.fqn, form)
+        label = ParamLabel()
         setattr(parameter, _LABEL, label)
     label.unit, label.fqn, label.form = unit, info.fqn, form
     label.mesh_info = info.mesh_info
