@@ -237,31 +237,10 @@ class ManagedParam:
             as all ranks have told each other (`extension.py`).
     """
 
-    __slots__ = (
-        "__weakref__",
-        "at_rest",
-        "compute",
-        "grad_dtype",
-        "info",
-        "original",
-        "own",
-        "sends",
-        "tables",
-    )
-
-    original: Callable[[], nn.Parameter | None]
-
     def __init__(self, info: ParamInfo) -> None:
-        self.start(info)
-        self.original = ref(self.at_rest)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ManagedParam:
-        return ManagedParam.__new__(ManagedParam)  # the copy of its unit starts it
-
-    def start(self, info: ParamInfo) -> None:
         """Manage what is registered now."""
         registered = next(place.registered for place in info.places if place.registered is not None)
-        self.original = _no_parameter
+        self.original: Callable[[], nn.Parameter | None] = ref(registered)
         self.own: nn.Parameter | None = None
         self.at_rest: nn.Parameter = registered
         self.compute: nn.Parameter = registered
@@ -269,9 +248,13 @@ class ManagedParam:
         self.sends: Sends | None = None
         self.set_info(info)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ManagedParam:
+        return ManagedParam.__new__(ManagedParam)  # the copy of its unit starts it
+
     def start_as(self, original: ManagedParam, info: ParamInfo) -> None:
         """As the copy of `original`."""
-        self.start(info)
+        ManagedParam.__init__(self, info)
+        self.original = _no_parameter
         self.grad_dtype = original.grad_dtype  # copy.deepcopy drops it
         self.sends = original.sends
 
