@@ -111,8 +111,7 @@ class _Plain:
             outputs.append(output[: self._shape[0]] if shape[:1] == (self.rows,) else output)
         self.outputs = tuple(outputs)
         whole = self._whole()
-        registered = self.param.registered
-        trains = registered is not None and registered.requires_grad
+        trains = self.param.current.requires_grad
         if whole.shape != self._shape or (trains and whole.dtype != self._dtype):
             raise AnnotationError(
                 f"{POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype},"
@@ -304,18 +303,15 @@ def _refusal(param: _Plain, why: str) -> AnnotationError:
 
 def _is_extended(param: ManagedParam) -> bool:
     """A plain parameter's attributes are not its shards', so that it has no protocol."""
-    registered = param.registered
-    assert registered is not None
-    if type(registered) is nn.Parameter or not param.info.form.is_whole:
+    if type(param.current) is nn.Parameter or not param.info.form.is_whole:
         return False
-    return has_protocol(local_of(registered) if isinstance(registered, DTensor) else registered)
+    return has_protocol(locals_of([param.current])[0])
 
 
 def _may_join(param: ManagedParam) -> bool:
     """Whether its shards are rows in memory order."""
-    registered = param.registered
     rows = param.info.form.is_whole and param.info.shard_dim == 0
-    return rows and registered is not None and not memory_order(registered)
+    return rows and not memory_order(param.current)
 
 
 class ExtendedGroup(ShardedGroup):
@@ -332,11 +328,9 @@ class ExtendedGroup(ShardedGroup):
         return tuple(map(self._shard_of, self.params))
 
     def _shard_of(self, param: ManagedParam) -> Tensor:
-        registered = param.registered
-        assert registered is not None
-        if isinstance(registered, DTensor):
-            return local_of(registered)
-        return cloned(cut_along(registered, 0, self.comm.size, self.comm.rank))
+        if isinstance(param.current, DTensor):
+            return local_of(param.current)
+        return cloned(cut_along(param.current, 0, self.comm.size, self.comm.rank))
 
     @override
     def _local(self, slot: Slot) -> Tensor:
@@ -371,7 +365,7 @@ class ExtendedGroup(ShardedGroup):
 
     @override
     def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
-        return locals_of([param.at_rest])[0] is not self._local(slot)
+        return False  # an exchanged local tensor is seen for all kinds of groups
 
 
 def _mesh_of_shards(info: MeshInfo) -> DeviceMesh:

@@ -239,14 +239,14 @@ class ManagedParam:
 
     def __init__(self, info: ParamInfo) -> None:
         """Manage what is registered now."""
-        registered = next(place.registered for place in info.places if place.registered is not None)
+        self.set_info(info)
+        registered = self.current
         self.original: Callable[[], nn.Parameter | None] = ref(registered)
         self.own: nn.Parameter | None = None
         self.at_rest: nn.Parameter = registered
         self.compute: nn.Parameter = registered
         self.grad_dtype = chosen_grad_dtype(registered)
         self.sends: Sends | None = None
-        self.set_info(info)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ManagedParam:
         return ManagedParam.__new__(ManagedParam)  # the copy of its unit starts it
@@ -302,10 +302,14 @@ class ManagedParam:
         )
 
     @property
+    def current(self) -> nn.Parameter:
+        """What is registered, of a parameter that no user has deleted."""
+        return next(place.registered for place in self.info.places if place.registered is not None)
+
+    @property
     def given(self) -> Tensor | None:
         """The local tensor of what is registered, as its user made it; None of what rests."""
-        registered = self.registered
-        assert registered is not None
+        registered = self.current
         label = label_of(registered)
         if isinstance(registered, DTensor) and label is not None and label.form == "at_rest":
             return None  # where nothing cuts it, it has the placements that it was given with

@@ -177,8 +177,7 @@ class ParamGroup(ABC):
         traits, precision = self.comm.traits, self.precision
         specs = []
         for param in self.params:
-            assert param.registered is not None
-            tensor = param.info.form.local_like(param.registered)
+            tensor = param.info.form.local_like(param.current)
             # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out
             # as the parameter is.
             order, dim = memory_order(tensor), param.info.shard_dim
