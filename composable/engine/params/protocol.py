@@ -8,8 +8,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable.errors import AnnotationError, first_line
+from composable.memory.torch_private import local_of
 
 PRE: Final = "fsdp_pre_all_gather"
 POST: Final = "fsdp_post_all_gather"
@@ -99,9 +102,13 @@ def cloned(tensor: Tensor) -> Tensor:
     return made
 
 
-def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that one with the protocol is made of; else the tensor."""
-    if not hasattr(tensor, PRE) or not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+def plain_parts(tensor: Any) -> list[Tensor]:
+    """The strided tensors that hold a tensor's values: several for a wrapper subclass, such as
+    quantised weights.
+    """
+    if isinstance(tensor, DTensor):
+        return plain_parts(local_of(tensor))
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in plain_parts(getattr(tensor, name))]
+    return [tensor.detach()] if tensor.layout is torch.strided else []
