@@ -156,6 +156,7 @@ class ParamGroup(ABC):
         self.layout = self._plan()
         self.slots = self.layout.slots
         self.takes_message = self.layout.gathered or self.extended
+        # whose compute parameters are the memory of at-rest ones
         self._stays = [self._aliased(slot) for slot in self.slots]
         self.gathers = not all(self._stays)
         self._near: Neighbours | None = None
