@@ -366,10 +366,12 @@ class ParamGroup(ABC):
         if not again and self.state is not ShardedState.SHARDED and not any(self._stays):
             self._warn(_WRITTEN_HERE, compress(self.params, memory))
         written = list(map(or_, at_rest, memory))
-        moved = [written[index] for index in self._numbers]
+        moved = list(map(written.__getitem__, self._numbers))
         if self.state is ShardedState.UNSHARDED:
             increment_version(list(compress(self._counters, moved)))
         self._versions = tuple(map(add, self._versions, moved))
+        if not any(self._stays):
+            return
         # What stays shares its memory's counter, which an operator on a `DTensor` did not move. A
         # write to the memory did not move that of a `DTensor`.
         behind = [
