@@ -9,7 +9,7 @@ parameter rests is its group's matter (`param_group.py`), and how it travels its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class ParamForm:
     __slots__ = ()
 
     # whether the modules of one rank compute with all of it, in a plain tensor
-    is_whole = True
+    is_whole: ClassVar[bool] = True
 
     @property
     def kept(self) -> Sequence[Placement]:
