@@ -11,7 +11,6 @@ A comm may send from and into memory of others (comm/supplied.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -167,7 +166,7 @@ class Gather:
         """
         targets, sources = self._copies
         into, size, chunk = self.buffer_of(slot), slot.shape[slot.dim], slot.extent(0)[1]
-        outer = math.prod(slot.shape[: slot.dim])
+        outer = slot.outer
         inner = slot.numel // (outer * size)  # elements of an index of `dim`
         full, rest = divmod(size, chunk)
         spans = [(0, full, chunk)]  # ranks that have as much: one strided copy

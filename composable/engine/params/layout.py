@@ -70,6 +70,10 @@ class Slot:
         return math.prod(self.shape)
 
     @property
+    def outer(self) -> int:
+        return math.prod(self.shape[: self.dim])
+
+    @property
     def chunk_numel(self) -> int:
         """Elements of the largest shard. Every rank reserves as many."""
         return self.local_numel(0)
