@@ -21,16 +21,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable.comm import Comm
 from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
 from composable.engine.params.param import copy_attributes
+from composable.engine.params.protocol import plain_parts
 from composable.engine.params.tensor_parallel import spread_of
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
-from composable.memory.torch_private import local_of
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
 _NUMBERS: Final = 8  # that are compared; see `synchronise`
@@ -214,7 +212,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
 def _total(tensor: Tensor, weights: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=weights.device)
-    for part in _plain_parts(tensor):
+    for part in plain_parts(tensor):
         data = part.contiguous().reshape(-1).view(torch.uint8)
         whole = data.numel() // 4 * 4
         for words in (*data[:whole].view(torch.int32).split(_CHUNK), data[whole:]):
@@ -232,18 +230,6 @@ def _weights(device: torch.device, count: int) -> Tensor:
     """
     mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _STEP
     return (mixed ^ (mixed >> 29)) * _STEP | 1
-
-
-def _plain_parts(tensor: Any) -> list[Tensor]:
-    """The strided tensors that hold a tensor's values: several for a wrapper subclass, such as
-    quantised weights.
-    """
-    if isinstance(tensor, DTensor):  # tensor parallel: ranks of a unit have equal local tensors
-        return _plain_parts(local_of(tensor))
-    if is_traceable_wrapper_subclass(tensor):
-        inner, _ = tensor.__tensor_flatten__()
-        return [part for name in inner for part in _plain_parts(getattr(tensor, name))]
-    return [tensor.detach()] if tensor.layout is torch.strided else []
 
 
 # --- broadcast ----------------------------------------------------------------------------------
@@ -279,7 +265,7 @@ def _broadcast(
         part
         for tensor, left_out in zip(tensors, on_meta, strict=True)
         if not left_out
-        for part in _plain_parts(tensor)
+        for part in plain_parts(tensor)
     ]
     with torch.inference_mode():  # which may write to tensors that were made in it, too
         comm.broadcast(sent, f"broadcast of rank 0's values by {verb}()")

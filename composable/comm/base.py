@@ -328,8 +328,7 @@ def compare_launches(ledger: Ledger, comm: Comm) -> None:
     point.
 
     Args:
-        ledger: of a group of this rank's: the rows of a hybrid mesh are compared through all of its
-            ranks.
+        ledger: of the comm's group.
 
     Raises:
         RanksDisagreeError: they did not; names the first difference.
@@ -337,7 +336,7 @@ def compare_launches(ledger: Ledger, comm: Comm) -> None:
     mine = (ledger.count, list(ledger.labels))  # before the exchange below adds to them
     rows = comm.all_gather_ints([ledger.count, ledger.digest], "comparison of launches")
     if any(row != rows[0] for row in rows):
-        ledger.refuse(comm.group, comm.all_gather_objects(mine, "exchange of launches that differ"))
+        ledger.refuse(comm.all_gather_objects(mine, "exchange of launches that differ"))
 
 
 def launch_each(

@@ -125,13 +125,10 @@ class Ledger:
                 few([str(name) for name in self._names]),
             )
 
-    def refuse(self, group: dist.ProcessGroup | None, found: Sequence[Launches]) -> NoReturn:
-        """Raise `RanksDisagreeError`: name the first difference between the ranks of `group`,
-        by default this one's.
-        """
-        names = self._names if group is None else dist.get_process_group_ranks(group)
+    def refuse(self, found: Sequence[Launches]) -> NoReturn:
+        """Raise `RanksDisagreeError`: name the first difference between the ranks."""
         difference = _first_difference(
-            dict(zip(names, found, strict=True)), until=max(count for count, _ in found)
+            dict(zip(self._names, found, strict=True)), until=max(count for count, _ in found)
         )
         raise RanksDisagreeError(
             f"the ranks launched different collectives. {difference or _FURTHER_BACK} {_RULE}"

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,6 @@ class Memory(Protocol):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor: ...
-
-
-class _Torchs:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
 
 
 class _Landing:
@@ -148,11 +143,9 @@ class SuppliedComm:
         return launched_by(launch, kind, label, (output, source))
 
 
-_TORCHS: Final = _Torchs()
-
-
 def _taken(memory: Memory | None, numel: int, like: Tensor) -> Tensor:
-    memory = _TORCHS if memory is None else memory
+    if memory is None:
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
     taken = memory.allocate((numel,), dtype=like.dtype, device=like.device)
     if taken.shape != (numel,) or taken.dtype != like.dtype or taken.device != like.device:
         raise AnnotationError(

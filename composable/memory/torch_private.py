@@ -39,6 +39,8 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -321,6 +323,19 @@ def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = Non
         stand_in = local.new_empty(0, device=local.device if device is None else device)
         (made,) = dtensors_around([local], [like._spec], stand_in)
         return made
+
+
+def spec_of(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Any:
+    """The `_spec` of a DTensor. Public is only `DTensor.from_local`, which moves a local tensor to
+    the device of the mesh, and is an operation to autograd.
+    """
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 # `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a

@@ -115,7 +115,7 @@ def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             drawn = torch.randint(1 << 62, (_WORDS,), generator=generator, device="cpu") * 2 + 1
             factors[local.device] = drawn.to(local.device)
         total = torch.zeros((), dtype=torch.int64, device=local.device)
-        for piece in plain_parts(local.detach()):
+        for piece in plain_parts(local):
             flat = piece.resolve_conj().resolve_neg().contiguous().view(-1)
             words = flat.view(_WORD_OF.get(flat.element_size(), torch.int64))
             for part in words.split(_WORDS):

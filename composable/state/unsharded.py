@@ -208,7 +208,7 @@ def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
 
 def _check_edit(each: _Shown) -> None:
     managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
-    shape = at_rest.shape if whole is at_rest else managed.param.info.form.shape_shown(at_rest)
+    shape = managed.param.compute.shape
     if (whole.shape, whole.dtype) != (shape, at_rest.dtype):
         raise ForeignParameterError(
             f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape"

@@ -13,7 +13,14 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.engine.params.layout import Route, Slot
 from composable.engine.params.protocol import cloned
 from composable.errors import few
-from composable.memory.torch_private import dtensor_like, local_of, parameter_around, set_local
+from composable.memory.torch_private import (
+    dtensor_like,
+    dtensors_around,
+    local_of,
+    parameter_around,
+    set_local,
+    spec_of,
+)
 
 
 def wrap(
@@ -22,30 +29,16 @@ def wrap(
     placements: Sequence[Placement],
     shape: torch.Size,
     stride: tuple[int, ...],
+    device: torch.device | None = None,
 ) -> DTensor:
-    """A `DTensor` around `local`, without a collective."""
-    if local.device.type not in ("meta", mesh.device_type):
-        # A local tensor on the host, on a mesh of accelerators (CPU offload): `from_local` would
-        # move it.
-        bare = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
-        return dtensor_like(
-            local,
-            DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride),
-        )
-    # Around a stand-in: a DTensor takes over the storage offset of what it is made around, and then
-    # cannot be copied; and operators of a tensor subclass may not know `view_as`.
-    plain = type(local) in (Tensor, nn.Parameter)
-    stand_in = local if plain and not local.storage_offset() else _like(local)
-    made = DTensor.from_local(
-        stand_in, mesh, placements, run_check=False, shape=shape, stride=stride
-    )
-    set_local(made, local)
-    return made
-
-
-def _like(local: Tensor) -> Tensor:
-    """A plain tensor like `local`, of whatever class that is."""
-    return torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
+    """A `DTensor` around `local`, without a collective. `device` is what it reports, if that is not
+    the device of `local`.
+    """
+    with torch.inference_mode(False):
+        spec = spec_of(mesh, placements, shape, stride, local.dtype)
+        stand_in = torch.empty(0, dtype=local.dtype, device=device or local.device)
+        (made,) = dtensors_around([local], [spec], stand_in)
+        return made
 
 
 def dtensor_parameter(
@@ -58,9 +51,10 @@ def dtensor_parameter(
     requires_grad: bool,
 ) -> nn.Parameter:
     """A parameter around `local`. Around a stand-in first, since a Parameter is a detached copy of
-    what it is made of.
+    what it is made of, and takes over the storage offset: then it could not be copied.
     """
-    made = wrap(_like(local), mesh, placements, shape, stride)
+    stand_in = torch.empty(0, dtype=local.dtype, device=local.device)
+    made = wrap(stand_in, mesh, placements, shape, stride)
     parameter = parameter_around(made, requires_grad=requires_grad)
     assert isinstance(parameter, DTensor)
     set_local(parameter, local)
@@ -110,7 +104,7 @@ def is_unreduced(gradient: Tensor | None) -> bool:
 
 
 def on_device_of_mesh(tensor: DTensor) -> DTensor:
-    """A DTensor whose local tensor rests on the host (CPU offload), on the device of its mesh."""
+    """A DTensor whose local tensor may rest on the host, on the device of its mesh."""
     local, device = local_of(tensor), tensor.device_mesh.device_type
     if local.device.type in ("meta", device):
         return tensor

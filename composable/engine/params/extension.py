@@ -23,9 +23,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -38,35 +35,20 @@ from composable.comm.base import Again, Comm, Work
 from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.engine.params.gather import Gather
-from composable.engine.params.layout import Slot, round_up
+from composable.engine.params.layout import Slot
 from composable.engine.params.offloaded import OffloadedGroup
-from composable.engine.params.param import ManagedParam, cut, memory_order
+from composable.engine.params.param import ManagedParam, Sends, memory_order
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.precision import Precision
-from composable.engine.params.protocol import POST, PRE, has_protocol, shard_of
+from composable.engine.params.protocol import POST, PRE, cloned, cut_along, has_protocol
 from composable.engine.params.sharded import ShardedGroup
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
+from composable.memory.offload import HostHome
 from composable.memory.streams import has_streams
 from composable.memory.torch_private import local_of, locals_of, storage_key, up_to_collectives
 
-_ALIGN: Final = 16  # bytes; casts of bytes to any dtype start at multiples of it
-
-
-@dataclass(slots=True)
-class _Sent:
-    """One tensor of a parameter in the message.
-
-    Attributes:
-        buffer: memory of all ranks'.
-        output: its view that `fsdp_post_all_gather` is given.
-        start, nbytes: in a row of the message.
-    """
-
-    buffer: ElasticBuffer
-    output: Tensor
-    start: int
-    nbytes: int
+_ALIGN: Final = 16  # bytes; kernels that copy read as many at once
 
 
 class _Plain:
@@ -75,7 +57,8 @@ class _Plain:
     Attributes:
         local: its shard.
         rows: of the largest shard.
-        sent: empty on the meta device.
+        buffers: memory of each tensor that is sent, of all ranks; none on the meta device.
+        outputs: its views that `fsdp_post_all_gather` is given.
         compute: the parameter around the whole; on the meta device, one without memory.
     """
 
@@ -83,49 +66,53 @@ class _Plain:
         self.param, self.local, self._dtype = param, local, dtype
         self._shape = torch.Size(slot.shape)
         self.rows = slot.local_shape(0)[0]
-        self._trains = param.registered is not None and param.registered.requires_grad
-        self.sent: list[_Sent] = []
+        self.buffers: list[ElasticBuffer] = []
+        self.outputs: tuple[Tensor, ...] = ()
         self.compute = nn.Parameter(torch.empty(slot.shape, dtype=dtype, device="meta"), False)
-
-    @property
-    def sends(self) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
-        assert self.param.sends is not None
-        return self.param.sends
 
     def ask(self) -> list[Tensor]:
         """What this rank sends."""
         return [self.local.to(self._dtype)]
 
-    def describe(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [(tuple(tensor.shape), tensor.dtype) for tensor in self.ask()]
-
-    def leaves_empty(self, ranks: int) -> bool:
-        """Whether a rank has no rows, which a class may refuse."""
-        return False
+    def ask_agreed(self) -> list[Tensor]:
+        """The same, which must fit into what all ranks have agreed on."""
+        tensors, sends = self.ask(), self.param.sends
+        assert sends is not None
+        if [tensor.dtype for tensor in tensors] != [dtype for _, dtype in sends] or any(
+            tensor.numel() > math.prod(shape)
+            for tensor, (shape, _) in zip(tensors, sends, strict=True)
+        ):
+            raise PhaseError(
+                f"parameter '{self.param.fqn}': {PRE}() returned tensors of other dtypes or sizes"
+                " than all ranks agreed on when the module was annotated. They must stay the same."
+                " If its shard was exchanged, call refresh(model) on all ranks, after all have"
+                " exchanged it"
+            )
+        return tensors
 
     def try_out(self) -> None:
         """Raise what `ask` would raise before the class's first collective, if it has one."""
         with up_to_collectives():
             self.ask()
 
-    def make(self, said: Sequence[tuple[tuple[int, ...], torch.dtype]], comm: Comm) -> None:
-        """Make the memory and the compute parameter.
+    def describe(self) -> Sends:
+        return [(tuple(tensor.shape), tensor.dtype) for tensor in self.ask()]
 
-        Args:
-            said: shapes and dtypes of the tensors that the largest rank sends.
-        """
-        for shape, dtype in said:
-            numel = math.prod(shape)
-            buffer = ElasticBuffer(numel * comm.size, dtype, comm.device)
+    def make(self, comm: Comm) -> None:
+        """Make the memory and the compute parameter."""
+        assert self.param.sends is not None
+        outputs = []
+        for shape, dtype in self.param.sends:
+            buffer = ElasticBuffer(math.prod(shape) * comm.size, dtype, comm.device)
             buffer.allocate()
-            rows = shape[0] * comm.size if shape else comm.size
+            self.buffers.append(buffer)
+            output = buffer.tensor.data.view(-1, *shape[1:])
             # Padding is between the last rows and the end; nobody sees it.
-            if shape and shape[0] == self.rows:
-                rows = self._shape[0]
-            output = buffer.tensor.data.view(-1, *shape[1:])[:rows]
-            self.sent.append(_Sent(buffer, output, 0, numel * dtype.itemsize))
-        whole, inner = self._whole(tuple(each.output for each in self.sent))
-        if whole.shape != self._shape or (self._trains and whole.dtype != self._dtype):
+            outputs.append(output[: self._shape[0]] if shape[:1] == (self.rows,) else output)
+        self.outputs = tuple(outputs)
+        whole = self._whole()
+        trains = self.param.current.requires_grad
+        if whole.shape != self._shape or (trains and whole.dtype != self._dtype):
             raise AnnotationError(
                 f"{POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype},"
                 f" where the parameter has {tuple(self._shape)} and computes in {self._dtype}"
@@ -133,20 +120,16 @@ class _Plain:
         self.compute = nn.Parameter(
             whole.detach(), requires_grad=whole.is_floating_point() or whole.is_complex()
         )
-        self._note(inner)
 
-    def _whole(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Sequence[Tensor]]:
-        """The whole parameter of what all ranks send, and other tensors that it consists of."""
-        return outputs[0], ()
-
-    def _note(self, inner: Sequence[Tensor]) -> None:
-        """Note what is to be freed with the parameter."""
+    def _whole(self) -> Tensor:
+        """The whole parameter of what all ranks send."""
+        return self.outputs[0]
 
     def fill(self) -> None:
         """All tensors are there: let the compute parameter have their values."""
 
     def free(self) -> None:
-        """Free what `_note` has noted."""
+        """Free what the compute parameter has of its own."""
 
 
 class _Extended(_Plain):
@@ -157,23 +140,13 @@ class _Extended(_Plain):
             their bytes.
     """
 
-    def __init__(
-        self,
-        param: ManagedParam,
-        slot: Slot,
-        local: Tensor,
-        dtype: torch.dtype,
-        mesh: DeviceMesh,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
-        super().__init__(param, slot, local, dtype)
-        strides = torch.empty(slot.shape, device="meta").stride()
-        # torch's first form of the protocol takes the mesh alone
-        self._args: tuple[Any, ...] = (
-            (mesh,)
-            if _takes_one(getattr(local, PRE))
-            else (mesh, self._shape, strides, param.info.places[0].module, policy)
-        )
+    def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *args: Any) -> None:
+        super().__init__(*args)
+        strides = torch.empty(self._shape, device="meta").stride()
+        module = self.param.info.places[0].module
+        self._args: tuple[Any, ...] = mesh, self._shape, strides, module, policy
+        if _takes_one(getattr(self.local, PRE)):  # torch's first form of the protocol
+            self._args = (mesh,)
         self._metadata: Any = None
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -182,32 +155,27 @@ class _Extended(_Plain):
         tensors, self._metadata = getattr(self.local, PRE)(*self._args)
         return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
-    @override
-    def leaves_empty(self, ranks: int) -> bool:
-        return self.rows * (ranks - 1) >= self._shape[0]
+    def _post(self, **out: Tensor) -> Any:
+        metadata, self._metadata = self._metadata, None
+        return getattr(self.local, POST)(self.outputs, metadata, self._dtype, **out)
 
     @override
-    def _whole(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, Sequence[Tensor]]:
-        whole, inner = getattr(self.local, POST)(outputs, self._metadata, self._dtype)
-        return whole, inner
-
-    @override
-    def _note(self, inner: Sequence[Tensor]) -> None:
-        self._metadata = None
-        ours = {storage_key(each.buffer.tensor) for each in self.sent}
-        for tensor in inner:
-            storage = tensor.untyped_storage()
-            if (key := storage_key(tensor)) not in ours and storage.nbytes():
-                ours.add(key)
-                self.inner.append((storage, storage.nbytes()))
+    def _whole(self) -> Tensor:
+        whole, inner = self._post()
+        ours = {storage_key(output) for output in self.outputs}
+        found = {storage_key(tensor): tensor.untyped_storage() for tensor in inner}
+        self.inner = [
+            (storage, storage.nbytes())
+            for key, storage in found.items()
+            if key not in ours and storage.nbytes()
+        ]
+        return whole  # type: ignore[no-any-return]
 
     @override
     def fill(self) -> None:
         for storage, nbytes in self.inner:
             storage.resize_(nbytes)
-        metadata, self._metadata = self._metadata, None
-        outputs = tuple(each.output for each in self.sent)
-        getattr(self.local, POST)(outputs, metadata, self._dtype, out=self.compute)
+        self._post(out=self.compute)
 
     @override
     def free(self) -> None:
@@ -224,25 +192,21 @@ class ExtendedGather(Gather):
         if device.type == "meta":
             return
         self._make()
-        sent = [each for param in params for each in param.sent]
-        ends = 0
-        for each in sent:
-            each.start = ends
-            ends = round_up(each.start + each.nbytes, _ALIGN)
-        self.buffers = tuple(each.buffer for each in sent)
-        self._row = ElasticBuffer(ends, torch.uint8, device)
-        self._received = ElasticBuffer(comm.size * ends, torch.uint8, device)
-        self._pairs = Again([(self._received.tensor.data, self._row.tensor.data)])
-        # What lies between two tensors is copied to nowhere.
-        starts = [*(each.start for each in sent), ends]
-        self._sizes, self._targets = [], []
-        for each, (start, after) in zip(sent, pairwise(starts), strict=True):
-            octets = each.buffer.tensor.data.view(torch.uint8)
-            self._sizes.append(each.nbytes)
-            self._targets.append(octets.view(comm.size, each.nbytes))
-            if gap := after - start - each.nbytes:
+        self.buffers = tuple(buffer for param in params for buffer in param.buffers)
+        self._starts: list[int] = []  # of each tensor in a row
+        self._sizes, self._targets, end = list[int](), list[Tensor](), 0
+        for buffer in self.buffers:
+            octets, nbytes = buffer.tensor.data.view(torch.uint8), buffer.nbytes // comm.size
+            self._starts.append(end)
+            self._sizes.append(nbytes)
+            self._targets.append(octets.view(comm.size, nbytes))
+            if gap := -nbytes % _ALIGN:  # is copied to nowhere
                 self._sizes.append(gap)
                 self._targets.append(octets.new_empty(comm.size, gap))
+            end += nbytes + gap
+        self._row = ElasticBuffer(end, torch.uint8, device)
+        self._received = ElasticBuffer(comm.size * end, torch.uint8, device)
+        self._pairs = Again([(self._received.tensor.data, self._row.tensor.data)])
         self.free()
 
     @torch.no_grad()
@@ -250,74 +214,51 @@ class ExtendedGather(Gather):
         """Make memory and compute parameters. One rank alone may have moved the memory of its
         shards, so nothing is asked again of what is known.
         """
-        if any(param.param.sends is None for param in self._params):
-            self._ask_all()
+        if all(param.param.sends is not None for param in self._params):
+            for param in self._params:
+                param.ask_agreed()
+                param.make(self._comm)
             return
-        for param in self._params:
-            if not _fits(param.ask(), param.sends):
-                raise PhaseError(
-                    f"parameter '{param.param.fqn}': its new shard sends other dtypes or sizes"
-                    f" ({PRE}()) than all ranks agreed on when the module was annotated. Call"
-                    " refresh(model) on all ranks, after all have exchanged it"
-                )
-            param.make(param.sends, self._comm)
-
-    def _ask_all(self) -> None:
-        """Ask every rank what it sends. A failure on one rank is one on all."""
-
-        def exchanged(said: list[tuple[Any, str]]) -> list[list[tuple[Any, str]]]:
-            label = "agreement on what parameters send in their own form"
-            every = self._comm.all_gather_objects(said, label)
-            return [list(each) for each in zip(*every, strict=True)]
-
         # A class may refuse an empty shard, and the other ranks would wait for this one in a
         # collective of the class (fp8 of torchao reduces its scales).
-        empty = [param for param in self._params if param.leaves_empty(self._comm.size)]
-        tried = exchanged([_told(param.try_out) for param in empty]) if empty else ()
-        for param, said in zip(empty, tried, strict=True):
-            _refuse(param, said)
-        asked = exchanged([_told(param.describe) for param in self._params])
-        for param, said in zip(self._params, asked, strict=True):
-            _refuse(param, said)
-        largest = [[_largest(each) for each in _by_tensor(said)] for said in asked]
-        made = exchanged(
-            [
-                _told(partial(param.make, sends, self._comm))
-                for param, sends in zip(self._params, largest, strict=True)
-            ]
+        self._on_all(_Plain.try_out)
+        for param, said in zip(self._params, self._on_all(_Plain.describe), strict=True):
+            param.param.agree(_largest(param, said))
+        self._on_all(lambda param: param.make(self._comm))
+
+    def _on_all(self, call: Callable[[_Plain], Any]) -> list[list[Any]]:
+        """What a call returns for each parameter, by rank. A failure on one rank is one on all."""
+        told: list[tuple[Any, str]] = []
+        for param in self._params:
+            try:
+                told.append((call(param), ""))
+            except Exception as error:
+                told.append((None, f"{type(error).__name__}: {first_line(error)}"))
+        every = self._comm.all_gather_objects(
+            told, "agreement on what parameters send in their own form"
         )
-        for param, said in zip(self._params, made, strict=True):
-            _refuse(param, said)
-        for param, sends in zip(self._params, largest, strict=True):
-            param.param.agree(sends)
+        for param, of_ranks in zip(self._params, zip(*every, strict=True), strict=True):
+            for rank, (_, text) in enumerate(of_ranks):
+                if text:
+                    raise _refusal(param, f"rank {rank}: {text}")
+        return [[value for value, _ in of_ranks] for of_ranks in zip(*every, strict=True)]
 
     @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()
-    def launch(self, label: str) -> Work | None:
-        try:
-            self._row.allocate()
-            self._received.allocate()
-            octets = self._row.tensor.data
-            for param in self._params:
-                tensors = param.ask()
-                # it must fit into what was asked for when the group was built
-                if not _fits(tensors, param.sends):
-                    raise PhaseError(
-                        f"parameter '{param.param.fqn}': {PRE}() returned tensors of other dtypes"
-                        " or sizes than when the module was annotated. They must stay the same"
-                    )
-                for tensor, sent in zip(tensors, param.sent, strict=True):
-                    source = tensor.detach().contiguous().view(-1).view(torch.uint8)
-                    octets[sent.start : sent.start + source.numel()].copy_(source)
-            return self._comm.all_gather(self._pairs, label)
-        except BaseException:
-            self.free()
-            raise
+    def launch(self, label: str) -> Work:
+        self._row.allocate()
+        self._received.allocate()
+        octets = self._row.tensor.data
+        tensors = (tensor for param in self._params for tensor in param.ask_agreed())
+        for tensor, start in zip(tensors, self._starts, strict=True):
+            source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            octets[start : start + source.numel()].copy_(source)
+        return self._comm.all_gather(self._pairs, label)
 
     @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()
     def land(self) -> None:
-        self.end_sending()
+        self._row.free()  # the gather has read its input
         for buffer in self.buffers:
             buffer.allocate()
         rows = self._received.tensor.data.view(self._comm.size, -1)
@@ -326,24 +267,11 @@ class ExtendedGather(Gather):
         for param in self._params:
             param.fill()
 
-    def end_sending(self) -> None:
-        """The gather has read its input."""
-        self._row.free()
-
     def free(self) -> None:
-        """Give all memory back. Nothing is in flight."""
         for buffer in (self._row, self._received, *self.buffers):
             buffer.free()
         for param in self._params:
             param.free()
-
-
-def _fits(tensors: Sequence[Tensor], sends: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
-    """Whether the tensors have the dtypes of what the largest rank sends, and are not larger."""
-    return [tensor.dtype for tensor in tensors] == [dtype for _, dtype in sends] and all(
-        tensor.numel() <= math.prod(shape)
-        for tensor, (shape, _) in zip(tensors, sends, strict=True)
-    )
 
 
 def _takes_one(method: Callable[..., Any]) -> bool:
@@ -351,59 +279,39 @@ def _takes_one(method: Callable[..., Any]) -> bool:
     return [each.kind is not each.VAR_POSITIONAL for each in parameters] == [True]
 
 
-_Said = Sequence[tuple[Any, str]]  # of each rank: what it sends, and why it failed
-
-
-def _told(call: Callable[[], Any]) -> tuple[Any, str]:
-    """What a call returned, and of an error its text: all ranks are told of it."""
-    try:
-        return call(), ""
-    except Exception as error:
-        return None, f"{type(error).__name__}: {first_line(error)}"
-
-
-def _by_tensor(said: _Said) -> list[tuple[tuple[tuple[int, ...], torch.dtype], ...]]:
-    """Shape and dtype of each tensor of a parameter, on all ranks."""
-    return list(zip(*[tensors for tensors, _ in said], strict=True))
-
-
-def _largest(of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Any:
-    return max(of_ranks, key=lambda tensor: tensor[0])
-
-
-def _refuse(param: _Plain, said: _Said) -> None:
-    """Raise, on all ranks alike, if a rank failed, or if what ranks send does not fit together."""
-    what = next((f"rank {rank}: {text}" for rank, (_, text) in enumerate(said) if text), "")
-    found = [tensors for tensors, _ in said if tensors is not None]
-    if not what and len({tuple(dtype for _, dtype in tensors) for tensors in found}) > 1:
-        what = f"ranks send tensors of different dtypes, {found}"
-    for of_ranks in () if what or not found else _by_tensor(said):
+def _largest(param: _Plain, said: Sequence[Sends]) -> Sends:
+    """What the largest rank sends. Raises, on all ranks alike, if it does not fit together."""
+    if len({tuple(dtype for _, dtype in tensors) for tensors in said}) > 1:
+        raise _refusal(param, f"ranks send tensors of different dtypes, {said}")
+    sends = []
+    for of_ranks in zip(*said, strict=True):
         shapes = list(dict.fromkeys(shape for shape, _ in of_ranks))
-        rows = {shape[:1] for shape in shapes}
-        if len({shape[1:] for shape in shapes}) > 1 or (
-            len(rows) > 1 and max(rows) != (param.rows,)
+        largest = max(shapes)
+        if any(shape[1:] != largest[1:] for shape in shapes) or (
+            len(shapes) > 1 and largest[0] != param.rows
         ):
-            what = f"ranks send tensors of different shapes, {shapes}"
-    if what:
-        raise AnnotationError(
-            f"parameter '{param.param.fqn}' cannot be gathered in its own form: {what}"
-        )
+            raise _refusal(param, f"ranks send tensors of different shapes, {shapes}")
+        sends.append((largest, of_ranks[0][1]))
+    return sends
+
+
+def _refusal(param: _Plain, why: str) -> AnnotationError:
+    return AnnotationError(
+        f"parameter '{param.param.fqn}' cannot be gathered in its own form: {why}"
+    )
 
 
 def _is_extended(param: ManagedParam) -> bool:
     """A plain parameter's attributes are not its shards', so that it has no protocol."""
-    registered = param.registered
-    assert registered is not None
-    if type(registered) is nn.Parameter or not param.info.form.is_whole:
+    if type(param.current) is nn.Parameter or not param.info.form.is_whole:
         return False
-    return has_protocol(local_of(registered) if isinstance(registered, DTensor) else registered)
+    return has_protocol(locals_of([param.current])[0])
 
 
 def _may_join(param: ManagedParam) -> bool:
     """Whether its shards are rows in memory order."""
-    registered = param.registered
     rows = param.info.form.is_whole and param.info.shard_dim == 0
-    return rows and registered is not None and not memory_order(registered)
+    return rows and not memory_order(param.current)
 
 
 class ExtendedGroup(ShardedGroup):
@@ -411,30 +319,18 @@ class ExtendedGroup(ShardedGroup):
 
     extended = True
 
-    def __init__(
-        self,
-        params: Sequence[ManagedParam],
-        precision: Precision,
-        device: torch.device,
-        mesh_info: MeshInfo,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
+    def __init__(self, policy: MixedPrecisionPolicy, *args: Any) -> None:
         self._policy = policy
-        super().__init__(params, precision, device, mesh_info)
+        super().__init__(*args)
 
     @override
     def _make_memory(self) -> tuple[Tensor, ...]:
-        found: list[Tensor] = []
-        for param, slot in zip(self.params, self.slots, strict=True):
-            registered = param.registered
-            assert registered is not None
-            if isinstance(registered, DTensor):
-                found.append(local_of(registered))
-            elif type(registered) is nn.Parameter:
-                found.append(cut(registered.data, slot, self.comm.rank).clone())
-            else:
-                found.append(shard_of(registered, self.comm.size, self.comm.rank))
-        return tuple(found)
+        return tuple(map(self._shard_of, self.params))
+
+    def _shard_of(self, param: ManagedParam) -> Tensor:
+        if isinstance(param.current, DTensor):
+            return local_of(param.current)
+        return cloned(cut_along(param.current, 0, self.comm.size, self.comm.rank))
 
     @override
     def _local(self, slot: Slot) -> Tensor:
@@ -444,7 +340,7 @@ class ExtendedGroup(ShardedGroup):
     def _make_gather(self) -> Gather:
         dtype, mesh = self.precision.compute, _mesh_of_shards(self.mesh_info)
         self._extended = [
-            _Extended(param, slot, local, dtype, mesh, self._policy)
+            _Extended(mesh, self._policy, param, slot, local, dtype)
             if has_protocol(local)
             else _Plain(param, slot, local, dtype)
             for param, slot, local in zip(self.params, self.slots, self._memory, strict=True)
@@ -464,8 +360,12 @@ class ExtendedGroup(ShardedGroup):
         return []  # their class says in which dtype they compute
 
     @override
+    def put_back(self) -> None:
+        """Their class says where that is."""
+
+    @override
     def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
-        return locals_of([param.at_rest])[0] is not self._local(slot)
+        return False  # an exchanged local tensor is seen for all kinds of groups
 
 
 def _mesh_of_shards(info: MeshInfo) -> DeviceMesh:
@@ -494,9 +394,10 @@ def sharded_groups(
     if any(map(_is_extended, params)):
         together = [param for param in params if _is_extended(param) or _may_join(param)]
     rest = [param for param in params if param not in together]
-    groups: list[ParamGroup] = [ExtendedGroup(together, *args, policy)] if together else []
+    groups: list[ParamGroup] = [ExtendedGroup(policy, together, *args)] if together else []
     if rest and offload and has_streams(device):
-        groups.append(OffloadedGroup(rest, *args, offload))
+        home = HostHome(device, pin_memory=offload.pin_memory)
+        groups.append(OffloadedGroup(home, rest, *args))
     elif rest:
         groups.append(ShardedGroup(rest, *args))
     return groups

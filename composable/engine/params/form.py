@@ -9,7 +9,7 @@ parameter rests is its group's matter (`param_group.py`), and how it travels its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.comm.base import Comm
 from composable.engine.params.dtensors import whole_of, wrap
 from composable.engine.params.protocol import cut_along
-from composable.memory.torch_private import can_take_data, dtensor_like
+from composable.memory.torch_private import can_take_data
 
 
 class ParamForm:
@@ -28,10 +28,8 @@ class ParamForm:
 
     __slots__ = ()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the modules of one rank compute with all of it, in a plain tensor."""
-        return True
+    # whether the modules of one rank compute with all of it, in a plain tensor
+    is_whole: ClassVar[bool] = True
 
     @property
     def kept(self) -> Sequence[Placement]:
@@ -107,10 +105,6 @@ class ParamForm:
         """The local tensor, or its gradient, as modules see it that compute."""
         return local
 
-    def shape_shown(self, at_rest: Tensor) -> torch.Size:
-        """The shape of what modules see."""
-        return at_rest.shape
-
     # --- whole -----------------------------------------------------------------------------------
 
     def unsharded(self, tensor: Tensor) -> Tensor:
@@ -167,12 +161,9 @@ class ParamForm:
             return local
         mesh, like = at_rest.device_mesh, self.like(local)
         placements = [*self.kept, *[Partial("avg")] * (mesh.ndim - len(self.kept))]
-        made = wrap(local, mesh, placements, like.shape, like.stride())
-        # torch refuses a gradient on another device than its parameter; under CPU offload this one
-        # is on its way there.
-        if made.device.type == at_rest.device.type:
-            return made
-        return dtensor_like(local, made, at_rest.device)
+        # torch refuses a gradient on another device than its parameter; where parameters rest on
+        # the host, this one is on its way there.
+        return wrap(local, mesh, placements, like.shape, like.stride(), at_rest.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamForm:
         return self  # it may hold process groups, and nothing of it changes

@@ -12,14 +12,13 @@ A comm may send from and into memory of others (comm/supplied.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from composable.comm.base import Again, Comm, Work
+from composable.comm.base import DONE, Again, Comm, Work
 from composable.engine.params.layout import Layout, Route, Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import Precision
@@ -157,26 +156,38 @@ class Gather:
             sent = [slot.shard_start - start for slot in members]
             targets.append(_stacked(into, full, ranks, chunk, chunk))
             sources.append(_stacked(staging, sent, ranks, row, chunk))
-        for slot in (slot for slot in slots if slot.dim != 0):
-            into = self.buffer_of(slot)
-            for each in _across(slot, row):
-                at, row_at = slot.full_start + each.at, slot.shard_start - start + each.row_at
-                targets.append(into.part(at, each.shape, each.strides).data)
-                sources.append(staging.part(row_at, each.shape, each.row_strides).data)
+        for slot in slots:
+            if slot.dim != 0:
+                self._copy_across(slot, staging, slot.shard_start - start, row)
+
+    def _copy_across(self, slot: Slot, staging: ElasticBuffer, start: int, row: int) -> None:
+        """A parameter that is cut along another dimension than its first, from rows of `row`
+        elements, in which it starts at `start`.
+        """
+        targets, sources = self._copies
+        into, size, chunk = self.buffer_of(slot), slot.shape[slot.dim], slot.extent(0)[1]
+        outer = slot.outer
+        inner = slot.numel // (outer * size)  # elements of an index of `dim`
+        full, rest = divmod(size, chunk)
+        spans = [(0, full, chunk)]  # ranks that have as much: one strided copy
+        if rest:
+            spans.append((full, 1, rest))
+        for first, ranks, length in spans:
+            part = length * inner
+            shape = (ranks, outer, part)
+            at = slot.full_start + first * chunk * inner
+            targets.append(into.part(at, shape, (part, size * inner, 1)).data)
+            sources.append(staging.part(start + first * row, shape, (row, part, 1)).data)
 
     # --- in every step ---------------------------------------------------------------------------
 
-    def launch(self, label: str) -> Work | None:
-        """Allocate, cast and send. Returns what to wait for, if anything is sent."""
-        try:
-            for buffer in self._in_flight:
-                buffer.allocate()
-            if self._casts[0]:
-                torch._foreach_copy_(*self._casts)
-            return self._comm.all_gather(self._pairs, label) if self._pairs else None
-        except BaseException:  # out of memory, or the communicator refuses
-            self.free()
-            raise
+    def launch(self, label: str) -> Work:
+        """Allocate, cast and send. If it raises, the caller frees."""
+        for buffer in self._in_flight:
+            buffer.allocate()
+        if self._casts[0]:
+            torch._foreach_copy_(*self._casts)
+        return self._comm.all_gather(self._pairs, label) if self._pairs else DONE
 
     def land(self) -> None:
         """The message is there: put packed parameters where they are computed with."""
@@ -255,35 +266,3 @@ def _stacked(
     """
     step = starts[1] - starts[0] if len(starts) > 1 else 0
     return buffer.part(starts[0], (len(starts), ranks, chunk), (step, row, 1)).data
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """What is copied as it is, elements of `shape`: where it begins in a parameter and in the
-    rows of all ranks, and how it strides there.
-    """
-
-    shape: tuple[int, ...]
-    at: int
-    strides: tuple[int, ...]
-    row_at: int
-    row_strides: tuple[int, ...]
-
-
-def _across(slot: Slot, row: int) -> list[_Copy]:
-    """The copies of a parameter that is cut along another dimension than its first, from rows of
-    `row` elements.
-    """
-    ranks, outer = slot.num_shards, slot.outer
-    inner = slot.numel // (outer * slot.shape[slot.dim])  # elements of an index of `dim`
-    line = slot.shape[slot.dim] * inner
-    if slot.even:  # one strided copy
-        part = line // ranks
-        return [_Copy((ranks, outer, part), 0, (part, line, 1), 0, (row, part, 1))]
-    found = []
-    for rank in range(ranks):
-        start, length = slot.extent(rank)
-        if length:
-            part = length * inner
-            found.append(_Copy((outer, part), start * inner, (line, 1), rank * row, (part, 1)))
-    return found

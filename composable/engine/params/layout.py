@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -162,12 +162,6 @@ def _route(spec: ParamShape, num_shards: int, direct_numel: int, align: int) -> 
     )
 
 
-def _chunk(spec: ParamShape, num_shards: int) -> int:
-    """Elements of the largest shard of a parameter that is cut."""
-    dim = spec.dim or 0
-    return math.prod((*spec.shape[:dim], -(-spec.shape[dim] // num_shards), *spec.shape[dim + 1 :]))
-
-
 def plan_layout(
     specs: Sequence[ParamShape],
     *,
@@ -193,40 +187,37 @@ def plan_layout(
     direct = [index for index, route in enumerate(routes) if route is Route.DIRECT]
     for index in sorted(direct, key=lambda index: -math.prod(specs[index].shape))[max_direct:]:
         routes[index] = Route.PACKED
-    slots: dict[int, Slot] = {}
-    shard = full = late_numel = 0
+    slots = [
+        Slot(spec.name, spec.shape, spec.dim or 0, num_shards, route, 0, 0, spec.order)
+        for spec, route in zip(specs, routes, strict=True)
+    ]
+    shard, sizes = 0, {"full": 0, "late": 0}
     ends = {}  # of the routes in the shard buffer
     for route in (Route.DIRECT, Route.PACKED, Route.WHOLE):
-        is_late = late and route is Route.PACKED
+        buffer = "late" if late and route is Route.PACKED else "full"
         indices = [index for index, each in enumerate(routes) if each is route]
         if route is Route.PACKED:
             # Those of one size side by side, to be copied out at once; and behind those that are
             # rows those that are not.
-            indices.sort(key=lambda i: (specs[i].dim != 0, -_chunk(specs[i], num_shards)))
+            indices.sort(key=lambda index: (slots[index].dim != 0, -slots[index].chunk_numel))
         for index in indices:
-            spec, start = specs[index], late_numel if is_late else full
-            slot = Slot(
-                spec.name, spec.shape, spec.dim or 0, num_shards, route, shard, start, spec.order
-            )
+            slot = replace(slots[index], shard_start=shard, full_start=sizes[buffer])
             slots[index] = slot
             shard = round_up(
                 shard + slot.chunk_numel, align if route is Route.DIRECT else packed_align
             )
-            if is_late:
-                late_numel = round_up(late_numel + slot.full_numel, align)
-            else:
-                full = round_up(full + slot.full_numel, align)
+            sizes[buffer] = round_up(sizes[buffer] + slot.full_numel, align)
         ends[route] = shard
     return Layout(
-        slots=tuple(slots[index] for index in range(len(specs))),
+        slots=tuple(slots),
         num_shards=num_shards,
         shard_numel=shard,
         packed_start=ends[Route.DIRECT],
         packed_numel=ends[Route.PACKED] - ends[Route.DIRECT],
         # A multiple of `num_shards`, so that neighbours can keep equal cuts of the whole buffer
         # after forward.
-        full_numel=round_up(full, num_shards * align),
-        late_numel=late_numel,
+        full_numel=round_up(sizes["full"], num_shards * align),
+        late_numel=sizes["late"],
     )
 
 

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from composable.comm.base import Work
-from composable.comm.mesh_info import MeshInfo
-from composable.config import CPUOffloadPolicy
+from composable.comm.base import DONE, Work
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot
-from composable.engine.params.param import ManagedParam
-from composable.engine.params.precision import Precision
 from composable.engine.params.sharded import ShardedGroup
 from composable.memory.offload import ComingShards, HostHome
 
@@ -33,18 +27,14 @@ class OffloadedGather(Gather):
         return self._coming.buffer.stretch(start, numel).data
 
     @override
-    def launch(self, label: str) -> Work | None:
-        try:
-            for buffer in self._in_flight:
-                buffer.allocate()
-            self._coming.bring(*self._casts)
-            if not self._pairs:
-                return None
-            with self._coming.here():
-                return self._comm.all_gather(self._pairs, label)
-        except BaseException:
-            self.free()
-            raise
+    def launch(self, label: str) -> Work:
+        for buffer in self._in_flight:
+            buffer.allocate()
+        self._coming.bring(*self._casts)
+        if not self._pairs:
+            return DONE
+        with self._coming.here():
+            return self._comm.all_gather(self._pairs, label)
 
     @override
     def end_sending(self) -> None:
@@ -57,16 +47,9 @@ class OffloadedGroup(ShardedGroup):
 
     home: HostHome
 
-    def __init__(
-        self,
-        params: Sequence[ManagedParam],
-        precision: Precision,
-        device: torch.device,
-        mesh_info: MeshInfo,
-        policy: CPUOffloadPolicy,
-    ) -> None:
-        self.home = HostHome(device, pin_memory=policy.pin_memory)
-        super().__init__(params, precision, device, mesh_info)
+    def __init__(self, home: HostHome, *args: Any) -> None:
+        self.home = home
+        super().__init__(*args)
 
     @override
     def _make_shard(self) -> Tensor:

@@ -43,6 +43,9 @@ from composable.memory.torch_private import (
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
 trainability: Final = attrgetter("requires_grad")
 
+# Of each tensor that a rank sends of a parameter in a form of its own: its shape and dtype.
+Sends = Sequence[tuple[tuple[int, ...], torch.dtype]]
+
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
@@ -80,6 +83,7 @@ class Owner(Protocol):
 _LABEL: Final = "_composable_label"
 
 
+@dataclass(slots=True, eq=False)
 class ParamLabel:
     """What a parameter is to its unit.
 
@@ -94,15 +98,14 @@ class ParamLabel:
         mesh: that it rests on, if it is not the unit's.
     """
 
-    __slots__ = ("form", "fqn", "holds_unreduced", "mesh", "mesh_info", "owner", "places", "unit")
-
-    def __init__(self, unit: str, fqn: str, form: str) -> None:
-        self.unit, self.fqn, self.form = unit, fqn, form
-        self.owner: ref[Any] | None = None
-        self.places: tuple[tuple[ref[nn.Module], str], ...] = ()
-        self.holds_unreduced = False
-        self.mesh_info: MeshInfo | None = None
-        self.mesh: DeviceMesh | None = None
+    unit: str = ""
+    fqn: str = ""
+    form: str = ""
+    owner: ref[Any] | None = None
+    places: tuple[tuple[ref[nn.Module], str], ...] = ()
+    holds_unreduced: bool = False
+    mesh_info: MeshInfo | None = None
+    mesh: DeviceMesh | None = None
 
     @override
     def __str__(self) -> str:
@@ -127,7 +130,7 @@ def set_label(
 ) -> None:
     label = label_of(parameter)
     if label is None:
-        label = ParamLabel(unit, info.fqn, form)
+        label = ParamLabel()
         setattr(parameter, _LABEL, label)
     label.unit, label.fqn, label.form = unit, info.fqn, form
     label.mesh_info = info.mesh_info
@@ -230,45 +233,28 @@ class ManagedParam:
             assigned later.
         at_rest, compute: see the table at the top of this file.
         grad_dtype: what the user has set `grad_dtype` of the parameter to; None if it is its dtype.
-        sends: of a parameter that is gathered in a form of its own, shapes and dtypes of what the
-            largest rank sends, as all ranks have told each other (`extension.py`).
+        sends: of a parameter that is gathered in a form of its own, what the largest rank sends,
+            as all ranks have told each other (`extension.py`).
     """
 
-    __slots__ = (
-        "__weakref__",
-        "at_rest",
-        "compute",
-        "grad_dtype",
-        "info",
-        "original",
-        "own",
-        "sends",
-        "tables",
-    )
-
-    original: Callable[[], nn.Parameter | None]
-
     def __init__(self, info: ParamInfo) -> None:
-        self.start(info)
-        self.original = ref(self.at_rest)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ManagedParam:
-        return ManagedParam.__new__(ManagedParam)  # the copy of its unit starts it
-
-    def start(self, info: ParamInfo) -> None:
         """Manage what is registered now."""
-        registered = next(place.registered for place in info.places if place.registered is not None)
-        self.original = _no_parameter
+        self.set_info(info)
+        registered = self.current
+        self.original: Callable[[], nn.Parameter | None] = ref(registered)
         self.own: nn.Parameter | None = None
         self.at_rest: nn.Parameter = registered
         self.compute: nn.Parameter = registered
         self.grad_dtype = chosen_grad_dtype(registered)
-        self.sends: Sequence[tuple[tuple[int, ...], torch.dtype]] | None = None
-        self.set_info(info)
+        self.sends: Sends | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ManagedParam:
+        return ManagedParam.__new__(ManagedParam)  # the copy of its unit starts it
 
     def start_as(self, original: ManagedParam, info: ParamInfo) -> None:
         """As the copy of `original`."""
-        self.start(info)
+        ManagedParam.__init__(self, info)
+        self.original = _no_parameter
         self.grad_dtype = original.grad_dtype  # copy.deepcopy drops it
         self.sends = original.sends
 
@@ -276,21 +262,16 @@ class ManagedParam:
         self.info = info
         self.tables = tuple((_table_of(place.module), place.name) for place in info.places)
 
-    def drop_original(self) -> None:
-        """It is the user's own, which torch cannot move (`Module.to` swaps `DTensor`s) while there
-        are weak references to it.
-        """
-        self.original = _no_parameter
-
-    def agree_anew(self) -> None:
-        self.sends = None
-
-    def agree(self, sends: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+    def agree(self, sends: Sends | None) -> None:
+        """See `sends`; None: ranks are to tell each other again."""
         self.sends = sends
 
     def keep(self, own: nn.Parameter) -> None:
         """The user's parameter stays where it is."""
         self.own = own
+        if isinstance(own, DTensor):
+            # torch cannot move it (`Module.to` swaps `DTensor`s) while it is referred to weakly
+            self.original = _no_parameter
 
     def rest_as(self, at_rest: nn.Parameter) -> None:
         if self.registered is not at_rest:
@@ -300,8 +281,8 @@ class ManagedParam:
     def compute_with(self, compute: nn.Parameter) -> None:
         self.compute = compute
 
-    def follow_grad_dtype(self, parameter: nn.Parameter) -> None:
-        self.grad_dtype = chosen_grad_dtype(parameter)
+    def follow_grad_dtype(self) -> None:
+        self.grad_dtype = chosen_grad_dtype(self.at_rest)
 
     def follow(self, newcomer: nn.Parameter) -> None:
         """The user registered another parameter at one of the places."""
@@ -321,10 +302,14 @@ class ManagedParam:
         )
 
     @property
+    def current(self) -> nn.Parameter:
+        """What is registered, of a parameter that no user has deleted."""
+        return next(place.registered for place in self.info.places if place.registered is not None)
+
+    @property
     def given(self) -> Tensor | None:
         """The local tensor of what is registered, as its user made it; None of what rests."""
-        registered = self.registered
-        assert registered is not None
+        registered = self.current
         label = label_of(registered)
         if isinstance(registered, DTensor) and label is not None and label.form == "at_rest":
             return None  # where nothing cuts it, it has the placements that it was given with

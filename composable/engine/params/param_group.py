@@ -41,16 +41,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from operator import add, attrgetter, call, is_not, ne, or_
+from operator import add, attrgetter, is_not, ne, or_
 from typing import Final
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
-from composable.comm.base import Comm, Work
+from composable.comm.base import DONE, Comm, Work
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.params.gather import Gather, Neighbours
 from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
@@ -68,7 +67,6 @@ from composable.errors import few
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     as_tensors,
-    local_of,
     locals_of,
     outside_transforms,
     set_versions,
@@ -153,12 +151,14 @@ class ParamGroup(ABC):
         self.comm: Comm = mesh_info.shard
         self.unit = ""
         self._label = ""
-        self._work: Work | None = None
+        self._work: Work = DONE  # the all-gather in flight
         self._warned = False
         self.layout = self._plan()
         self.slots = self.layout.slots
         self.takes_message = self.layout.gathered or self.extended
-        self.gathers = self.takes_message or precision.casts or self.home is not None
+        # whose compute parameters are the memory of at-rest ones
+        self._stays = [self._aliased(slot) for slot in self.slots]
+        self.gathers = not all(self._stays)
         self._near: Neighbours | None = None
         with torch.no_grad(), torch.inference_mode(False):
             self._memory = self._make_memory()
@@ -170,10 +170,6 @@ class ParamGroup(ABC):
             for param, slot in zip(self.params, self.slots, strict=True):
                 self._make_forms(param, slot)
             self._watch()
-            # what modules compute with, where that is memory of ours
-            ours = self.gathers or all(param.own is None for param in self.params)
-            computes = [each.compute for each in self.params] if ours and not self.extended else []
-            self._views = [local.detach() for local in locals_of(computes)]
         self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
 
     # --- construction ----------------------------------------------------------------------------
@@ -182,8 +178,7 @@ class ParamGroup(ABC):
         traits, precision = self.comm.traits, self.precision
         specs = []
         for param in self.params:
-            assert param.registered is not None
-            tensor = param.info.form.local_like(param.registered)
+            tensor = param.info.form.local_like(param.current)
             # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out
             # as the parameter is.
             order, dim = memory_order(tensor), param.info.shard_dim
@@ -216,7 +211,7 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:
-        """See `is_changed`.
+        """Whether one was moved or cast.
 
         Args:
             address: of the local tensor when the group was made.
@@ -263,11 +258,15 @@ class ParamGroup(ABC):
 
     def _watch(self) -> None:
         """Note the versions of parameters, and where they are."""
-        self._comes = tuple(self.gathers and not self._aliased(slot) for slot in self.slots)
-        coming = [param.compute for param in compress(self.params, self._comes)]
+        coming = [index for index, stays in enumerate(self._stays) if not stays]
+        computes = [param.compute for param in self.params]
         # Autograd may have saved a `DTensor`, or its local tensor.
-        self._inside = tuple(isinstance(param, DTensor) for param in coming)
-        self._counters = (*coming, *locals_of(list(compress(coming, self._inside))))
+        spread = [index for index in coming if isinstance(computes[index], DTensor)]
+        self._counters = (
+            *[computes[index] for index in coming],
+            *locals_of([computes[index] for index in spread]),
+        )
+        self._numbers = (*coming, *spread)  # of which parameter each counter is
         self._versions = tuple(map(version_of, self._counters))
         self._absent = (ABSENT,) * len(self._counters)
         apart = any(param.compute is not param.at_rest for param in self.params)
@@ -275,12 +274,8 @@ class ParamGroup(ABC):
         self._seen = self._versions_now()
         self._regather = False  # writes were noted, and the gather is to be repeated
         self._loads = False  # see `expect_load`
-        locals_ = locals_of([param.at_rest for param in self.params])
-        self._addresses = [local.data_ptr() for local in locals_]
-        # not of a plain tensor: torch cannot exchange one that is referred to weakly
-        self._locals = [
-            ref(local_of(p.at_rest)) for p in self.params if isinstance(p.at_rest, DTensor)
-        ]
+        self._locals = locals_of([param.at_rest for param in self.params])
+        self._addresses = [local.data_ptr() for local in self._locals]
         set_versions(self._counters, self._absent)
 
     def _aliased(self, slot: Slot) -> bool:
@@ -289,30 +284,27 @@ class ParamGroup(ABC):
         """
         return slot.route is Route.WHOLE and not self.precision.casts
 
-    def is_changed(self) -> bool:
+    def adopt_changes(self) -> bool:
         """Whether users have moved or cast parameters at rest, or asked for gradients of another
-        dtype, so that the group has to be made anew.
+        dtype, so that the group has to be made anew. Notes what they have asked for.
 
         Raises:
             ForeignParameterError: what they did cannot be followed.
         """
-        changed = False
+        precision, changed = self.precision, False
         for param, slot, address in zip(self.params, self.slots, self._addresses, strict=True):
-            asked = param.at_rest.grad_dtype
-            if param.at_rest.dtype == self.precision.original and asked not in (
-                None,
-                self.precision.gradient,
-            ):
-                param.follow_grad_dtype(param.at_rest)
+            at_rest = param.at_rest
+            known = (None, precision.gradient)
+            if at_rest.dtype == precision.original and at_rest.grad_dtype not in known:
+                param.follow_grad_dtype()
                 changed = True
             changed = self._is_changed(param, slot, address) or changed
-        # `model.to()` exchanges a DTensor with one that was made of it, also where nothing moves:
-        # hooks in C++, and the label, stay behind
-        for param in self.params:
-            if label_of(param.at_rest) is None:
-                set_label(param.at_rest, param.info, self.unit, "at_rest")
-        locals_ = [local_of(p.at_rest) for p in self.params if isinstance(p.at_rest, DTensor)]
-        return changed or any(map(is_not, locals_, map(call, self._locals)))
+            # `model.to()` exchanges a DTensor with one that was made of it, also where nothing
+            # moves: hooks in C++, and the label, stay behind
+            if label_of(at_rest) is None:
+                set_label(at_rest, param.info, self.unit, "at_rest")
+        locals_ = locals_of([param.at_rest for param in self.params])
+        return changed or any(map(is_not, locals_, self._locals))
 
     def recast(self) -> list[ManagedParam]:
         """Parameters of which users have cast or moved what modules compute with."""
@@ -324,9 +316,12 @@ class ParamGroup(ABC):
         the next gather would fill what nobody reads. Theirs is dropped. Other ranks may not have
         done so, so that nothing is gathered for it.
         """
-        for param, view in zip(self.params, self._views, strict=False):
+        for param, slot in zip(self.params, self.slots, strict=True):
             compute = param.compute
-            if not isinstance(compute, DTensor) and storage_key(compute) != storage_key(view):
+            if isinstance(compute, DTensor) or not (self.gathers or param.own is None):
+                continue
+            view = self._local_compute(slot)
+            if storage_key(compute) != storage_key(view):
                 compute.data = view
 
     def leave(self, move: Callable[[Tensor], Tensor]) -> None:
@@ -358,37 +353,36 @@ class ParamGroup(ABC):
             by_all: all ranks have made them.
         """
         if (now := self._versions_now()) != self._seen:
-            self._regather = self._regather or by_all
-            self._note(now)
+            self._note(now, by_all=by_all)
 
-    def _note(self, now: list[int]) -> None:
+    def _note(self, now: list[int], *, by_all: bool = False) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
-        before, self._seen = self._seen, now
         number = len(self.params)
-        changed = list(map(ne, before, now))
+        changed = list(map(ne, self._seen, now))
+        self._seen = now
         at_rest, memory = changed[:number], changed[number:] * (number // len(self._memory))
-        self._regather = self.gathers and (self._regather or self._loads or any(at_rest))
-        kept = self.state is not ShardedState.SHARDED and all(self._comes)
-        if kept and not self._regather:
+        again = self._regather or by_all or self._loads or any(at_rest)
+        self._regather = again and self.gathers
+        if not again and self.state is not ShardedState.SHARDED and not any(self._stays):
             self._warn(_WRITTEN_HERE, compress(self.params, memory))
-        written = list(compress(map(or_, at_rest, memory), self._comes))
-        written += list(compress(written, self._inside))
+        written = list(map(or_, at_rest, memory))
+        moved = list(map(written.__getitem__, self._numbers))
         if self.state is ShardedState.UNSHARDED:
-            increment_version(list(compress(self._counters, written)))
-        self._versions = tuple(map(add, self._versions, written))
-        if all(self._comes):
+            increment_version(list(compress(self._counters, moved)))
+        self._versions = tuple(map(add, self._versions, moved))
+        if not any(self._stays):
             return
-        apart = [
+        # What stays shares its memory's counter, which an operator on a `DTensor` did not move. A
+        # write to the memory did not move that of a `DTensor`.
+        behind = [
             param.compute
-            for param, told, comes, moved in zip(
-                self.params, memory, self._comes, at_rest, strict=True
+            for param, stays, operated, told in zip(
+                self.params, self._stays, at_rest, memory, strict=True
             )
-            if ((moved and not told) or (told and isinstance(param.compute, DTensor)))
-            and not comes
-            and param.compute is not param.at_rest
+            if stays and (isinstance(param.compute, DTensor) if told else operated)
         ]
-        if apart:  # they share the memory's counter, which an operator on a `DTensor` did not move
-            increment_version(apart)
+        if behind:
+            increment_version(behind)
             self._seen = self._versions_now()
 
     def _warn(self, text: str, params: Iterable[ManagedParam]) -> None:
@@ -420,7 +414,11 @@ class ParamGroup(ABC):
             self._regather = False
         if self.state is ShardedState.UNSHARDING or self.state is ShardedState.UNSHARDED:
             return False
-        self._work = self._source.launch(self._label)
+        try:
+            self._work = self._source.launch(self._label)
+        except BaseException:  # out of memory, or the communicator refuses
+            self._free()
+            raise
         self.state = ShardedState.UNSHARDING
         return True
 
@@ -436,13 +434,11 @@ class ParamGroup(ABC):
 
     def _wait(self) -> None:
         """Wait for the gather in flight. If it failed, the group is sharded again."""
-        work, self._work = self._work, None
+        work, self._work = self._work, DONE
         try:
-            if work is not None:
-                work.wait()
+            work.wait()
         except BaseException:
             self._free()
-            self.state = ShardedState.SHARDED
             raise
 
     def reshard(self) -> None:
@@ -454,7 +450,6 @@ class ParamGroup(ABC):
         elif self.state is ShardedState.UNSHARDED:
             self._look_for_writes()
         self._free()
-        self.state = ShardedState.SHARDED
 
     def _free(self) -> None:
         assert self.gather is not None
@@ -464,6 +459,7 @@ class ParamGroup(ABC):
         self._source = self.gather
         if self._near is not None:
             self._near.free()
+        self.state = ShardedState.SHARDED
 
     def _look_for_writes(self) -> None:
         """Warn, once, if a forward wrote to a gathered parameter: the write is lost now.
@@ -474,17 +470,13 @@ class ParamGroup(ABC):
         now = tuple(map(version_of, self._counters))
         if now == self._versions:
             return
-        before, self._versions = self._versions, now
+        numbers = compress(self._numbers, map(ne, self._versions, now))
+        self._versions = now
         written = [
             param
-            for param, was, now_is in zip(  # behind them are counters of local tensors
-                compress(self.params, self._comes), before, now, strict=False
-            )
+            for param in [self.params[index] for index in sorted({*numbers})]
             # An embedding with a largest norm writes to its weight whenever it is used.
-            if was != now_is
-            and not any(
-                getattr(place.module, "max_norm", None) is not None for place in param.info.places
-            )
+            if all(getattr(place.module, "max_norm", None) is None for place in param.info.places)
         ]
         self._warn(_WRITE_LOST, written)
 

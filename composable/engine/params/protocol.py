@@ -8,8 +8,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable.errors import AnnotationError, first_line
+from composable.memory.torch_private import local_of
 
 PRE: Final = "fsdp_pre_all_gather"
 POST: Final = "fsdp_post_all_gather"
@@ -37,40 +40,34 @@ def pieces_of(whole: Tensor, ranks: int) -> list[Tensor]:
     Raises:
         AnnotationError: it cannot be cut into shards of the right shapes.
     """
-    kind, size = type(whole).__name__, whole.shape[0] if whole.ndim else 0
-    rows = -(-size // ranks)
-    expected = [min(rows, size - start) for start in range(0, size, rows or 1)]
     said = ""
     try:
         pieces = list(torch.chunk(whole, ranks, dim=0))
-        found = [tuple(piece.shape) for piece in pieces]
-        if found != [(each, *whole.shape[1:]) for each in expected] or not size:
-            said = f"torch.chunk gives shapes {found}"
+        expected = torch.empty(whole.shape, device="meta").chunk(ranks, dim=0)
+        if [piece.shape for piece in pieces] != [piece.shape for piece in expected]:
+            said = f"torch.chunk gives shapes {[tuple(piece.shape) for piece in pieces]}"
         elif not all(map(has_protocol, pieces)):
             said = f"torch.chunk gives tensors without {PRE}()"
     except (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         said = f"torch.chunk raised {type(error).__name__}: {first_line(error)}"
     if said:
         raise AnnotationError(
-            f"a {kind} of shape {tuple(whole.shape)} cannot be cut along dimension 0 over {ranks}"
-            f" ranks, {size} rows with {rows} each: {said}"
+            f"a {type(whole).__name__} of shape {tuple(whole.shape)} cannot be cut along dimension"
+            f" 0 over {ranks} ranks: {said}"
         )
     return pieces
 
 
 @torch.no_grad()
-def shard_of(whole: Tensor, ranks: int, rank: int) -> Tensor:
-    """A copy of this rank's piece, so that the whole is freed."""
-    pieces = pieces_of(whole, ranks)
-    if rank >= len(pieces):
-        return whole.new_zeros((0, *whole.shape[1:]))
-    return cloned(pieces[rank])
-
-
 def cut_along(whole: Tensor, dim: int, ranks: int, rank: int) -> Tensor:
-    """A rank's part, as `torch.chunk` cuts: a view of a plain tensor."""
+    """A rank's part, as `torch.chunk` cuts: a view of a plain tensor; else a copy, so that the
+    whole is freed.
+    """
     if has_protocol(whole):
-        return shard_of(whole, ranks, rank)
+        pieces = pieces_of(whole, ranks)
+        if rank < len(pieces):
+            return cloned(pieces[rank])
+        return whole.new_zeros((0, *whole.shape[1:]))
     size = whole.shape[dim]
     chunk = -(-size // ranks)
     start = min(rank * chunk, size)
@@ -105,9 +102,13 @@ def cloned(tensor: Tensor) -> Tensor:
     return made
 
 
-def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that one with the protocol is made of; else the tensor."""
-    if not hasattr(tensor, PRE) or not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+def plain_parts(tensor: Any) -> list[Tensor]:
+    """The strided tensors that hold a tensor's values: several for a wrapper subclass, such as
+    quantised weights.
+    """
+    if isinstance(tensor, DTensor):
+        return plain_parts(local_of(tensor))
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in plain_parts(getattr(tensor, name))]
+    return [tensor.detach()] if tensor.layout is torch.strided else []

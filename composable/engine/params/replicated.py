@@ -37,8 +37,7 @@ class ReplicatedGroup(ParamGroup):
 
     @override
     def _make_at_rest(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        registered, own, mesh = param.registered, param.own, self._rest_mesh
-        assert registered is not None
+        registered, own, mesh = param.current, param.own, self._rest_mesh
         assert own is not None
         if mesh is None:
             if registered is param.at_rest is not own:  # the shards around it were removed
@@ -85,11 +84,9 @@ class ReplicatedGroup(ParamGroup):
 
 def _adopt(param: ManagedParam) -> nn.Parameter:
     """The user's own parameter, of what is registered now."""
-    registered, own = param.registered, param.own
-    assert registered is not None
+    registered, own = param.current, param.own
     if not param.info.form.is_whole:  # it rests as the user made it, next to shards, too
         own = registered
-        param.drop_original()
     elif own is not None and registered is param.at_rest:
         (local,) = locals_of([registered])
         # torch gives no memory to what was made on the meta device

@@ -37,7 +37,7 @@ class ShardedGroup(ParamGroup):
         for param, slot in zip(self.params, self.slots, strict=True):
             view, given = self.shard_view(slot).data, param.given
             if given is None:
-                view.copy_(local_of(param.registered).reshape(view.shape))  # type: ignore[arg-type]
+                view.copy_(local_of(param.current).reshape(view.shape))  # type: ignore[arg-type]
             else:
                 view.copy_(cut(given.data, slot, self.comm.rank))
         return (self.shard,)
@@ -68,9 +68,8 @@ class ShardedGroup(ParamGroup):
 
     @override
     def _make_at_rest(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        registered, form, info = param.registered, param.info.form, self.mesh_info
+        registered, form, info = param.current, param.info.form, self.mesh_info
         mesh = form.mesh_at_rest(info.mesh)
-        assert registered is not None
         assert mesh is not None
         assert info.mesh is not None
         if param.given is None:

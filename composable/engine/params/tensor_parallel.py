@@ -23,7 +23,7 @@ modules compute, and so are their gradients; all else is as for a `DTensor`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ class SpreadForm(ParamForm):
     spread: DTensor
     joint: DeviceMesh
     dims: tuple[int, ...]
+    is_whole: ClassVar[bool] = False
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -72,11 +73,6 @@ class SpreadForm(ParamForm):
         return isinstance(tensor, DTensor) and (
             (tensor.device_mesh, tuple(tensor.placements)) == (self.mesh, self.placements)
         )
-
-    @property
-    @override
-    def is_whole(self) -> bool:
-        return False
 
     @property
     @override
@@ -137,10 +133,6 @@ class SpreadForm(ParamForm):
         return wrap(local, self.mesh, self.placements, spread.shape, spread.stride())
 
     @override
-    def shape_shown(self, at_rest: Tensor) -> torch.Size:
-        return self.spread.shape
-
-    @override
     @torch.no_grad()
     def unsharded(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -192,12 +184,15 @@ class SpreadForm(ParamForm):
     def settled(self, gradient: Tensor) -> Tensor:
         if not isinstance(gradient, DTensor) or tuple(gradient.placements) == self.placements:
             return gradient
-        taken = redistributed(gradient, self.placements_taken(gradient))
-        if tuple(taken.placements) == self.placements:
-            return taken
+        taken = self.placements_taken(gradient)
+        if gradient.placements != taken:
+            gradient = gradient.redistribute(placements=taken)
+            set_local(gradient, waited_for(local_of(gradient)))
+        if taken == self.placements:
+            return gradient
         return DTensor.from_local(
-            taken.to_local(), self.mesh, self.placements, run_check=False,
-            shape=taken.shape, stride=taken.stride(),
+            gradient.to_local(), self.mesh, self.placements, run_check=False,
+            shape=gradient.shape, stride=gradient.stride(),
         )  # fmt: skip
 
 
@@ -215,10 +210,6 @@ class PartForm(SpreadForm):
     @override
     def owns(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, DTensor)
-
-    @override
-    def shape_shown(self, at_rest: Tensor) -> torch.Size:
-        return local_of(self.spread).shape
 
 
 PART: Final = "_composable_part"  # the attribute that `declare_part` sets
@@ -242,12 +233,3 @@ def spread_like(parameter: Tensor, shape: torch.Size) -> DTensor:
     if not isinstance(parameter, DTensor):
         stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def redistributed(gradient: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """A gradient with these placements, in memory that nothing writes to any more."""
-    if gradient.placements == placements:
-        return gradient
-    made = gradient.redistribute(placements=placements)
-    set_local(made, waited_for(local_of(made)))
-    return made

@@ -431,7 +431,7 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
             tied.append(param)  # managed where it was before
     changed = bool(replaced)
     for group in unit.groups:
-        changed = group.is_changed() or changed
+        changed = group.adopt_changes() or changed
     for param, newcomer in replaced:
         set_label(param.at_rest, param.info, unit.name, "replaced")
         param.follow(newcomer)

@@ -430,7 +430,7 @@ class Unit:
         self.agreements, self.given = [], {}
         if any(group.extended for group in self.groups):
             for param in self.params:
-                param.agree_anew()
+                param.agree(None)
             self.build()
 
     @property
