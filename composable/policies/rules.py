@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 from typing_extensions import override
 
-from composable.errors import PolicyError, closest, describe_module, few
+from composable.errors import PolicyError, describe_module, few, what_is_there
 from composable.policies.base import (
     Policy,
     Selection,
@@ -19,7 +19,7 @@ from composable.policies.base import (
     by_all_names,
     is_container,
     kind_of,
-    not_empty,
+    takes,
 )
 
 
@@ -44,10 +44,7 @@ class ModuleWrapPolicy(Policy):
 
     @override
     def select(self, root: nn.Module) -> Selection:
-        picked: Selection = {
-            module: {} for module in root.modules() if isinstance(module, self.classes)
-        }
-        return not_empty(picked, root)
+        return {module: {} for module in root.modules() if isinstance(module, self.classes)}
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({', '.join(cls.__name__ for cls in self.classes)})"
@@ -82,16 +79,12 @@ class CustomPolicy(Policy):
             raise PolicyError(
                 f"CustomPolicy takes a function of a module, and got {type(decide).__name__}"
             )
-        try:
-            inspect.signature(decide).bind(None)
-        except ValueError:
-            pass  # a builtin that does not tell
-        except TypeError:
+        if not takes(decide, 1):
             raise PolicyError(
                 "a policy's function takes one argument, the module; this one takes"
                 f" {inspect.signature(decide)}. For an auto-wrap policy of FSDP1, use"
                 " ModuleWrapPolicy or SizePolicy"
-            ) from None
+            )
         self.decide = decide
 
     @override
@@ -109,7 +102,7 @@ class CustomPolicy(Policy):
                 )
             elif answer:
                 picked[module] = {}
-        return not_empty(picked, root)
+        return picked
 
     def __repr__(self) -> str:
         return f"CustomPolicy({getattr(self.decide, '__qualname__', type(self.decide).__name__)})"
@@ -256,13 +249,8 @@ class NamePolicy(Policy):
             parts = _parts(pattern)
             matches[pattern] = {id(module) for fqn, module in named if _match(parts, _parts(fqn))}
             if not matches[pattern]:
-                near = closest(pattern, [fqn for fqn, _ in named if fqn], limit=3)
-                hint = (
-                    f"close to it: {', '.join(near)}"
-                    if near
-                    else f"there is: {few([n for n, _ in named if n])}"
-                )
-                raise PolicyError(f"pattern '{pattern}' matched no module; {hint}")
+                there = what_is_there(pattern, [fqn for fqn, _ in named if fqn])
+                raise PolicyError(f"pattern '{pattern}' matched no module; {there}")
         picked: Selection = {}
         for module in root.modules():
             for pattern, overrides in self.patterns.items():
