@@ -26,7 +26,7 @@ from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers,
 from composable.engine.params.precision import BufferHolder
 from composable.errors import AnnotationError, what_is_there
 from composable.memory.streams import has_streams
-from composable.policies.base import by_all_names
+from composable.policies.base import by_all_names, kind_of
 
 logger = logging.getLogger("composable")
 
@@ -221,14 +221,18 @@ def placement_of(
     The dimension is None for a parameter without dimensions. `choose`: `shard_placement_fn`.
     """
     parameter = managed.tensor
-    mesh: DeviceMesh | Spread | None = None
-    answer: Any = choose(parameter) if choose is not None else None
-    placement = answer
-    if hasattr(answer, "mesh_info"):  # torch's `ShardPlacementResult`
-        placement = answer.placement
-        mesh = Spread(answer.mesh_info.mesh, answer.mesh_info.shard_mesh_dim)
-    elif isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], DeviceMesh):
-        placement, mesh = answer
+    mesh: Any = None
+    placement: Any = choose(parameter) if choose is not None else None
+    if hasattr(placement, "mesh_info"):  # torch's `ShardPlacementResult`
+        info, placement = placement.mesh_info, placement.placement
+        mesh = Spread(info.mesh, info.shard_mesh_dim)
+    elif isinstance(placement, tuple) and len(placement) == 2:
+        placement, mesh = placement
+        if not isinstance(mesh, DeviceMesh):
+            raise AnnotationError(
+                "shard_placement_fn must return a pair of a Shard, or None, and a DeviceMesh; got"
+                f" {kind_of(mesh)} as the mesh of '{managed.fqn}'"
+            )
     if parameter.ndim == 0:
         return None, mesh
     if placement is None:
@@ -236,7 +240,7 @@ def placement_of(
     if not isinstance(placement, Shard):
         raise AnnotationError(
             f"shard_placement_fn must return Shard or None, got {type(placement).__name__} for"
-            f" '{managed.fqn}'. A pair is one of these and a DeviceMesh"
+            f" '{managed.fqn}'"
         )
     dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < parameter.ndim:

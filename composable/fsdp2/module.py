@@ -316,6 +316,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         Args:
             factor: a positive number.
         """
+        _unit("set_reduce_scatter_divide_factor", self)
         FSDPModule.set_gradient_divide_factor(self, factor)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:

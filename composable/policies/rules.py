@@ -19,6 +19,7 @@ from composable.policies.base import (
     by_all_names,
     is_container,
     kind_of,
+    not_empty,
     takes,
 )
 
@@ -44,7 +45,10 @@ class ModuleWrapPolicy(Policy):
 
     @override
     def select(self, root: nn.Module) -> Selection:
-        return {module: {} for module in root.modules() if isinstance(module, self.classes)}
+        picked: Selection = {
+            module: {} for module in root.modules() if isinstance(module, self.classes)
+        }
+        return not_empty(picked, root)
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({', '.join(cls.__name__ for cls in self.classes)})"
@@ -102,7 +106,7 @@ class CustomPolicy(Policy):
                 )
             elif answer:
                 picked[module] = {}
-        return picked
+        return not_empty(picked, root)
 
     def __repr__(self) -> str:
         return f"CustomPolicy({getattr(self.decide, '__qualname__', type(self.decide).__name__)})"
