@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from composable.errors import AnnotationError, closest
+from composable.errors import AnnotationError, did_you_mean
 
 SYNC_MODES: Final = ("check", "broadcast", "off")
 
@@ -34,9 +34,7 @@ def divisor_of(verb: str, grad_reduce: object) -> float | None:
         return 1.0
     if type(grad_reduce) in (int, float) and 0.0 < float(grad_reduce) < math.inf:  # type: ignore[arg-type]
         return float(grad_reduce)  # type: ignore[arg-type]
-    near = "".join(
-        f"; did you mean '{name}'?" for name in closest(str(grad_reduce), ("mean", "sum"))
-    )
+    near = did_you_mean(grad_reduce, ("mean", "sum"))
     raise AnnotationError(
         f"{verb}: grad_reduce must be 'mean', 'sum' or a positive number to divide the sum over all"
         f" ranks by, got {grad_reduce!r}{near}"
@@ -48,9 +46,17 @@ def grad_reduce_in_words(divisor: float | None) -> str:
     return "mean" if divisor is None else "sum" if divisor == 1.0 else f"sum / {divisor:g}"
 
 
-_SHORT: Final = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_REAL: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in _SHORT.values()}
-DTYPES_BY_NAME: Final = {**{short: _REAL[name] for short, name in _SHORT.items()}, **_REAL}
+def require_bool(what: str, value: object) -> None:
+    """Raise unless `value`, of the argument or field `what`, is True or False."""
+    if type(value) is not bool:
+        raise AnnotationError(f"{what} must be True or False, got {value!r}")
+
+
+_REAL: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_BY_NAME: Final = {
+    **dict(zip(("fp64", "fp32", "bf16", "fp16"), _REAL, strict=True)),
+    **{str(dtype).removeprefix("torch."): dtype for dtype in _REAL},
+}
 
 
 def real_dtype(value: object, what: str) -> torch.dtype:
@@ -63,14 +69,13 @@ def real_dtype(value: object, what: str) -> torch.dtype:
     Raises:
         AnnotationError: `value` is no such dtype.
     """
-    found = DTYPES_BY_NAME.get(value.removeprefix("torch.")) if isinstance(value, str) else value
-    if not any(found is dtype for dtype in _REAL.values()):
-        raise AnnotationError(
-            f"{what} must be one of torch.float64, float32, bfloat16 and float16, or its name, e.g."
-            f" 'bf16'; got {value!r}"
-        )
-    assert isinstance(found, torch.dtype)
-    return found
+    found = _BY_NAME.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if isinstance(found, torch.dtype) and found in _REAL:
+        return found
+    raise AnnotationError(
+        f"{what} must be one of torch.float64, float32, bfloat16 and float16, or its name, e.g."
+        f" 'bf16'; got {value!r}"
+    )
 
 
 # What `reduce_dtype` may be besides a dtype.
@@ -121,25 +126,22 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Any = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, what = getattr(self, field.name), f"MixedPrecisionPolicy: {field.name}"
-            if field.name == "full_precision_classes":
-                object.__setattr__(self, field.name, _classes(value, what))
-            elif field.name == "param_dtype_override_fn":
-                if value is not None and not callable(value):
-                    raise AnnotationError(f"{what} must be a function or None, got {value!r}")
-            elif field.name == "reduce_dtype" and value == GRAD_DTYPE:
-                continue
-            elif field.name == "buffer_dtype" and isinstance(value, Mapping):
-                named = {
-                    name: real_dtype(dtype, f"{what}['{name}']") for name, dtype in value.items()
-                }
-                object.__setattr__(self, field.name, named)
-            elif field.name.endswith("_dtype") and field.default is None:
-                if value is not None:
-                    object.__setattr__(self, field.name, real_dtype(value, what))
-            elif type(value) is not bool:
-                raise AnnotationError(f"{what} must be True or False, got {value!r}")
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+            value, what = getattr(self, name), f"MixedPrecisionPolicy: {name}"
+            if name == "buffer_dtype" and isinstance(value, Mapping):
+                value = {key: real_dtype(dtype, f"{what}['{key}']") for key, dtype in value.items()}
+            elif value is not None and (name, value) != ("reduce_dtype", GRAD_DTYPE):
+                value = real_dtype(value, what)
+            object.__setattr__(self, name, value)
+        for name in ("cast_forward_inputs", "keep_grads_in_reduce_dtype"):
+            require_bool(f"MixedPrecisionPolicy: {name}", getattr(self, name))
+        object.__setattr__(self, "full_precision_classes", _classes(self.full_precision_classes))
+        choose = self.param_dtype_override_fn
+        if choose is not None and not callable(choose):
+            raise AnnotationError(
+                "MixedPrecisionPolicy: param_dtype_override_fn must be a function or None, got"
+                f" {choose!r}"
+            )
 
     def __str__(self) -> str:
         """Name the fields that differ from their defaults."""
@@ -193,13 +195,16 @@ class MixedPrecisionPolicy:
         return chosen is not None and chosen != self.param_dtype
 
 
-def _classes(value: object, what: str) -> tuple[type[nn.Module], ...]:
+def _classes(value: object) -> tuple[type[nn.Module], ...]:
     classes = (value,) if isinstance(value, type) else value
     if isinstance(classes, list | tuple | set | frozenset):
         ordered = classes if isinstance(classes, list | tuple) else sorted(classes, key=str)
         if all(isinstance(each, type) and issubclass(each, nn.Module) for each in ordered):
             return tuple(ordered)
-    raise AnnotationError(f"{what} must be a class of modules, or several, got {value!r}")
+    raise AnnotationError(
+        "MixedPrecisionPolicy: full_precision_classes must be a class of modules, or several, got"
+        f" {value!r}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +226,4 @@ class CPUOffloadPolicy:
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        if type(self.pin_memory) is not bool:
-            raise AnnotationError(
-                f"CPUOffloadPolicy: pin_memory must be True or False, got {self.pin_memory!r}"
-            )
+        require_bool("CPUOffloadPolicy: pin_memory", self.pin_memory)

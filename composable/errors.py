@@ -151,6 +151,17 @@ def still_on_meta(fqn: str, unit: str) -> str:
     )
 
 
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
+    """Ask about the nearest of `choices`: `; did you mean 'mean'?`; nothing when none is near."""
+    return "".join(f"; did you mean '{near}'?" for near in closest(str(name), choices))
+
+
+def what_is_there(name: str, choices: Sequence[str]) -> str:
+    """Name the nearest of `choices`, or some of all: `close to it: a, b`; `there is: x, y`."""
+    near = closest(name, choices, limit=3)
+    return f"close to it: {', '.join(near)}" if near else f"there is: {few(choices) or 'none'}"
+
+
 def closest(name: str, choices: Iterable[str], limit: int = 1) -> list[str]:
     """Find the `choices` that `name` may be a slip of, best first; none when nothing is near."""
     return difflib.get_close_matches(name, list(dict.fromkeys(choices)), n=limit, cutoff=0.6)

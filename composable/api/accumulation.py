@@ -13,7 +13,7 @@ from composable.api.scopes import units_in
 from composable.compilation import untraced
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.step.root import reduce_held
-from composable.errors import AnnotationError, PhaseError, closest
+from composable.errors import AnnotationError, PhaseError, did_you_mean
 from composable.memory.torch_private import in_backward
 
 # for sharded units; replicated ones always hold
@@ -56,7 +56,7 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
         ...         optimizer.zero_grad()
     """
     if level not in _LEVELS:
-        near = "".join(f"; did you mean '{name}'?" for name in closest(str(level), _LEVELS))
+        near = did_you_mean(level, _LEVELS)
         raise AnnotationError(f"no_sync: level must be 'all' or 'replicate', got {level!r}{near}")
     units = units_in("no_sync", model)
     scope = object()

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from composable.api.mesh import Spread
-from composable.config import DTYPES_BY_NAME, GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
+from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
-from composable.errors import AnnotationError, closest, few
+from composable.errors import AnnotationError, what_is_there
 from composable.memory.streams import has_streams
 from composable.policies.base import by_all_names, kind_of
 
@@ -66,9 +67,7 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
         if settings["reduce_dtype"] is None and _FOLLOWS_GRAD_DTYPE:
             settings["reduce_dtype"] = GRAD_DTYPE
         value = MixedPrecisionPolicy(**settings)
-    elif isinstance(value, torch.dtype) or (
-        isinstance(value, str) and value.removeprefix("torch.") in DTYPES_BY_NAME
-    ):
+    elif isinstance(value, torch.dtype | str):
         value = MixedPrecisionPolicy(param_dtype=value)
     elif value is None:
         value = MixedPrecisionPolicy()
@@ -126,26 +125,24 @@ def buffer_holders(
     asked = precision.buffer_dtype
     if asked is None:
         return ()
-    exact = ids_of_exact(modules, precision)
-    below = {
-        id(each): each for module in modules for _, each in walk(module, stop=(SHARD, REPLICATE))
-    }
+    walks = [walk(module, stop=(SHARD, REPLICATE)) for module in modules]
+    below = dict.fromkeys(each for _, each in chain.from_iterable(walks))
     if not isinstance(asked, Mapping):
-        return tuple(BufferHolder(each, asked) for key, each in below.items() if key not in exact)
-    named: dict[int, dict[str, torch.dtype]] = {}
-    for fqn, module, name in [
-        found for each in top for found in _floating_point_buffers(each) if id(found[1]) in below
-    ]:
+        exact = ids_of_exact(modules, precision)
+        return tuple(BufferHolder(each, asked) for each in below if id(each) not in exact)
+    named: dict[nn.Module, dict[str, torch.dtype]] = {}
+    for fqn, module, name in _floating_point_buffers(top):
         for glob, dtype in asked.items():
-            if fnmatchcase(fqn, glob):
-                named.setdefault(id(module), {})[name] = dtype
-    return tuple(BufferHolder(below[key], dtypes) for key, dtypes in named.items())
+            if module in below and fnmatchcase(fqn, glob):
+                named.setdefault(module, {})[name] = dtype
+    return tuple(BufferHolder(module, dtypes) for module, dtypes in named.items())
 
 
-def _floating_point_buffers(top: nn.Module) -> list[tuple[str, nn.Module, str]]:
+def _floating_point_buffers(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module, str]]:
     """FQN, module and name of every place of a floating-point buffer."""
     return [
         (f"{prefix}.{name}" if prefix else name, module, name)
+        for top in modules
         for prefix, module in by_all_names(top)
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
         if buffer.is_floating_point()
@@ -158,18 +155,12 @@ def refuse_unknown_buffers(
     """Raise for names in `buffer_dtype` that match no floating-point buffer."""
     if not isinstance(precision.buffer_dtype, Mapping):
         return
-    names = [fqn for module in modules for fqn, _, _ in _floating_point_buffers(module)]
+    names = [fqn for fqn, _, _ in _floating_point_buffers(modules)]
     for glob in precision.buffer_dtype:
         if not any(fnmatchcase(fqn, glob) for fqn in names):
-            near = closest(glob, names, limit=3)
-            hint = (
-                f"close to it: {', '.join(near)}"
-                if near
-                else f"there is: {few(names) if names else 'none'}"
-            )
             raise AnnotationError(
                 f"{verb}: buffer_dtype names '{glob}', which matches no floating-point buffer;"
-                f" {hint}"
+                f" {what_is_there(glob, names)}"
             )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from composable.api.selection import check_keywords, select_callable
+from composable.api.selection import select_callable
 from composable.contract.contract import Verb, on_undo
 from composable.contract.hooks import Bracket, attach, detach
 from composable.contract.naming import modules_of, require_callable
@@ -37,7 +37,6 @@ def annotate_each(
             on_undo(partial(detach, top, name))
             attach(top, name, make(top))
         else:
-            picked = select_callable(name, policy, top, so=so)
-            check_keywords(name, picked, tuple(options))
+            picked = select_callable(name, policy, top, tuple(options), so=so)
             for chosen, overrides in picked.items():
                 verb(chosen, **{**options, **overrides})

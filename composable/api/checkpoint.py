@@ -80,16 +80,8 @@ def checkpoint(
             " context_fn"
         )
     options = RecomputeOptions(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
-
-    def bracket_of(_: nn.Module) -> RecomputeBracket:
-        return RecomputeBracket(options)
-
+    so = "there is no forward to run again"
     annotate_each(
-        checkpoint,
-        module,
-        policy,
-        options._asdict(),
-        bracket_of,
-        "there is no forward to run again",
+        checkpoint, module, policy, options._asdict(), lambda _: RecomputeBracket(options), so
     )
     return module

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 from composable.api.mesh import Spread, part_of
 from composable.comm import is_distributed
-from composable.contract.contract import drop_attribute, on_undo
+from composable.contract.contract import add_attribute
 from composable.contract.naming import find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
 from composable.engine.gradients.sparse import is_sparse_lookup
@@ -371,35 +370,28 @@ def refuse_wrapped(
     """
     managed = {id(each.tensor) for each in parameters}
     for fqn, below in [named for module in modules for named in module.named_modules()]:
-        is_ddp = isinstance(below, DistributedDataParallel)
-        applied = (_applied_by_torch and _applied_by_torch(below)) or ()
-        if isinstance(applied, _AppliedHere):
-            applied = ()
-        wrapper = (
-            "FullyShardedDataParallel" if isinstance(below, fsdp.FullyShardedDataParallel) else ""
-        )
-        wrapper = wrapper or next((name for name in (SHARD, REPLICATE) if name in applied), "")
-        left_out = (
-            {f"module.{name}" for name in getattr(below, "parameters_to_ignore", ())}
-            if is_ddp
-            else ()
-        )
-        if not (is_ddp or wrapper) or not any(
-            id(p) in managed for n, p in below.named_parameters() if n not in left_out
-        ):
+        left_out: set[str] = set()
+        cure = "Leave one of the two out"
+        if isinstance(below, DistributedDataParallel):
+            by = "is a DistributedDataParallel already"
+            cure = f"Do not wrap: annotate the {type(below.module).__name__} in its place"
+            left_out = {f"module.{name}" for name in below.parameters_to_ignore}
+        elif isinstance(below, fsdp.FullyShardedDataParallel):
+            by = "is managed by torch's FullyShardedDataParallel already"
+        elif torchs := _verb_of_torch(below):
+            by = f"is managed by torch's {torchs} already"
+        else:
             continue
-        where = f"'{fqn}'" if fqn else "the module"
-        said = (
-            f"is managed by torch's {wrapper} already, and gradients would be averaged twice. Leave"
-            " one of the two out"
-        )
-        if is_ddp:
-            said = (
-                "is a DistributedDataParallel already, and gradients would be averaged twice. Do"
-                " not wrap: annotate the "
-            )
-            said += f"{type(below.module).__name__} in its place"
-        raise ClashError(f"{verb}: {where} {said}")
+        if any(id(p) in managed for n, p in below.named_parameters() if n not in left_out):
+            where = f"'{fqn}'" if fqn else "the module"
+            raise ClashError(f"{verb}: {where} {by}, and gradients would be averaged twice. {cure}")
+
+
+def _verb_of_torch(module: nn.Module) -> str:
+    applied = (_applied_by_torch and _applied_by_torch(module)) or ()
+    if isinstance(applied, _AppliedHere):
+        return ""
+    return next((name for name in (SHARD, REPLICATE) if name in applied), "")
 
 
 class _RefusesDDP:
@@ -432,9 +424,7 @@ def refuse_torch_around(verb: str, modules: Sequence[nn.Module]) -> None:
     Names that the user gave DDP to ignore stay.
     """
     for module in modules:
-        if _IGNORED_BY_DDP not in vars(module):
-            setattr(module, _IGNORED_BY_DDP, _RefusesDDP(verb, f"this {type(module).__name__}"))
-            on_undo(partial(drop_attribute, module, _IGNORED_BY_DDP))
-        if _APPLIED is not None and _APPLIED not in vars(module):
-            setattr(module, _APPLIED, _AppliedHere({SHARD: verb, REPLICATE: verb}))
-            on_undo(partial(drop_attribute, module, _APPLIED))
+        refusal = _RefusesDDP(verb, f"this {type(module).__name__}")
+        add_attribute(module, _IGNORED_BY_DDP, refusal)
+        if _APPLIED is not None:
+            add_attribute(module, _APPLIED, _AppliedHere({SHARD: verb, REPLICATE: verb}))

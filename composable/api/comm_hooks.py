@@ -10,18 +10,11 @@ from typing import Any, Final
 from torch import nn
 
 from composable.compilation import untraced
-from composable.contract.contract import registry
 from composable.contract.naming import find_fqn, modules_of
-from composable.contract.tree import (
-    REPLICATE,
-    SHARD,
-    get_all_sharded_states,
-    get_replicated_states,
-    names_below,
-)
+from composable.contract.tree import SHARD, annotation_of, walk
 from composable.engine.gradients.hook_stages import ALL_REDUCE, REDUCE_SCATTER, CommHook
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.step.unit import Unit
+from composable.engine.step.unit import Unit, units_below
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
@@ -33,6 +26,7 @@ from composable.errors import (
     describe_module,
     first_line,
 )
+from composable.policies.base import takes
 
 _VERB: Final = "register_comm_hook"
 _TORCHS: Final = "torch.distributed.algorithms.ddp_comm_hooks."
@@ -150,34 +144,31 @@ def register_comm_hook(
     After `DistributedDataParallel.register_comm_hook`, which takes `state` first.
     """
     modules = modules_of(_VERB, module)
-    annotations = registry(modules[0])
-    verb = next((verb for verb in (REPLICATE, SHARD) if verb in annotations), None)
-    if verb is None:
+    annotation = annotation_of(modules[0])
+    if annotation is None:
         raise NotAnnotatedError(
             f"{_VERB}: {describe_module(modules[0], find_fqn(modules[0]))} is not annotated; call"
             " replicate(module) or fully_shard(module) first. Of units without a module around"
             " them, each takes a hook of its own"
         )
-    unit: Unit = annotations[verb].state
+    unit: Unit = annotation.state
     for other in modules[1:]:
-        if verb not in registry(other) or registry(other)[verb].state is not unit:
+        annotation = annotation_of(other)
+        if annotation is None or annotation.state is not unit:
             raise NotAnnotatedError(
                 f"{_VERB} takes one module, or a list that was annotated as one, and"
                 f" {describe_module(other, find_fqn(other))} was not annotated together with the"
                 " first one. Register a hook for each, with a state of its own"
             )
-    states_in = get_replicated_states if verb == REPLICATE else get_all_sharded_states
-    inside: list[Unit] = [each for below in modules for each in states_in(below)]
-    units = list(dict.fromkeys([unit, *inside]))
+    verb, mesh = unit.spec.verb, unit.mesh_info.mesh
+    units = [each for each in units_below(modules) if each.spec.verb == verb]
     stages: tuple[str, ...] = (ALL_REDUCE,)
-    if verb == SHARD:
-        mesh = unit.mesh_info.mesh
-        stages = (
-            (REDUCE_SCATTER,) if mesh is None or mesh.ndim == 1 else (REDUCE_SCATTER, ALL_REDUCE)
-        )
+    if verb == SHARD:  # one for each dimension of the mesh
+        stages = (REDUCE_SCATTER, ALL_REDUCE)[: 1 if mesh is None else mesh.ndim]
     chosen = stages[0] if stage is None and len(stages) == 1 else stage
     name = getattr(hook, "__name__", None) or type(hook).__name__
-    mine = f"registers {name}{f' for {chosen}' if len(stages) > 1 else ''}"
+    where = f" for {chosen}" if len(stages) > 1 else ""
+    mine, inside = f"registers {name}{where}", _inside(hook)
     refusal: ComposableError | None = None
     try:
         if not callable(hook):
@@ -185,12 +176,12 @@ def register_comm_hook(
                 f"{_VERB}: a hook is called as hook(state, bucket), and {name} cannot be called. It"
                 " stands before its state: register_comm_hook(module, hook, state)"
             )
-        if _inside(hook).startswith(_FSDP1):
+        if inside.startswith(_FSDP1):
             raise AnnotationError(
-                f"{_VERB}: {_inside(hook)} is made for FSDP1, which calls it with a tensor and not"
+                f"{_VERB}: {inside} is made for FSDP1, which calls it with a tensor and not"
                 f" with a bucket. Use the hooks of {_TORCHS.rstrip('.')}"
             )
-        if not _takes_state_and_bucket(hook):
+        if not takes(hook, 2):
             raise AnnotationError(
                 f"{_VERB}: a hook is called as hook(state, bucket), and {name} takes"
                 f" {inspect.signature(hook)}. Bind other arguments with functools.partial"
@@ -201,7 +192,7 @@ def register_comm_hook(
                 f" {' and then by '.join(stages)}; stage= must name the one that the hook replaces,"
                 f" got {stage!r}"
             )
-        if chosen == REDUCE_SCATTER and unit.mesh_info.shard.size > 1 and _inside(hook) in _LOCAL:
+        if chosen == REDUCE_SCATTER and unit.mesh_info.shard.size > 1 and inside in _LOCAL:
             raise AnnotationError(
                 f"{_VERB}: {name} leaves gradients on their rank, and the ranks of unit"
                 f" '{unit.name}' hold its parameters together: each shard would be trained on the"
@@ -209,7 +200,7 @@ def register_comm_hook(
                 " a mesh of two dimensions"
             )
         for each in units:
-            _check_unit(each, unit, stages, str(chosen))
+            _check_unit(each, unit, str(chosen), where)
     except ComposableError as error:
         refusal = error
         mine = f"refuses: {first_line(error)}"
@@ -224,33 +215,16 @@ def register_comm_hook(
                 " hook. All ranks register the same hooks, in the same order"
             )
     assert chosen is not None
-    prefixes = dict.fromkeys(units, "")
-    for index, top in enumerate(modules):
-        names = {
-            below: f"{index}.{fqn}" if len(modules) > 1 else fqn
-            for below, fqn in names_below(top).items()
-        }
-        prefixes |= {
-            each: f"{name}."
-            for each in units
-            if each is not unit and (name := names.get(id(each.modules[0])))
-        }
+    names = {
+        id(below): fqn
+        for index, top in enumerate(modules)
+        for fqn, below in walk(top, str(index) if len(modules) > 1 else "")
+    }
     shared = CommHook(hook, state, chosen)
     for each in units:
-        each.set_comm_hook(chosen, shared, prefixes[each])
+        fqn = names.get(id(each.modules[0]))
+        each.set_comm_hook(chosen, shared, f"{fqn}." if fqn and each is not unit else "")
     return CommHookHandle(units, chosen)
-
-
-def _takes_state_and_bucket(hook: Hook) -> bool:
-    try:
-        signature = inspect.signature(hook)
-    except (TypeError, ValueError):
-        return True  # a builtin that does not tell
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        return False
-    return True
 
 
 def _inside(hook: Any) -> str:
@@ -270,10 +244,9 @@ def _inside(hook: Any) -> str:
             return f"{module}.{getattr(hook, '__qualname__', '')}"
 
 
-def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> None:
+def _check_unit(unit: Unit, outer: Unit, stage: str, where: str) -> None:
     former = unit.gradients.comm_hooks.get(stage)
     if former is not None:
-        where = f" for {stage}" if len(stages) > 1 else ""
         raise AlreadyAnnotatedError(
             f"{_VERB}: unit '{unit.name}' has the communication hook '{former.name}'{where}"
             " already. Remove it first, by the handle that registering it returned"

@@ -150,8 +150,6 @@ def fully_shard(
         "mesh": mesh,
         "reshard_after_forward": reshard_after_forward,
         "mp_policy": mp_policy,
-    }
-    options |= {
         "prefetch": prefetch,
         "offload_policy": offload_policy,
         "shard_placement_fn": shard_placement_fn,

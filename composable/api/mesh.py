@@ -18,8 +18,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.comm import Comm, backend_of, comm_of, group_of_both, is_distributed, world_group
-from composable.comm.ledger import checksum
+from composable.comm import (
+    Comm,
+    backend_of,
+    comm_of,
+    is_distributed,
+    mesh_info_of_shards,
+    world_group,
+)
 from composable.contract.tree import SHARD
 from composable.errors import AnnotationError, MeshError, RanksDisagreeError
 from composable.memory.torch_private import flattened, root_of
@@ -48,26 +54,17 @@ class Spread:
         """The communicator of all ranks of the mesh. The first call for a mesh of two dimensions
         may make a process group.
         """
-        at, group = communication_device(self.mesh, device), self.mesh.get_group(self.shard_dim)
-        if self.mesh.ndim == 2:
-            group = group_of_both(
-                group,
-                self.mesh.get_group(1 - self.shard_dim),
-                self.mesh.mesh.flatten().tolist(),
-                at,
-            )
-        return comm_of(group, at)
+        at = communication_device(self.mesh, device)
+        return mesh_info_of_shards(self.mesh, at, shard_dim=self.shard_dim).all
 
     def dims_beside(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[int, ...]:
         """Which dimensions of a parameter's own mesh are not data parallel: all of them, or, where
         it is the larger mesh and the parameter `Replicate` along the named ones, the others.
         """
-        every = tuple(range(mesh.ndim))
-        if self.named is None or mesh != self.named[0]:
-            return every
-        if not all(placements[dim].is_replicate() for dim in self.named[1]):
-            return every
-        return tuple(dim for dim in every if dim not in self.named[1])
+        whole, named = self.named or (None, ())
+        if mesh != whole or not all(placements[dim].is_replicate() for dim in named):
+            named = ()
+        return tuple(dim for dim in range(mesh.ndim) if dim not in named)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -89,7 +86,7 @@ Mesh = (
 
 
 def _accelerator() -> torch.device | None:
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def _real_device(modules: Sequence[nn.Module]) -> torch.device | None:
@@ -145,11 +142,9 @@ def _device_type(verb: str, modules: Sequence[nn.Module], group: dist.ProcessGro
             f" ({here} on this one). Move the module to the same type of device on every rank"
             " before annotating it."
         )
-    if (
-        on_host
-        and backend_of(group, accelerator) != backend_of(group, _CPU)
-        and group not in _WARNED
-    ):
+    # gloo serves tensors of accelerators, too, if it must
+    is_for_both = backend_of(group, accelerator) != backend_of(group, _CPU)
+    if on_host and is_for_both and group not in _WARNED:
         _WARNED.add(group)
         logger.warning(
             "a module that is being annotated is on the host, and so it trains there, though its"
@@ -187,7 +182,7 @@ def spread_over(
 
     Args:
         device_type: the type of device that a process group is used with, if the ranks have agreed
-            on it.
+            on it. No pair of groups is taken then, whose ranks ask each other.
     """
     if given is None:
         if is_distributed():
@@ -201,7 +196,7 @@ def spread_over(
     if isinstance(given, dist.ProcessGroup):
         group, kind = given, device_type or _device_type(verb, modules, given)
         return Spread(_once(group, kind, lambda: DeviceMesh.from_group(group, kind)))
-    if verb == SHARD and isinstance(given, tuple) and len(given) == 2:
+    if verb == SHARD and device_type is None and isinstance(given, tuple) and len(given) == 2:
         for each in given:
             if not isinstance(each, dist.ProcessGroup):
                 raise _not_a_mesh(verb, each)
@@ -283,13 +278,8 @@ def spread_of_dims(verb: str, mesh: Mesh, dims: Any) -> Spread:
     if len(found) == 1:
         return Spread(found[needed], named=(mesh, indices))
     shard, replicate = found["shard"], found["replicate"]
-    names = (*(replicate.mesh_dim_names or ()), *(shard.mesh_dim_names or ()))
-    kind = mesh.device_type
-    return Spread(
-        _mesh_of_pair(verb, kind, shard.get_group(), replicate.get_group(), names),
-        shard_dim=1,
-        named=(mesh, indices),
-    )
+    both = joint_mesh(verb, replicate, Spread(shard), _CPU)
+    return Spread(both, shard_dim=1, named=(mesh, indices))
 
 
 def _refuse_different_dims(verb: str, mesh: DeviceMesh, named: dict[str, tuple[str, ...]]) -> None:
@@ -299,23 +289,17 @@ def _refuse_different_dims(verb: str, mesh: DeviceMesh, named: dict[str, tuple[s
     if mesh.get_coordinate() is None:
         return
     label = f"dp_mesh_dims of {verb}()"
-    comms = [comm_of(group, communication_device(mesh, _CPU)) for group in mesh.get_all_groups()]
-    lowest = highest = checksum(repr(named))
-    for comm in comms:
-        (lowest, _), (_, highest) = comm.min_max([lowest, highest], label)
-    if lowest == highest:
-        return
-    told = {dist.get_rank(): repr(named)}
-    for comm in comms:
-        told = dict(
-            chain.from_iterable(each.items() for each in comm.all_gather_objects(told, label))
+    said = {repr(named): dist.get_rank()}  # by the first rank that says so
+    for group in mesh.get_all_groups():
+        comm = comm_of(group, communication_device(mesh, _CPU))
+        for told in comm.all_gather_objects(said, label):
+            said |= {text: min(rank, said.get(text, rank)) for text, rank in told.items()}
+    if len(said) > 1:
+        (rank, text), (other_rank, other), *_ = sorted((rank, text) for text, rank in said.items())
+        raise RanksDisagreeError(
+            f"{verb}: dp_mesh_dims names {text} on rank {rank} and {other} on rank {other_rank}."
+            " Name the same dimensions on every rank of mesh="
         )
-    first = min(told)
-    other = min(rank for rank, said in told.items() if said != told[first])
-    raise RanksDisagreeError(
-        f"{verb}: dp_mesh_dims names {told[first]} on rank {first} and {told[other]} on rank"
-        f" {other}. Name the same dimensions on every rank of mesh="
-    )
 
 
 def _mesh_of_hosts(verb: str, modules: Sequence[nn.Module], kind: str | None) -> DeviceMesh:
@@ -350,37 +334,21 @@ def _mesh_of_hosts(verb: str, modules: Sequence[nn.Module], kind: str | None) ->
 
 
 def _mesh_of_pair(
-    verb: str,
-    kind: str,
-    shard: dist.ProcessGroup,
-    replicate: dist.ProcessGroup,
-    names: tuple[str, ...] = _ROLES,
+    verb: str, kind: str, shard: dist.ProcessGroup, replicate: dist.ProcessGroup
 ) -> DeviceMesh:
     """The mesh of two dimensions, (replicate, shard), whose row and column through this rank are
     two process groups.
     """
-    device = _CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-    row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
-    # A rank knows its own row and column only. The ranks of its column know the other rows.
-    rows: list[list[int]] = comm_of(replicate, device).all_gather_objects(
-        row, label=f"ranks of the mesh of {verb}()"
+    column, row = (
+        DeviceMesh.from_group(group, kind, mesh_dim_names=(role,))
+        for group, role in zip((replicate, shard), _ROLES, strict=True)
     )
-    place = row.index(dist.get_rank())
-    distinct = {rank for each in rows for rank in each}
-    if [each[place : place + 1] for each in rows] != [[rank] for rank in column] or len(
-        distinct
-    ) != len(rows) * len(row):
-        raise MeshError(
-            f"{verb}: the pair of process groups (shard, replicate) does not make a mesh: replicas"
-            f" are sharded over the ranks {rows}, and ranks {column} are to hold the same shards as"
-            " this rank. Give every rank the group of its row and the group of its column."
-        )
-    ranks = torch.tensor(rows, dtype=torch.int, device="cpu")
-    return _once(
-        shard,
-        f"{kind}, {names}, {rows}",
-        lambda: DeviceMesh.from_group([replicate, shard], kind, mesh=ranks, mesh_dim_names=names),
+    refusal = (
+        "the pair of process groups (shard, replicate) does not make a mesh: this rank shards with"
+        f" ranks {row.mesh.tolist()}, and ranks {column.mesh.tolist()} are to hold the same shards."
+        " Give every rank the group of its row and the group of its column."
     )
+    return joint_mesh(verb, column, Spread(row), _CPU, refusal)
 
 
 def part_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh | None:
@@ -390,38 +358,38 @@ def part_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh | None:
     return mesh[tuple(names[dim] for dim in dims)] if dims else None
 
 
-def joint_mesh(verb: str, own: DeviceMesh, spread: Spread, device: torch.device) -> DeviceMesh:
-    """The mesh of a parameter that is spread over `own` already: its dimensions, and then those of
-    the unit. No process group is made. All ranks of both meshes call it together.
+def joint_mesh(
+    verb: str, own: DeviceMesh, spread: Spread, device: torch.device, refusal: str = ""
+) -> DeviceMesh:
+    """The mesh of the dimensions of `own`, and then those of `spread`, such as that of a parameter
+    which is spread over `own` already. No process group is made. All ranks of both call it
+    together.
     """
     mesh, at = spread.mesh, communication_device(spread.mesh, device)
-    # A rank knows the ranks of its own meshes only; those along the unit's dimensions know others'.
-    told = spread.comm_of_all(device).all_gather_objects(
-        own.mesh.tolist(), label=f"ranks of the mesh of {verb}()"
-    )
-    known = dict(zip(sorted(mesh.mesh.flatten().tolist()), told, strict=True))
-    block = torch.tensor([known[rank] for rank in mesh.mesh.flatten().tolist()], device="cpu")
-    block = block.view(*mesh.shape, *own.shape)
-    block = block.movedim(tuple(range(mesh.ndim)), tuple(range(-mesh.ndim, 0)))
-    ranks = [block.tolist()]
+    label, ranks = f"ranks of the mesh of {verb}()", mesh.mesh.flatten().tolist()
+    # A rank knows the ranks of its own meshes only; those along `spread` know others'.
+    told = spread.comm_of_all(device).all_gather_objects(own.mesh.tolist(), label)
+    known = dict(zip(sorted(ranks), told, strict=True))
+    mine = [known[rank] for rank in ranks]
+    said = [mine]
     for dim in range(own.ndim):
-        ranks += comm_of(own.get_group(dim), at).all_gather_objects(
-            ranks[0], label=f"ranks of the mesh of {verb}()"
-        )
-    place = tuple(own.get_coordinate() or ())
-    if (
-        any(each != ranks[0] for each in ranks)
-        or block[place].tolist() != mesh.mesh.tolist()
-        or len(block.unique()) != block.numel()
-    ):
-        raise MeshError(
-            f"{verb}: parameters are DTensors over ranks {own.mesh.tolist()}, and"
+        said += comm_of(own.get_group(dim), at).all_gather_objects(mine, label)
+    parts = [torch.tensor(each, device="cpu") for each in mine]
+    fits = all(each == mine for each in said) and all(each.shape == own.shape for each in parts)
+    if fits:
+        block = torch.stack(parts, -1).view(*own.shape, *mesh.shape)
+        place = tuple(own.get_coordinate() or ())
+        fits = block[place].tolist() == mesh.mesh.tolist() and len(block.unique()) == block.numel()
+    if not fits:
+        refusal = refusal or (
+            f"parameters are DTensors over ranks {own.mesh.tolist()}, and"
             f" mesh={mesh.mesh.tolist()}, which are not two parts of one mesh. Make one mesh,"
             " init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), and take mesh['tp']"
             " and mesh['dp'] of it"
         )
-    said = [each.mesh_dim_names or ("dim",) * each.ndim for each in (own, mesh)]
-    both = [*said[0], *said[1]]  # torch wants names for all dimensions, each once
+        raise MeshError(f"{verb}: {refusal}")
+    # torch wants names for all dimensions, each once
+    both = [name for each in (own, mesh) for name in each.mesh_dim_names or ("dim",) * each.ndim]
     names = tuple(
         name if name != "dim" and both.count(name) == 1 else f"{name}_{dim}"
         for dim, name in enumerate(both)
@@ -430,7 +398,7 @@ def joint_mesh(verb: str, own: DeviceMesh, spread: Spread, device: torch.device)
     kind = mesh.device_type
     return _once(
         groups[-1],
-        f"{kind}, {own.ndim}, {names}, {ranks[0]}",
+        f"{kind}, {own.ndim}, {names}, {mine}",
         lambda: DeviceMesh.from_group(groups, kind, mesh=block, mesh_dim_names=names),
     )
 

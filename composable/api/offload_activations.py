@@ -8,6 +8,7 @@ from typing import Any, Final
 from torch import nn
 
 from composable.api.brackets import annotate_each
+from composable.config import require_bool
 from composable.contract.contract import contract
 from composable.contract.naming import known_fqn
 from composable.errors import AnnotationError, describe_module
@@ -75,21 +76,12 @@ def offload_activations(
             "offload_activations: min_bytes must be a number of bytes, 0 or more, got"
             f" {min_bytes!r}"
         )
-    if type(pin_memory) is not bool:
-        raise AnnotationError(
-            f"offload_activations: pin_memory must be True or False, got {pin_memory!r}"
-        )
+    require_bool("offload_activations: pin_memory", pin_memory)
 
     def bracket_of(each: nn.Module) -> OffloadBracket:
         return OffloadBracket(min_bytes, pin_memory, describe_module(each, known_fqn(each)))
 
     options = {"min_bytes": min_bytes, "pin_memory": pin_memory}
-    annotate_each(
-        offload_activations,
-        module,
-        policy,
-        options,
-        bracket_of,
-        "there is no forward that saves anything",
-    )
+    so = "there is no forward that saves anything"
+    annotate_each(offload_activations, module, policy, options, bracket_of, so)
     return module

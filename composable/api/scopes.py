@@ -19,7 +19,7 @@ from composable.contract.tree import SHARD, annotation_of
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step import root
 from composable.engine.step.unit import EXPLICIT, Unit, units_below
-from composable.errors import NotAnnotatedError, PhaseError, closest
+from composable.errors import NotAnnotatedError, PhaseError, did_you_mean
 
 
 def units_in(
@@ -212,45 +212,30 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"register_forward_method: {module_name(module)} is not annotated; call fully_shard or"
             " replicate on it first"
         )
-    kind, own = type(module), vars(module).get(name)
-    if not callable(own) and not callable(getattr(kind, name, None)):
+    kind = type(module)
+    own = vars(module).get(name, getattr(kind, name, None))
+    if not callable(own):
         names = [
             each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each))
         ]
-        near = closest(name, names)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        near = did_you_mean(name, names)
         raise NotAnnotatedError(
-            f"register_forward_method: no method '{name}' on {kind.__name__}{hint}"
+            f"register_forward_method: no method '{name}' on {kind.__name__}{near}"
         )
     if getattr(own, "func", None) is not _call_as_forward:
-        setattr(module, name, partial(_call_as_forward, module, name, own))
-
-
-@untraced
-def _method_of_class(module: nn.Module, name: str) -> Callable[..., Any]:
-    """Bind a method of the class as the attribute is.
-
-    Static methods, and those of the class, do not get the module.
-    """
-    kind = type(module)
-    method = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
-    bound: Callable[..., Any] = (
-        method.__get__(module, kind) if hasattr(method, "__get__") else method
-    )
-    return bound
+        # bound as the attribute is: static methods, and those of the class, do not get the module
+        setattr(module, name, partial(_call_as_forward, module, getattr(module, name)))
 
 
 @untraced_alone
 def _call_as_forward(
-    module: nn.Module, name: str, own: Callable[..., Any] | None, /, *args: Any, **kwargs: Any
+    module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call the method `name` inside the brackets of the module's annotations.
+    """Call a method inside the brackets of the module's annotations.
 
-    Without that of checkpointing, which would run forward again in its place. `own` is the method
-    if it was set on the module; None stands for the class's.
+    Without that of checkpointing, which would run forward again in its place.
     """
     dispatcher = dispatcher_of(module)
-    method = _method_of_class(module, name) if own is None else own
     if dispatcher is None:
         return method(*args, **kwargs)
     try:

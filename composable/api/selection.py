@@ -5,15 +5,23 @@ picks, and what they share.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from itertools import accumulate
+from typing import Any, Final
 
 from torch import nn
 
 from composable.contract.naming import find_fqn, has_forward, module_name, require_callable
 from composable.contract.tree import REPLICATE, SHARD, Managed, Place, T, walk
-from composable.errors import AnnotationError, PolicyError, closest, describe_module, few
+from composable.errors import (
+    AnnotationError,
+    PolicyError,
+    closest,
+    describe_module,
+    did_you_mean,
+    few,
+)
 from composable.policies import PolicyLike, select_modules
 from composable.policies.base import by_all_names
 
@@ -37,7 +45,6 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) 
         for name, p in below._parameters.items()
         if p is not None
     ]
-    modules_by_name = [(fqn, m) for module in modules for fqn, m in module.named_modules()]
     result: dict[int, None] = {}
     for item in ignored:
         # Those that lie elsewhere are of another call: trainers give one set to all calls.
@@ -46,15 +53,9 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) 
         elif isinstance(item, nn.Module):
             found = list(item.parameters())
         elif isinstance(item, str):
-            found = [p for fqn, p in named if fnmatchcase(fqn, item)]
-            found += [
-                p
-                for fqn, m in modules_by_name
-                if fqn and fnmatchcase(fqn, item)
-                for p in m.parameters()
-            ]
+            found = [p for fqn, p in named if any(fnmatchcase(n, item) for n in _around(fqn))]
             if not found:
-                names = [fqn for fqn, _ in named] + [fqn for fqn, _ in modules_by_name if fqn]
+                names = [name for fqn, _ in named for name in _around(fqn)]
                 near = closest(item.rstrip(".*"), names, limit=3)
                 hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
                 raise AnnotationError(f"ignored_params: pattern '{item}' matched nothing{hint}")
@@ -67,32 +68,22 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) 
     return result
 
 
+def _around(fqn: str) -> list[str]:
+    """The FQNs of the modules around a parameter, and its own."""
+    return list(accumulate(fqn.split("."), "{}.{}".format))
+
+
 # --- policies -----------------------------------------------------------------------------------
 
 
-def check_keywords(
-    verb: str, picked: Mapping[nn.Module, Mapping[str, Any]], allowed: Sequence[str]
-) -> None:
-    """Raise for overrides that a policy may not set."""
-    for module, overrides in picked.items():
-        for keyword in overrides:
-            if keyword not in allowed:
-                near = closest(str(keyword), allowed)
-                hint = f"; did you mean '{near[0]}'? A" if near else "; a"
-                raise PolicyError(
-                    f"{verb}: the policy overrides '{keyword}' for {module_name(module)}{hint}"
-                    f" policy may override: {', '.join(allowed)}"
-                )
-
-
 def select_callable(
-    verb: str, policy: PolicyLike, root: nn.Module, **so: str
+    verb: str, policy: PolicyLike, root: nn.Module, allowed: Collection[str], **so: str
 ) -> dict[nn.Module, dict[str, Any]]:
     """What `policy` picks below `root`, without containers that have no forward, which are logged.
 
-    Raises:
-        AnnotationError: it picks nothing but such containers. `so` is passed to `require_callable`,
-            which says this.
+    Args:
+        allowed: the keywords that it may override.
+        so: for `require_callable`, if it picks nothing but such containers.
     """
     picked = select_modules(policy, root)
     found = {module: overrides for module, overrides in picked.items() if has_forward(module)}
@@ -106,6 +97,13 @@ def select_callable(
             verb,
             few(passed),
         )
+    for module, overrides in found.items():
+        if unknown := [keyword for keyword in overrides if keyword not in allowed]:
+            near = did_you_mean(unknown[0], allowed)
+            raise PolicyError(
+                f"{verb}: the policy overrides '{unknown[0]}' for {module_name(module)}"
+                f"{f'{near} A' if near else '; a'} policy may override: {', '.join(allowed)}"
+            )
     return found
 
 
@@ -123,30 +121,27 @@ def picked_units(
         raise AnnotationError(
             f"{verb}: a policy picks units below one module; it cannot be given with a list"
         )
-    picked = select_callable(verb, policy, modules[0])
-    check_keywords(verb, picked, allowed)
-    reachable = {id(m) for _, m in walk(modules[0], stop=(SHARD, REPLICATE))}
-    chosen = {}
-    for module, overrides in picked.items():
-        if module is not modules[0] and id(module) in reachable and not _is_read_by_parent(module):
-            chosen[module] = overrides
-    return chosen
+    picked = select_callable(verb, policy, modules[0], allowed)
+    reachable = {id(m) for _, m in walk(modules[0], stop=(SHARD, REPLICATE))} - {id(modules[0])}
+    return {
+        module: overrides
+        for module, overrides in picked.items()
+        if id(module) in reachable and not isinstance(module, _READ_BY_PARENT)
+    }
+
+
+# The class of `nn.MultiheadAttention.out_proj`, whose parent reads its parameters and never calls
+# it.
+_READ_BY_PARENT: Final = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 def refuse_read_by_parent(module: nn.Module) -> None:
-    if _is_read_by_parent(module):
+    if isinstance(module, _READ_BY_PARENT):
         raise AnnotationError(
             "fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being"
             " called, so nothing would gather its parameters; annotate the MultiheadAttention"
             " instead"
         )
-
-
-def _is_read_by_parent(module: nn.Module) -> bool:
-    """Whether a module's parameters are read by its parent, which never calls it:
-    `nn.MultiheadAttention.out_proj`.
-    """
-    return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 # --- units --------------------------------------------------------------------------------------

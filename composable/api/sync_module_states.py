@@ -31,7 +31,6 @@ from composable.engine.params.tensor_parallel import spread_of
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
-_NUMBERS: Final = 8  # that are compared; see `synchronise`
 # without the verb: labels pair messages, and verbs may differ
 _LABEL: Final = "check of an annotation across ranks"
 _AS_FLAGS: Final = {"True": "broadcast", "False": "off"}  # what FSDP1 and DDP mean by them
@@ -60,7 +59,7 @@ def failures_told(verb: str, comm: Comm) -> Iterator[None]:
         yield
     except Exception as error:
         if comm.size > 1:
-            comm.min_max([1] + [0] * (_NUMBERS - 1), _LABEL)
+            comm.min_max([1, *([0] * len(_CURES))], _LABEL)
             comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", _LABEL)
         raise
 
@@ -125,45 +124,42 @@ def synchronise(
     if comm.size == 1:
         return
     entries: list[Managed[Any]] = [*parameters, *buffers]
-    described, count = list(map(_describe, entries)), len(parameters)
     together = [entry for entry in entries if id(entry.tensor) not in apart]
     values = fingerprints([entry.tensor for entry in together]) if mode == "check" else []
     on_meta = [entry.tensor.is_meta for entry in entries]
-    built = [count, len(buffers), _digest(described), _digest(treatment)]
+    names = [f"{_kind(entry)} '{entry.fqn}'" for entry in entries]
+    treated = [f"for '{each.fqn}' {text}" for each, text in zip(parameters, treatment, strict=True)]
+    told = {
+        "verbs": [verb],
+        "modes of sync_module_states": [mode],
+        "parameters": list(map(_describe, entries[: len(parameters)])),
+        "buffers": list(map(_describe, entries[len(parameters) :])),
+        "arguments": treated,
+        "devices": [
+            f"{name} {'on meta' if meta else 'with values'}"
+            for name, meta in zip(names, on_meta, strict=True)
+        ],
+        "values": [
+            f"{_kind(entry)} '{entry.fqn}' with fingerprint {value:x}"
+            for entry, value in zip(together, values, strict=False)
+        ],
+    }
+    compared: dict[str, Sequence[Any]] = {**told, "devices": on_meta}
     if mode == "off":  # meshes decide what is called next
-        texts = zip(parameters, treatment, strict=True)
-        built = [0, 0, 0, _digest([text for each, text in texts if id(each.tensor) in apart])]
-    numbers = [
-        0,
-        SYNC_MODES.index(mode),
-        *built,
-        _digest(values),
-        _digest(on_meta),
-    ]
-    lowest, highest = comm.min_max(numbers, _LABEL)
-    alike = _NUMBERS - (mode == "broadcast")  # which gives values to what is on the meta device
-    if lowest[:alike] != highest[:alike]:
-        names = [f"{_kind(entry)} '{entry.fqn}'" for entry in entries]
-        told = {
-            "verbs": [verb],
-            "modes of sync_module_states": [mode],
-            "parameters": described[:count],
-            "buffers": described[count:],
-            "arguments": [
-                f"for '{each.fqn}' {text}" for each, text in zip(parameters, treatment, strict=True)
-            ],
-            "devices": [
-                f"{name} {'on meta' if meta else 'with values'}"
-                for name, meta in zip(names, on_meta, strict=True)
-            ],
-            "values": [
-                f"{_kind(entry)} '{entry.fqn}' with fingerprint {value:x}"
-                for entry, value in zip(together, values, strict=False)
-            ],
-        }
+        meshes = [
+            text for each, text in zip(parameters, treated, strict=True) if id(each.tensor) in apart
+        ]
+        compared |= {"verbs": [], "parameters": [], "buffers": [], "arguments": meshes}
+    lowest, highest = comm.min_max([0, *map(_digest, compared.values())], _LABEL)
+    differ = {
+        topic
+        for topic, low, high in zip(("", *compared), lowest, highest, strict=True)
+        if low != high
+    }
+    if differ - ({"devices"} if mode == "broadcast" else set()):
         raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(told, _LABEL)))
-    if mode == "broadcast":
-        _broadcast(verb, together, comm, some_on_meta=lowest[-1] != highest[-1])
+    if mode == "broadcast":  # gives values to what is on the meta device
+        _broadcast(verb, together, comm, some_on_meta="devices" in differ)
 
 
 def _digest(values: Sequence[Any]) -> int:
@@ -235,38 +231,28 @@ def _weights(device: torch.device, count: int) -> Tensor:
 # --- broadcast ----------------------------------------------------------------------------------
 
 
+_HOMES: Final = ("meta", "cpu")  # others are the device of the comm
+
+
 @torch.no_grad()
 def _broadcast(
     verb: str, entries: Sequence[Managed[Any]], comm: Comm, *, some_on_meta: bool
 ) -> None:
-    tensors = [entry.tensor for entry in entries]
-    on_meta = [tensor.is_meta for tensor in tensors]
-    if some_on_meta:
-        homes = ("meta", "cpu")  # others are the device of `comm`
-        own = [
-            homes.index(t.device.type) if t.device.type in homes else len(homes) for t in tensors
-        ]
-        rows = comm.all_gather_ints(own, _LABEL)
-        for entry, home, column in zip(entries, rows[0], zip(*rows, strict=True), strict=True):
-            if not home and any(column):
-                raise RanksDisagreeError(
-                    f"{verb}: {_kind(entry)} '{entry.fqn}' is on the meta device on rank 0, whose"
-                    " values sync_module_states='broadcast' gives to all ranks, and has values on"
-                    f" rank {next(rank for rank, other in enumerate(column) if other)}. Build the"
-                    " module with values on rank 0"
-                )
-        for index, home in enumerate(rows[0]):
-            if home and on_meta[index]:
-                tensors[index] = _materialise(
-                    entries[index], torch.device("cpu") if home == 1 else comm.device
-                )
-            on_meta[index] = not home
-    sent = [
-        part
-        for tensor, left_out in zip(tensors, on_meta, strict=True)
-        if not left_out
-        for part in plain_parts(tensor)
-    ]
+    own = [_HOMES.index(t) if (t := each.tensor.device.type) in _HOMES else 2 for each in entries]
+    rows = comm.all_gather_ints(own, _LABEL) if some_on_meta else [own]
+    sent = []
+    for entry, home, column in zip(entries, rows[0], zip(*rows, strict=True), strict=True):
+        if not home and any(column):
+            raise RanksDisagreeError(
+                f"{verb}: {_kind(entry)} '{entry.fqn}' is on the meta device on rank 0, whose"
+                " values sync_module_states='broadcast' gives to all ranks, and has values on"
+                f" rank {next(rank for rank, other in enumerate(column) if other)}. Build the"
+                " module with values on rank 0"
+            )
+        tensor = entry.tensor
+        if home and tensor.is_meta:
+            tensor = _materialise(entry, torch.device("cpu") if home == 1 else comm.device)
+        sent += plain_parts(tensor) if home else []
     with torch.inference_mode():  # which may write to tensors that were made in it, too
         comm.broadcast(sent, f"broadcast of rank 0's values by {verb}()")
 

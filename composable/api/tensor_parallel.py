@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from composable.api.selection import ids_of_ignored
 from composable.comm import Comm, comm_of
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.dtensors import describe_mesh
-from composable.engine.params.param import ParamInfo
+from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.tensor_parallel import (
     PART,
     PartForm,
@@ -40,14 +39,11 @@ def told_across(
 
     It fails on all ranks over which parameters are tensor parallel, too.
     """
-    meshes: list[DeviceMesh] = []
     ignored: Mapping[int, None] = {}
     with suppress(Exception):  # of which the validation tells
         ignored = ids_of_ignored(modules, ignored_params)
-    for managed in managed_parameters(modules, ignored=ignored):
-        found = spread_of(managed.tensor)
-        if found is not None and found[0] not in meshes:
-            meshes.append(found[0])
+    spread = [spread_of(each.tensor) for each in managed_parameters(modules, ignored=ignored)]
+    meshes = dict.fromkeys(found[0] for found in spread if found is not None)
     comms = [
         comm_of(mesh.get_group(dim), device)
         for mesh in meshes
@@ -78,38 +74,36 @@ def told_to(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
         )
 
 
-def with_forms(
+def forms_of(
     verb: str,
-    infos: Sequence[ParamInfo],
     parameters: Sequence[Managed[nn.Parameter]],
     spreads: Sequence[Spread | None],
     device: torch.device,
-) -> tuple[ParamInfo, ...]:
-    """Note how tensor-parallel parameters are spread, each over its own mesh and `spreads`.
+) -> list[ParamForm]:
+    """Find what parameters are: plain, or spread over a mesh of their own and that of `spreads`.
 
     All parameters of one pair of meshes share one joint mesh.
     """
-    meshes: list[tuple[DeviceMesh | None, Spread, DeviceMesh]] = []
-    found = []
-    for info, managed, spread in zip(infos, parameters, spreads, strict=True):
+    joints: dict[tuple[DeviceMesh | None, Spread], DeviceMesh] = {}
+    found: list[ParamForm] = []
+    for managed, spread in zip(parameters, spreads, strict=True):
         tensor, given = managed.tensor, spread_of(managed.tensor)
         if given is None or spread is None:
-            found.append(info)
+            found.append(PLAIN)
             continue
         mesh, placements = given
         dims = spread.dims_beside(mesh, placements)
         own = part_of(mesh, dims)
-        joint = next((each[2] for each in meshes if each[:2] == (own, spread)), None)
-        if joint is None:
-            joint = spread.mesh if own is None else joint_mesh(verb, own, spread, device)
-            meshes.append((own, spread, joint))
-            if own is not None:
-                _refuse_different_placements(verb, own, parameters, device)
+        if own is None:
+            joints[own, spread] = spread.mesh
+        elif (own, spread) not in joints:
+            joints[own, spread] = joint_mesh(verb, own, spread, device)
+            _refuse_different_placements(verb, own, parameters, device)
         plain = not isinstance(tensor, DTensor)
         shape = _whole_shape(verb, managed, mesh, placements, device) if plain else tensor.shape
-        form = (PartForm if plain else SpreadForm)(spread_like(tensor, shape), joint, dims)
-        found.append(replace(info, form=form))
-    return tuple(found)
+        kind = PartForm if plain else SpreadForm
+        found.append(kind(spread_like(tensor, shape), joints[own, spread], dims))
+    return found
 
 
 def _refuse_different_placements(
@@ -147,22 +141,20 @@ def _whole_shape(
         told = comm_of(mesh.get_group(axis), device).all_gather_objects(
             tuple(shape), label=f"shapes of parts of {verb}()"
         )
-        placement = placements[axis]
-        dim = placement.dim % len(shape) if isinstance(placement, Shard) else None
-        sizes = [0 if dim is None else each[dim] for each in told]
-        whole = sum(sizes)
-        chunk = -(-whole // len(sizes))  # as DTensor cuts
-        cuts = [max(0, min(chunk, whole - chunk * rank)) for rank in range(len(sizes))]
-        rests = [tuple(n for axis, n in enumerate(each) if axis != dim) for each in told]
-        if sizes != cuts or any(each != rests[0] for each in rests):
+        placement, expected = placements[axis], [tuple(shape)] * len(told)
+        if isinstance(placement, Shard):
+            dim = placement.dim
+            shape[dim] = sum(each[dim] for each in told)
+            chunk = -(-shape[dim] // len(told))  # as DTensor cuts
+            cuts = [max(0, min(chunk, shape[dim] - chunk * rank)) for rank in range(len(told))]
+            expected = [(*shape[:dim], cut, *shape[dim + 1 :]) for cut in cuts]
+        if told != expected:
             raise AnnotationError(
                 f"parameter '{managed.fqn}' was declared to be a part with placements"
                 f" {tuple(placements)}, and its ranks have parts of the shapes {told}, which"
                 " torch.chunk does not give. Let every rank have as many rows, and the last ones"
                 " the rest"
             )
-        if dim is not None:
-            shape[dim] = whole
     return torch.Size(shape)
 
 

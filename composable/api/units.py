@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
@@ -48,7 +48,6 @@ from composable.api.checks import (
     warn_of_padding,
 )
 from composable.api.mesh import (
-    Mesh,
     Spread,
     check_reshard_after_forward,
     communication_device,
@@ -58,11 +57,11 @@ from composable.api.mesh import (
 )
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
-from composable.api.tensor_parallel import told_across, told_to, with_forms
+from composable.api.tensor_parallel import forms_of, told_across, told_to
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.compilation import is_traced
-from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
-from composable.contract.contract import Verb, drop_attribute, on_undo
+from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words, require_bool
+from composable.contract.contract import Verb, add_attribute, on_undo
 from composable.contract.hooks import attach, detach
 from composable.contract.methods import bind_method, unbind_method
 from composable.contract.naming import modules_of, require_callable
@@ -85,8 +84,22 @@ from composable.engine.params.param_group import Kind
 from composable.engine.params.precision import ExactModule
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import HEARS, Visit
-from composable.errors import AnnotationError, unit_name
+from composable.errors import unit_name
 from composable.policies import PolicyLike
+
+
+class ParamPlan(NamedTuple):
+    """One parameter of a unit, before it is attached.
+
+    Attributes:
+        managed: with its FQN relative to the unit.
+        own: its mesh, if it is not the unit's.
+        info: without what depends on its mesh.
+    """
+
+    managed: Managed[nn.Parameter]
+    own: Spread | None
+    info: ParamInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +109,19 @@ class UnitPlan:
     Attributes:
         top: the modules that the user annotated.
         options: the keyword arguments of its own call of the verb.
-        parameters: with FQNs relative to the unit.
         spread: its mesh; None in a single process without a process group.
         device: of the parameters now, or once they leave the meta device.
         settings: the fields of its `UnitSpec` that do not depend on what is attached first.
-        own: by parameter, the mesh that is not the unit's; None for others.
     """
 
     modules: tuple[nn.Module, ...]
     top: tuple[nn.Module, ...]
     options: Mapping[str, Any]
-    parameters: list[Managed[nn.Parameter]]
+    params: list[ParamPlan]
     precision: MixedPrecisionPolicy
     spread: Spread | None
     device: torch.device
     settings: dict[str, Any]
-    own: list[Spread | None]
 
 
 # transformers reads this attribute, which FSDP2 sets: `generate` of all ranks then makes equally
@@ -152,16 +162,19 @@ def annotate(
         with failures_told(name, comm):
             refuse_unknown_mode(sync_module_states)
             plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
-            parameters = [managed for plan in plans for managed in plan.parameters]
+            params = [each for plan in plans for each in plan.params]
+            parameters = [each.managed for each in params]
             buffers = managed_buffers(modules)
             treatment = [text for plan in plans for text in _treatment(name, plan)]
-            own = [pair for plan in plans for pair in zip(plan.parameters, plan.own, strict=True)]
-        apart = {id(managed.tensor): None for managed, each in own if each is not None}
-        synchronise(name, comm, sync_module_states, parameters, buffers, treatment, apart)
+        apart: dict[Spread, list[Managed[nn.Parameter]]] = {}  # on meshes of their own
+        for each in params:
+            if each.own is not None:
+                apart.setdefault(each.own, []).append(each.managed)
+        left_out = {id(managed.tensor) for members in apart.values() for managed in members}
+        synchronise(name, comm, sync_module_states, parameters, buffers, treatment, left_out)
         with told_to(name, [comm] if apart else [], "rank of the module"):
-            for each in dict.fromkeys(each for _, each in own if each is not None):
-                members = [managed for managed, other in own if other == each]
-                over = each.comm_of_all(device)
+            for own, members in apart.items():
+                over = own.comm_of_all(device)
                 # ranks that agree on the arguments may be others
                 synchronise(name, over, sync_module_states, members, [], [""] * len(members))
     for plan in plans:
@@ -208,50 +221,35 @@ def _planned_units(
     refuse_lazy([*managed, *managed_buffers(modules)])
     refuse_unfit(verb, managed)
     inherited = inherited_policies(modules, picked, precision_policy(verb, options["mp_policy"]))
-    units = [modules, *((unit,) for unit in picked)]
-    all_options = [
-        options,
-        *({**options, "mp_policy": inherited[unit], **own} for unit, own in picked.items()),
-    ]
+    units = [(modules, options)]
+    units += [((u,), {**options, "mp_policy": inherited[u], **own}) for u, own in picked.items()]
     shares = by_unit(modules, list(picked), managed)
     buffers = by_unit(modules, list(picked), managed_buffers(modules))
     # From the innermost unit outwards, as units are made: shard_placement_fn is the user's, and
     # asked once per parameter.
-    plans = [
-        _plan(verb, modules, spread, options["mesh"], unit, own, share, held, ignored)
-        for unit, own, share, held in reversed(
-            [*zip(units, all_options, shares, buffers, strict=True)]
-        )
-    ][::-1]
-    return plans, tied
+    plans = []
+    for (unit, own), share, held in reversed([*zip(units, shares, buffers, strict=True)]):
+        over = spread
+        if own["mesh"] is not options["mesh"]:
+            kind = None if spread is None else spread.mesh.device_type
+            over = spread_over(verb, own["mesh"], unit, kind)
+        plans.append(_plan(verb, modules, unit, own, over, share, held, ignored))
+    return plans[::-1], tied
 
 
 def _plan(
     verb: str,
     top: tuple[nn.Module, ...],
-    top_spread: Spread | None,
-    top_mesh: Mesh,
     modules: tuple[nn.Module, ...],
     options: dict[str, Any],
+    spread: Spread | None,
     share: list[Managed[nn.Parameter]],
     buffers: list[Managed[Tensor]],
     ignored: Mapping[int, None],
 ) -> UnitPlan:
-    precision = precision_policy(verb, options["mp_policy"])
+    precision, device = precision_policy(verb, options["mp_policy"]), device_of(modules)
     refuse_unknown_buffers(verb, top, precision)
-    mesh, spread, device = options["mesh"], top_spread, device_of(modules)
-    if mesh is not top_mesh:
-        if isinstance(mesh, tuple):
-            raise AnnotationError(
-                f"{verb}: a policy may override mesh with a DeviceMesh or a ProcessGroup, not with"
-                " a pair of groups"
-            )
-        spread = spread_over(
-            verb, mesh, modules, None if spread is None else spread.mesh.device_type
-        )
     settings: dict[str, Any] = {"divisor": divisor_of(verb, options["grad_reduce"])}
-    dims: list[int | None] = [None] * len(share)
-    own: list[Spread | None] = [None] * len(share)
     if verb == SHARD:
         settings["reshard_after_forward"] = after = options["reshard_after_forward"]
         check_reshard_after_forward(spread, after)
@@ -261,80 +259,69 @@ def _plan(
         )
         if settings["offload"] is not None and spread is not None:
             refuse_spread_offload(share, communication_device(spread.mesh, device))
-        for index, managed in enumerate(share):
-            dims[index], given = placement_of(managed, options["shard_placement_fn"])
-            if given is not None and spread is not None:
-                own[index] = own_spread(verb, managed.fqn, given, spread)
-                check_reshard_after_forward(own[index], after)
-            if (over := own[index] or spread) is not None:
-                ranks, at = over.rows.shape[-1], communication_device(over.mesh, device)
-                refuse_unfit_extension(managed, dims[index], ranks, settings, at)
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
-        settings["keeps_buckets"] = keeps = options["gradient_as_bucket_view"]
-        if type(keeps) is not bool:
-            raise AnnotationError(f"gradient_as_bucket_view must be True or False, got {keeps!r}")
+        for name in ("gradient_as_bucket_view", "broadcast_buffers"):
+            require_bool(name, options[name])
+        settings["keeps_buckets"] = options["gradient_as_bucket_view"]
         if spread is not None:
             refuse_elsewhere(verb, [*share, *buffers], communication_device(spread.mesh, device))
-        follow = options["broadcast_buffers"]
-        if type(follow) is not bool:
-            raise AnnotationError(f"broadcast_buffers must be True or False, got {follow!r}")
-        settings["broadcast_buffers"] = tuple(
-            place for each in buffers if follow for place in each.places
-        )
-    for managed, each in zip(share, own, strict=True):
-        refuse_spread(verb, managed, each or spread)
-    exact = ids_of_exact(modules, precision)
-    settings["params"] = tuple(
-        ParamInfo(
-            managed.fqn,
-            managed.places,
-            dim,
-            all(id(place.module) in exact for place in managed.places),
-            precision.keeps_dtype_of(managed.tensor, managed.fqn),
-        )
-        for managed, dim in zip(share, dims, strict=True)
-    )
+        followed = buffers if options["broadcast_buffers"] else []
+        settings["broadcast_buffers"] = tuple(place for each in followed for place in each.places)
+    exact, params = ids_of_exact(modules, precision), []
+    for managed in share:
+        dim = own = None
+        if verb == SHARD:
+            dim, given = placement_of(managed, options["shard_placement_fn"])
+            if given is not None and spread is not None:
+                own = own_spread(verb, managed.fqn, given, spread)
+                check_reshard_after_forward(own, after)
+            if (over := own or spread) is not None:
+                at = communication_device(over.mesh, device)
+                refuse_unfit_extension(managed, dim, over.rows.shape[-1], settings, at)
+        refuse_spread(verb, managed, own or spread)
+        is_exact = all(id(place.module) in exact for place in managed.places)
+        keeps = precision.keeps_dtype_of(managed.tensor, managed.fqn)
+        info = ParamInfo(managed.fqn, managed.places, dim, is_exact, keeps)
+        params.append(ParamPlan(managed, own, info))
     settings["left_alone"] = tuple(
         place for each in modules for place, p in registered_parameters(each) if id(p) in ignored
     )
-    return UnitPlan(modules, top, options, share, precision, spread, device, settings, own)
+    return UnitPlan(modules, top, options, params, precision, spread, device, settings)
+
+
+_OF_BUCKETS: Final = ("bucket_cap_mb", "broadcast_buffers")
 
 
 def _treatment(verb: str, plan: UnitPlan) -> list[str]:
     """For each parameter, what the arguments mean for it, as text; ranks compare these texts."""
-    settings = plan.settings
-    rest = f", {plan.precision}" if str(plan.precision) else ""
-    each = [", computes in its own dtype" * param.keeps for param in settings["params"]]
-    rest += (
-        ""
-        if settings["divisor"] is None
-        else f", grad_reduce {grad_reduce_in_words(settings['divisor'])}"
-    )
+    settings, rest = plan.settings, [str(plan.precision)]
+    if settings["divisor"] is not None:
+        rest.append(f"grad_reduce {grad_reduce_in_words(settings['divisor'])}")
     if verb == REPLICATE:
-        start = (
-            f"bucket_cap_mb={plan.options['bucket_cap_mb']},"
-            f" broadcast_buffers={plan.options['broadcast_buffers']}"
-        )
-        start += ", gradient_as_bucket_view=True" * settings["keeps_buckets"]
-        return [start + rest + own for own in each]
-    rest += "" if settings["offload"] is None else ", offloaded"
-    rest += "" if settings["prefetch"] == 1 else f", prefetch={settings['prefetch']}"
-    over = (
-        ""
-        if plan.options["mesh"] is None or plan.spread is None
-        else f", over ranks {plan.spread.rows.tolist()}"
-    )
-    name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
-    start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}{over}"
-    meshes = [
-        "" if o is None else f", over a mesh {o.mesh.mesh_dim_names or ''} {tuple(o.mesh.shape)}"
-        for o in plan.own
-    ]
-    return [
-        f"{start}, dimension {param.shard_dim}{mesh}{rest}{own}"
-        for param, mesh, own in zip(settings["params"], meshes, each, strict=True)
-    ]
+        start = ", ".join(f"{key}={plan.options[key]}" for key in _OF_BUCKETS)
+        if settings["keeps_buckets"]:
+            rest.append("gradient_as_bucket_view=True")
+    else:
+        name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
+        start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}"
+        if plan.options["mesh"] is not None and plan.spread is not None:
+            start += f", over ranks {plan.spread.rows.tolist()}"
+        if settings["offload"] is not None:
+            rest.append("offloaded")
+        if settings["prefetch"] != 1:
+            rest.append(f"prefetch={settings['prefetch']}")
+    texts = []
+    for _, own, info in plan.params:
+        said = [start]
+        if verb == SHARD:
+            said.append(f"dimension {info.shard_dim}")
+        if own is not None:
+            said.append(f"over a mesh {own.mesh.mesh_dim_names or ''} {tuple(own.mesh.shape)}")
+        if info.keeps:
+            said.append("computes in its own dtype")
+        texts.append(", ".join(filter(None, [*said, *rest])))
+    return texts
 
 
 def _note_meshes(verb: str, plan: UnitPlan) -> None:
@@ -342,13 +329,16 @@ def _note_meshes(verb: str, plan: UnitPlan) -> None:
 
     May create process groups: all ranks of these meshes call it together.
     """
-    infos = {own: _mesh_info(verb, plan, own) for own in dict.fromkeys(plan.own) if own is not None}
-    params = [
-        replace(param, mesh_info=None if own is None else infos[own])
-        for param, own in zip(plan.settings["params"], plan.own, strict=True)
-    ]
-    spreads = [own or plan.spread for own in plan.own]
-    plan.settings["params"] = with_forms(verb, params, plan.parameters, spreads, plan.device)
+    infos = {
+        own: None if own is None else _mesh_info(verb, plan, own)
+        for own in dict.fromkeys(each.own for each in plan.params)
+    }
+    spreads = [each.own or plan.spread for each in plan.params]
+    forms = forms_of(verb, [each.managed for each in plan.params], spreads, plan.device)
+    plan.settings["params"] = tuple(
+        replace(each.info, form=form, mesh_info=infos[each.own])
+        for each, form in zip(plan.params, forms, strict=True)
+    )
 
 
 def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
@@ -367,7 +357,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     on_undo(partial(restore, unit))
     low, hooks = spec.mp_policy.param_dtype, StateDictHooks(unit)
     unit.initialize(spec, HEARS, hooks.watch)
-    for exact in exact_modules(plan.modules, plan.precision) if low is not None else ():
+    for exact in exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
     for undo in hooks.watch(holders):
@@ -377,14 +367,11 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
         on_undo(partial(detach_copying, module))
     unit.build()
     if mesh_info.mesh is not None:
-        for module in dict.fromkeys(
-            each for top in plan.modules for _, each in walk(top, stop=(SHARD, REPLICATE))
-        ):
-            if _MANAGED not in vars(module):
-                on_undo(partial(drop_attribute, module, _MANAGED))
-                vars(module)[_MANAGED] = _Gathers(unit)
-    if name == SHARD and mesh_info.mesh is not None:
-        move_buffers(plan.modules, mesh_info.device)
+        for top in plan.modules:
+            for _, module in walk(top, stop=(SHARD, REPLICATE)):
+                add_attribute(module, _MANAGED, _Gathers(unit))
+        if name == SHARD:
+            move_buffers(plan.modules, mesh_info.device)
     visit = Visit(unit)
     for module in plan.modules:
         on_undo(partial(detach, module, name))

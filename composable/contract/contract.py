@@ -14,7 +14,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from types import FunctionType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 
@@ -73,6 +75,11 @@ class Verb(Protocol, Generic[P, S_co]):
 # --- records ------------------------------------------------------------------------------------
 
 
+# What a copy of a record has of it: the first five fields.
+_State = tuple[str, Mapping[str, Any], str, Any, str | None]
+
+
+@dataclass(slots=True, eq=False)
 class Annotation:
     """The record of one call of a verb.
 
@@ -86,44 +93,29 @@ class Annotation:
         name: the verb's name.
         kwargs: the arguments of the call, by name, as they were given.
         call_site: file and line of the call, as in `train.py:41`.
-        fqn: the FQN of the module (the first one of a list), if it was known at the call.
         state: the verb's state; see `contract`.
+        fqn: the FQN of the module (the first one of a list), if it was known at the call.
         modules: while the verb runs, its modules; then only those of a list, so that a single
             module and its record form no reference cycle.
+        before_removal: see `contract`.
+        copied: it is a copy, and its callbacks are not.
         nested: annotations made inside this one, with their (first) modules.
         callbacks: those of `on_undo` and of nested annotations.
-        copied: it is a copy, and its callbacks are not.
-        before_removal: see `contract`.
     """
 
-    __slots__ = (
-        "before_removal",
-        "call_site",
-        "callbacks",
-        "copied",
-        "fqn",
-        "kwargs",
-        "modules",
-        "name",
-        "nested",
-        "state",
-    )
+    name: str
+    kwargs: Mapping[str, Any]
+    call_site: str
+    state: Any
+    fqn: str | None = None
+    modules: tuple[nn.Module, ...] = ()
+    before_removal: Callable[[list[Any]], object] | None = None
+    copied: bool = False
+    nested: list[tuple[nn.Module, Annotation]] = field(default_factory=list)
+    callbacks: list[Callable[[], object]] = field(default_factory=list)
 
-    callbacks: list[Callable[[], object]]
-    modules: tuple[nn.Module, ...]
-    before_removal: Callable[[list[Any]], object] | None
-
-    def __init__(
-        self,
-        name: str,
-        kwargs: Mapping[str, Any],
-        call_site: str,
-        state: Any,
-        modules: tuple[nn.Module, ...],
-        before_removal: Callable[[list[Any]], object] | None = None,
-    ) -> None:
-        self.__setstate__((name, kwargs, call_site, None, state))
-        self.modules, self.copied, self.before_removal = modules, False, before_removal
+    def __post_init__(self) -> None:
+        self.kwargs = MappingProxyType(dict(self.kwargs))
 
     def __repr__(self) -> str:
         given = ", ".join(f"{key}={value!r}" for key, value in _in_words(self.kwargs).items())
@@ -194,30 +186,16 @@ class Annotation:
             before_removal(asked)
         self.undo_on(module)
 
-    def roll_back(self, error: BaseException) -> None:
-        """Run the callbacks, because the verb raised `error`.
+    def __getstate__(self) -> _State:
+        return self.name, _in_words(self.kwargs), self.call_site, self.state, self.fqn
 
-        An exception of a callback becomes a note of `error`.
-        """
-        try:
-            self.undo()
-        except Exception as second:
-            error.add_note(f"while {self.name} was taken back: {type(second).__name__}: {second}")
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.name, _in_words(self.kwargs), self.call_site, self.fqn, self.state
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.name, kwargs, self.call_site, self.fqn, self.state = state
-        self.kwargs: Mapping[str, Any] = MappingProxyType(kwargs)
-        self.nested: list[tuple[nn.Module, Annotation]] = []
-        self.modules, self.copied = (), True
-        self.callbacks, self.before_removal = [], None
+    def __setstate__(self, state: _State) -> None:
+        Annotation.__init__(self, *state, copied=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Annotation:
-        twin = memo[id(self)] = Annotation.__new__(Annotation)
-        twin.__setstate__((*self.__getstate__()[:-1], copy.deepcopy(self.state, memo)))
+        twin = memo[id(self)] = Annotation(*self.__getstate__(), copied=True)
         twin.before_removal = self.before_removal
+        twin.state = copy.deepcopy(self.state, memo)
         twin.modules = copy.deepcopy(self.modules, memo)
         twin.nested = copy.deepcopy(self.nested, memo)
         if all(map(_is_copied_whole, self.callbacks)):
@@ -277,41 +255,30 @@ _TABLES: Final = tuple(
 _LISTS: Final = ("_flat_weights",)  # recurrent modules keep their parameters in a list, too
 
 
-class _Snapshot:
-    """The attributes and tables of all modules below `roots`, and their parameters' attributes.
+def _snapshot(roots: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that puts all modules below `roots` back into the state that they have now.
 
-    It copies no tensor.
+    That is their attributes and tables, and their parameters' attributes. No tensor is copied.
     """
+    modules = list({id(module): module for root in roots for module in root.modules()}.values())
+    tables = [m._parameters.values() for m in modules]
+    parameters = {id(p): p for p in chain.from_iterable(tables) if p is not None}
+    attributes = [(owner, dict(vars(owner))) for owner in (*modules, *parameters.values())]
+    held = [vars(module).get(name) for module in modules for name in (*_TABLES, *_LISTS)]
+    contents = [(table, table.copy()) for table in held if isinstance(table, (dict, set, list))]
 
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
-        modules = {id(module): module for root in roots for module in root.modules()}
-        parameters = {
-            id(p): p
-            for module in modules.values()
-            for p in module._parameters.values()
-            if p is not None
-        }
-        self._attributes = [
-            (owner, dict(vars(owner))) for owner in (*modules.values(), *parameters.values())
-        ]
-        held = [
-            vars(module).get(name) for module in modules.values() for name in (*_TABLES, *_LISTS)
-        ]
-        self._tables = [
-            (table, table.copy()) for table in held if isinstance(table, (dict, set, list))
-        ]
-
-    def restore(self) -> None:
-        """Restore the content of the same table objects, because handles of hooks refer to them."""
-        for owner, attributes in self._attributes:
+    def restore() -> None:
+        for owner, values in attributes:
             vars(owner).clear()
-            vars(owner).update(attributes)
-        for table, content in self._tables:
+            vars(owner).update(values)
+        for table, content in contents:  # the same objects: handles of hooks refer to them
             table.clear()
             if isinstance(table, list):
                 table.extend(content)
             else:
                 table.update(content)
+
+    return restore
 
 
 def on_undo(callback: Callback) -> Callback:
@@ -339,6 +306,13 @@ def on_undo(callback: Callback) -> Callback:
         )
     running[-1].callbacks.append(callback)
     return callback
+
+
+def add_attribute(module: nn.Module, name: str, value: object) -> None:
+    """Inside a verb: set an attribute of this object, unless it has it. Undone with the verb."""
+    if name not in vars(module):
+        on_undo(partial(drop_attribute, module, name))
+        vars(module)[name] = value
 
 
 def drop_attribute(module: nn.Module, name: str) -> None:
@@ -448,34 +422,31 @@ def contract(
             given = arguments.pop(next(iter(signature.parameters)))
             target = unwrapped(given)
             modules = modules_of(name, target)
-            spreads = (
-                only_submodules_with is not None and arguments.get(only_submodules_with) is not None
-            )
-            for module in () if spreads else modules:
+            spreads = arguments.get(only_submodules_with or "") is not None
+            annotated = () if spreads else modules
+            for module in annotated:
                 _admit(name, module, reasons)
             outer = _running.get()
             call_site = outer[-1].call_site if outer else calling_site()
-            record = Annotation(
-                name,
-                arguments,
-                call_site,
-                make_state(),
-                () if spreads else modules,
-                before_removal,
-            )
             # The target of the outermost verb gives the names for everything inside.
             with naming(target) if isinstance(target, nn.Module) and not outer else nullcontext():
-                record.fqn = known_fqn(modules[0])
+                record = Annotation(
+                    name,
+                    arguments,
+                    call_site,
+                    make_state(),
+                    known_fqn(modules[0]),
+                    annotated,
+                    before_removal,
+                )
                 _apply(record, function, target, modules)
-            if spreads:
-                if outer:
-                    outer[-1].nested.extend(record.nested)
-                    outer[-1].callbacks += record.callbacks
-                return given
-            record.put_on(modules)
+            record.put_on(annotated)
+            nested, callbacks = record.nested, record.callbacks
+            if annotated:
+                nested, callbacks = [(modules[0], record)], [partial(record.undo_on, modules[0])]
             if outer:
-                outer[-1].nested.append((modules[0], record))
-                outer[-1].callbacks.append(partial(record.undo_on, modules[0]))
+                outer[-1].nested += nested
+                outer[-1].callbacks += callbacks
             return given
 
         def state_of(module: nn.Module | Sequence[nn.Module]) -> Any:
@@ -498,7 +469,7 @@ def _apply(
 ) -> None:
     """Call the verb's function. If it raises or breaks the contract, the modules are as before."""
     names = [names_of(module) for module in modules]
-    before = _Snapshot(modules)
+    restore = _snapshot(modules)
     token = _running.set((*_running.get(), record))
     try:
         returned = function(target, **record.kwargs)
@@ -510,8 +481,12 @@ def _apply(
         for module, old in zip(modules, names, strict=True):
             compare_names(record.name, module, old)
     except BaseException as error:
-        record.roll_back(error)
-        before.restore()
+        try:
+            record.undo()
+        except Exception as second:
+            said = f"{type(second).__name__}: {second}"
+            error.add_note(f"while {record.name} was taken back: {said}")
+        restore()
         raise
     finally:
         _running.reset(token)

@@ -28,8 +28,8 @@ from composable.errors import (
 # The FQN of every module below the root of an open `naming()`, by the module's id.
 _names: ContextVar[Mapping[int, str]] = ContextVar("composable_names", default=MappingProxyType({}))
 
-_LIBRARIES: Final = ("composable", "torch")
-_DEMO: Final = "composable.demo"  # its call sites are reported like those of a user's script
+_LIBRARIES: Final = ("composable.", "torch.")
+_DEMO: Final = "composable.demo."  # its call sites are reported like those of a user's script
 
 
 # --- names of modules ---------------------------------------------------------------------------
@@ -61,12 +61,11 @@ def find_fqn(module: nn.Module) -> str | None:
     # The root of an open `naming` has the FQN "" there, but the caller may hold a larger model
     # around it.
     for frame in _user_frames():
-        values = [
-            value for scope in (frame.f_locals, frame.f_globals) for value in list(scope.values())
-        ]
         # By type, because isinstance would load lazy proxies.
-        models: list[nn.Module] = [
-            value for value in values if issubclass(type(value), nn.Module) and value is not module
+        models = [
+            value
+            for value in (*frame.f_locals.values(), *frame.f_globals.values())
+            if issubclass(type(value), nn.Module) and value is not module
         ]
         names: list[str] = [
             name for model in models for name, below in model.named_modules() if below is module
@@ -95,14 +94,10 @@ def _user_frames() -> Iterator[FrameType]:
     """The stack frames of code that belongs to no library, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if _is_in(name, _DEMO) or not any(_is_in(name, library) for library in _LIBRARIES):
+        name = f"{frame.f_globals.get('__name__', '')}."
+        if name.startswith(_DEMO) or not name.startswith(_LIBRARIES):
             yield frame
         frame = frame.f_back
-
-
-def _is_in(name: str, package: str) -> bool:
-    return name == package or name.startswith(package + ".")
 
 
 # --- the call of a verb -------------------------------------------------------------------------
@@ -115,14 +110,10 @@ def modules_of(verb: str, target: Any) -> tuple[nn.Module, ...]:
     target = unwrapped(target)
     if isinstance(target, nn.Module):
         return (target,)
-    if not isinstance(target, (list, tuple)):
+    if not isinstance(target, (list, tuple)) or not target:
         got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+        got = f"an empty {got}" if isinstance(target, (list, tuple)) else got
         raise AnnotationError(f"{verb}() takes a module or a list of modules, and got {got}")
-    if not target:
-        raise AnnotationError(
-            f"{verb}() takes a module or a list of modules, and got an empty"
-            f" {type(target).__name__}"
-        )
     seen: set[int] = set()
     for index, module in enumerate(target):
         if not isinstance(module, nn.Module):

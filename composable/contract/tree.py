@@ -195,22 +195,6 @@ def get_root_states(root: nn.Module) -> list[Any]:
     return [unit for unit in units if id(unit.modules[0]) not in inside]
 
 
-def get_replicated_states(root: nn.Module) -> list[Any]:
-    """Return the units of all `replicate`d modules in `root`, in order.
-
-    Units inside fully sharded modules are included.
-    """
-    return [state for _, state in _units(root, REPLICATE)]
-
-
-def get_all_sharded_states(root: nn.Module) -> list[Any]:
-    """Return the units of all fully sharded modules in `root`, in order.
-
-    Units inside `replicate`d modules are included.
-    """
-    return [state for _, state in _units(root, SHARD)]
-
-
 def _units(root: nn.Module, verb: str, stop: Collection[str] = ()) -> list[tuple[nn.Module, Any]]:
     """Return the first module and the state of each annotation `verb` in `root`."""
     units: dict[int, tuple[nn.Module, Any]] = {}

@@ -15,18 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-_LEAVES: Final = (
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-)
+_NUMBERS: Final = (int, float, complex)
+_LEAVES: Final = (str, bytes, *_NUMBERS, type(None), torch.dtype, torch.device, torch.Size)
 _NOT_SEARCHED: Final = (*_LEAVES, nn.Module, type, ModuleType)
 # The first one that fits is the base whose own methods build, read and fill a subclass without
 # calling the subclass's code.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
@@ -21,7 +21,7 @@ from composable.api import scopes
 from composable.api.accumulation import launch_reductions, reduce_gradients
 from composable.comm import Comm, SuppliedComm, with_symmetric_memory
 from composable.compilation import unwrapped
-from composable.config import MixedPrecisionPolicy
+from composable.config import MixedPrecisionPolicy, require_bool
 from composable.contract.methods import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.gradients.unreduced import SyncMode
@@ -151,26 +151,16 @@ def _exchange(
     unit.exchange_comms(exchange)
 
 
-def _no_effect(name: str, why: str) -> Callable[..., None]:
-    """Make a method that accepts its arguments and has no effect."""
+def _without_effect(name: str, why: str, refuse: bool) -> Callable[..., None]:
+    """Make a method that accepts its arguments and has no effect, or raises."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> None:
         _unit(name, self)
+        if refuse:
+            raise UnsupportedError(f"{name}() of FSDP2 is not supported by composable; {why}")
 
     method.__name__ = name
-    method.__doc__ = f"Have no effect: {why}."
-    return method
-
-
-def _refused(name: str, instead: str) -> Callable[..., NoReturn]:
-    """Make a method that raises `UnsupportedError`."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        _unit(name, self)
-        raise UnsupportedError(f"{name}() of FSDP2 is not supported by composable; {instead}")
-
-    method.__name__ = name
-    method.__doc__ = f"Raise `UnsupportedError`: {instead}."
+    method.__doc__ = f"{'Raise `UnsupportedError`' if refuse else 'Have no effect'}: {why}."
     return method
 
 
@@ -212,22 +202,22 @@ class FSDPModule(metaclass=_AsksRegistry):
 
     # --- parameters --------------------------------------------------------------------------
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+    def unshard(self: Any, async_op: bool = False) -> UnshardHandle | None:
         """All-gather the parameters of this module's unit, and of no unit below it.
 
         Args:
             async_op: return a handle at once; its `wait()`, or the forward, waits.
         """
-        pending = scopes.unshard(_module(self), async_op=async_op, recurse=False)
+        pending = scopes.unshard(self, async_op=async_op, recurse=False)
         return _Handle(pending.wait) if async_op else None
 
-    def reshard(self) -> None:
+    def reshard(self: Any) -> None:
         """Free the gathered parameters of this module's unit, and of no unit below it.
 
         Raises:
             PhaseError: inside of the unit's own forward.
         """
-        scopes.reshard(_module(self), recurse=False)
+        scopes.reshard(self, recurse=False)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Decide whether parameters are freed after forward, from the next forward on.
@@ -241,11 +231,7 @@ class FSDPModule(metaclass=_AsksRegistry):
             AnnotationError: `reshard_after_forward` is no bool.
         """
         name = "set_reshard_after_forward"
-        if type(reshard_after_forward) is not bool:
-            raise AnnotationError(
-                f"{name}: reshard_after_forward must be True or False, got"
-                f" {reshard_after_forward!r}"
-            )
+        require_bool(f"{name}: reshard_after_forward", reshard_after_forward)
         for unit in _sharded(name, self, recurse):
             AUTOMATIC.discard(unit)
             unit.spec = replace(unit.spec, reshard_after_forward=reshard_after_forward)
@@ -346,7 +332,7 @@ class FSDPModule(metaclass=_AsksRegistry):
             _set_reduction(unit, at_end=enabled)
         _follow_schedule(units)
 
-    def finalize_backward(self, *, async_op: bool = False) -> _Handle | None:
+    def finalize_backward(self: Any, *, async_op: bool = False) -> _Handle | None:
         """Reduce what backwards have accumulated, unless `set_requires_gradient_sync(False)` holds.
 
         All ranks call it together, after the same backwards.
@@ -369,19 +355,19 @@ class FSDPModule(metaclass=_AsksRegistry):
                 " other units are to be reduced. Set set_requires_gradient_sync alike on all of"
                 " them"
             )
-        land = None if any(waits) else launch_reductions(_module(self))
+        land = None if any(waits) else launch_reductions(self)
         handle = _Handle(land or (lambda: None))
         if async_op:
             return handle
         handle.wait()
         return None
 
-    def synchronize_gradients(self) -> None:
+    def synchronize_gradients(self: Any) -> None:
         """Reduce now what backwards have accumulated in this module; see `reduce_gradients`."""
         _unit("synchronize_gradients", self)
-        reduce_gradients(_module(self))
+        reduce_gradients(self)
 
-    def reset_iter_state(self) -> None:
+    def reset_iter_state(self: Any) -> None:
         """Give up a step that failed on all ranks, as `composable.reset` does.
 
         Raises:
@@ -394,7 +380,7 @@ class FSDPModule(metaclass=_AsksRegistry):
                 f"reset_iter_state was called on unit '{unit.name}'; call it on the outermost"
                 " sharded module, whose step it resets"
             )
-        scopes.reset(_module(self))
+        scopes.reset(self)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Have no effect: the recorded order is gathered ahead.
@@ -480,54 +466,36 @@ class FSDPModule(metaclass=_AsksRegistry):
             )
         unit.exchange_comms(with_symmetric_memory)
 
-    set_is_last_backward = _no_effect(
-        "set_is_last_backward", "every backward waits for what it reduces"
-    )
-    set_unshard_in_backward = _no_effect(
-        "set_unshard_in_backward", "a unit that backward does not enter is freed at its end"
-    )
-    set_force_sum_reduction_for_comms = _no_effect(
-        "set_force_sum_reduction_for_comms", "gradients are summed, and scaled apart from that"
-    )
-    set_reduce_scatter_unused_params = _no_effect(
-        "set_reduce_scatter_unused_params", "ranks may always use different parameters"
-    )
-    set_reduce_scatter_max_input_buffers = _no_effect(
-        "set_reduce_scatter_max_input_buffers", "one reduction is in flight during the next unit"
-    )
-    set_separate_reduce_scatter_group = _no_effect(
-        "set_separate_reduce_scatter_group", "gathers and reductions share a process group"
-    )
-    set_allocate_memory_from_process_group_for_comm = _no_effect(
-        "set_allocate_memory_from_process_group_for_comm", "buffers are torch's"
-    )
-    set_post_optim_event = _no_effect(
-        "set_post_optim_event", "gathers wait for what was launched before the forward"
-    )
-    _set_unshard_async_op = _no_effect("_set_unshard_async_op", "streams are composable's")
-
-    set_all_reduce_hook = _refused(
-        "set_all_reduce_hook",
-        "composable.register_comm_hook(module, hook) takes a hook that reduces gradients itself",
-    )
-    set_keep_unsharded_storage = _refused(
-        "set_keep_unsharded_storage",
-        "reshard_after_forward=False keeps parameters until backward is done",
-    )
-
     def _get_fsdp_state(self) -> State:
         return State(_unit("_get_fsdp_state", self))
 
+
+_NO_EFFECT: Final = {
+    "set_is_last_backward": "every backward waits for what it reduces",
+    "set_unshard_in_backward": "a unit that backward does not enter is freed at its end",
+    "set_force_sum_reduction_for_comms": "gradients are summed, and scaled apart from that",
+    "set_reduce_scatter_unused_params": "ranks may always use different parameters",
+    "set_reduce_scatter_max_input_buffers": "one reduction is in flight during the next unit",
+    "set_separate_reduce_scatter_group": "gathers and reductions share a process group",
+    "set_allocate_memory_from_process_group_for_comm": "buffers are torch's",
+    "set_post_optim_event": "gathers wait for what was launched before the forward",
+    "_set_unshard_async_op": "streams are composable's",
+}
+_REFUSED: Final = {
+    "set_all_reduce_hook": (
+        "composable.register_comm_hook(module, hook) takes a hook that reduces gradients itself"
+    ),
+    "set_keep_unsharded_storage": (
+        "reshard_after_forward=False keeps parameters until backward is done"
+    ),
+}
+for _name, _why in {**_NO_EFFECT, **_REFUSED}.items():
+    setattr(FSDPModule, _name, _without_effect(_name, _why, refuse=_name in _REFUSED))
 
 TORCHS: Final[type] = fsdp.FSDPModule  # whatever torch.distributed.fsdp holds later on
 NAMES: Final = [
     name for name, value in vars(FSDPModule).items() if callable(value) and name[:2] != "__"
 ]
-
-
-def _module(instance: Any) -> nn.Module:
-    assert isinstance(instance, nn.Module)
-    return instance
 
 
 # --- methods of annotated modules ----------------------------------------------------------------

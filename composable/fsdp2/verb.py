@@ -77,19 +77,17 @@ def fully_shard(
     After `torch.distributed.fsdp.fully_shard`.
     """
     over: Mesh = _default_mesh() if mesh is None else mesh
-    shards = getattr(dp_mesh_dims, "shard", None)
-    if getattr(dp_mesh_dims, "replicate", None) and not shards:
-        replicate(
-            module,
-            mesh=over,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            ignored_params=ignored_params,
-            dp_mesh_dims=dp_mesh_dims,
-            sync_module_states="off",
-            broadcast_buffers=False,
-        )
-        for each in modules_of("fully_shard", module):
+    options: dict[str, Any] = {
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+        "dp_mesh_dims": dp_mesh_dims,
+        "sync_module_states": "off",
+    }
+    modules = modules_of("fully_shard", module)
+    if getattr(dp_mesh_dims, "replicate", None) and not getattr(dp_mesh_dims, "shard", None):
+        replicate(module, mesh=over, broadcast_buffers=False, **options)
+        for each in modules:
             give_methods(each)
         return module
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 and dp_mesh_dims is None:
@@ -99,13 +97,8 @@ def fully_shard(
         mesh=over,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        dp_mesh_dims=dp_mesh_dims,
-        sync_module_states="off",
+        **options,
     )
-    modules = modules_of("fully_shard", module)
     unit: Unit = registry(modules[0])[SHARD].state
     for each in modules:
         give_methods(each)
@@ -137,10 +130,9 @@ def _default_mesh() -> DeviceMesh | None:
     """
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ:
         dist.init_process_group()
-    if not dist.is_initialized() or not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if not dist.is_initialized() or accelerator is None:
         return None
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
     return init_device_mesh(accelerator.type, (dist.get_world_size(),))
 
 

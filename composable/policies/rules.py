@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 from typing_extensions import override
 
-from composable.errors import PolicyError, closest, describe_module, few
+from composable.errors import PolicyError, describe_module, few, what_is_there
 from composable.policies.base import (
     Policy,
     Selection,
@@ -20,6 +20,7 @@ from composable.policies.base import (
     is_container,
     kind_of,
     not_empty,
+    takes,
 )
 
 
@@ -82,16 +83,12 @@ class CustomPolicy(Policy):
             raise PolicyError(
                 f"CustomPolicy takes a function of a module, and got {type(decide).__name__}"
             )
-        try:
-            inspect.signature(decide).bind(None)
-        except ValueError:
-            pass  # a builtin that does not tell
-        except TypeError:
+        if not takes(decide, 1):
             raise PolicyError(
                 "a policy's function takes one argument, the module; this one takes"
                 f" {inspect.signature(decide)}. For an auto-wrap policy of FSDP1, use"
                 " ModuleWrapPolicy or SizePolicy"
-            ) from None
+            )
         self.decide = decide
 
     @override
@@ -256,13 +253,8 @@ class NamePolicy(Policy):
             parts = _parts(pattern)
             matches[pattern] = {id(module) for fqn, module in named if _match(parts, _parts(fqn))}
             if not matches[pattern]:
-                near = closest(pattern, [fqn for fqn, _ in named if fqn], limit=3)
-                hint = (
-                    f"close to it: {', '.join(near)}"
-                    if near
-                    else f"there is: {few([n for n, _ in named if n])}"
-                )
-                raise PolicyError(f"pattern '{pattern}' matched no module; {hint}")
+                there = what_is_there(pattern, [fqn for fqn, _ in named if fqn])
+                raise PolicyError(f"pattern '{pattern}' matched no module; {there}")
         picked: Selection = {}
         for module in root.modules():
             for pattern, overrides in self.patterns.items():

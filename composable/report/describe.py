@@ -5,7 +5,7 @@ It reads units and the registry, and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
-from composable.contract.contract import Annotation, registry
-from composable.contract.tree import REPLICATE, SHARD, managed_parameters
+from composable.contract.contract import registry
+from composable.contract.tree import REPLICATE, SHARD, annotation_of, managed_parameters
 from composable.engine.gradients.hook_stages import names_of_hooks
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import few, unit_name
@@ -173,36 +173,26 @@ def describe(module: nn.Module) -> Description:
         >>> print(describe(fully_shard(model, policy={Block})))
     """
     module = unwrapped(module)
-    rows: dict[int, UnitRow] = {}
-    units: dict[int, Unit] = {}
+    rows: dict[Unit, UnitRow] = {}
     elsewhere: dict[str, list[str]] = {}
+    not_offloaded = []
     for name, below in module.named_modules():
-        annotations = registry(below)
-        managing = [verb for verb in (SHARD, REPLICATE) if verb in annotations]
-        verbs = _in_order(annotations)
-        for verb in managing:
-            unit = annotations[verb].state
-            units[id(unit)] = unit
-            if id(unit) not in rows:
-                rows[id(unit)] = _unit_row(name, verb, unit, verbs)
-        for verb in () if managing else verbs:
-            elsewhere.setdefault(verb, []).append(unit_name(name))
-    not_offloaded = tuple(
-        unit_name(name) for name, below in module.named_modules() if _offloads_nothing(below)
-    )
+        annotation = annotation_of(below)
+        # first the verb that makes a unit, then the others in the order of the calls
+        verbs = sorted(registry(below), key=lambda verb: verb not in (SHARD, REPLICATE))
+        if annotation is None:
+            for verb in verbs:
+                elsewhere.setdefault(verb, []).append(unit_name(name))
+        elif annotation.state not in rows:
+            rows[annotation.state] = _unit_row(name, annotation.state, verbs)
+        if OFFLOAD in verbs and _offloads_nothing(below):
+            not_offloaded.append(unit_name(name))
     named = {verb: tuple(names) for verb, names in elsewhere.items()}
-    rest = (*_ignored(module, units.values()), *_unmanaged(module, named=bool(elsewhere)))
-    return Description((*rows.values(), *rest), named, not_offloaded)
-
-
-def _in_order(annotations: Mapping[str, Annotation]) -> list[str]:
-    """List first the verb that makes a unit, then the others in the order of calls."""
-    return sorted(annotations, key=lambda verb: verb not in (SHARD, REPLICATE))
+    rest = (*_ignored(module, rows), *_unmanaged(module, named=bool(elsewhere)))
+    return Description((*rows.values(), *rest), named, tuple(not_offloaded))
 
 
 def _offloads_nothing(module: nn.Module) -> bool:
-    if OFFLOAD not in registry(module):
-        return False
     devices = {
         tensor.device
         for held in (module.parameters(), module.buffers())
@@ -213,8 +203,8 @@ def _offloads_nothing(module: nn.Module) -> bool:
     return not (any(map(has_streams, devices)) if devices else any_has_streams())
 
 
-def _unit_row(name: str, verb: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
-    spec, is_sharded = unit.spec, verb == SHARD
+def _unit_row(name: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
+    spec, is_sharded = unit.spec, unit.spec.verb == SHARD
     parameters = [param.at_rest for param in unit.params]
     offload = ""
     if spec.offload is not None:
@@ -285,12 +275,11 @@ def _ignored(module: nn.Module, units: Iterable[Unit]) -> list[UnitRow]:
 
 def _unmanaged(module: nn.Module, *, named: bool) -> list[UnitRow]:
     """Make a row for the parameters of no unit; `named`: verbs that make no unit were applied."""
-    annotations = registry(module)
     rest = [managed.tensor for managed in managed_parameters([module])]
-    if SHARD in annotations or REPLICATE in annotations or not rest:
+    if annotation_of(module) is not None or not rest:
         return []
     name = "(rest)" if named else "(not annotated)"
-    return [_plain_row(name, type(module).__name__, _in_order(annotations), rest)]
+    return [_plain_row(name, type(module).__name__, list(registry(module)), rest)]
 
 
 def _cells(row: UnitRow) -> tuple[str, ...]:

@@ -15,11 +15,11 @@ from composable import fully_shard, replicate
 from composable import traversal as public
 from composable.contract import tree as traversal
 from composable.contract.tree import (
+    REPLICATE,
+    SHARD,
     TreeWatch,
-    get_all_sharded_states,
     get_fully_sharded_modules,
     get_handles,
-    get_replicated_states,
     get_root_states,
     get_states,
     managed_parameters,
@@ -27,6 +27,7 @@ from composable.contract.tree import (
     registered_parameters,
     walk,
 )
+from composable.engine.step.unit import units_below
 from tests.helpers.world import spmd
 
 
@@ -176,7 +177,7 @@ def test_a_model_without_annotations_has_no_units() -> None:
     root = tree()
     assert get_fully_sharded_modules(root) == []
     assert get_states(root) == get_handles(root) == get_root_states(root) == []
-    assert get_replicated_states(root) == get_all_sharded_states(root) == []
+    assert units_below([root]) == []
 
 
 def test_the_public_module_has_the_same_functions() -> None:
@@ -192,8 +193,11 @@ def test_units_in_replicated_subtrees_are_left_out() -> None:
     fully_shard(root)
     assert names_of(root, get_fully_sharded_modules(root)) == ["", "a"]
     assert [_fqns(state) for state in get_states(root)] == [["weight", "b.weight"], ["weight"]]
-    assert len(get_all_sharded_states(root)) == 3
-    assert get_replicated_states(root) == [replicate.state(root.get_submodule("replicated"))]
+    below = units_below([root])
+    assert len([unit for unit in below if unit.spec.verb == SHARD]) == 3
+    assert [unit for unit in below if unit.spec.verb == REPLICATE] == [
+        replicate.state(root.get_submodule("replicated"))
+    ]
 
 
 def test_a_policy_leaves_replicated_subtrees_alone() -> None:

@@ -23,11 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
-from composable.contract.tree import (
-    get_all_sharded_states,
-    get_replicated_states,
-    registered_parameters,
-)
+from composable.contract.tree import registered_parameters
 from composable.engine.gradients.post_backward import PostBackward
 from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.param import (
@@ -323,7 +319,7 @@ def _warn_of_unmanaged_around(root: Tree) -> None:
     if model in root.modules or model in _TOLD:
         return
     _TOLD.add(model)
-    ignored = _left_alone([*get_all_sharded_states(model), *get_replicated_states(model)])
+    ignored = _left_alone(units_below([model]))
     names = [
         f"'{place.fqn}'"
         for place, parameter in registered_parameters(model, stop=())
