@@ -113,10 +113,8 @@ def unsharded(
         raise
     tied = _hide(module, managed, shown, mine)
     if writeback:
-        check = partial(_check_edits, shown, tied)
-        for comm in dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only):
-            all_or_none("unsharded", [comm], check)
-        check()
+        comms = dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only)
+        all_or_none("unsharded", [*comms], partial(_check_edits, shown, tied))
         for each in shown:
             follow_whole(each.managed.param.at_rest, each.whole)
         for unit in dict.fromkeys(each.managed.unit for each in shown):
