@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.forecast.machine import Kind, tensors_in
 from composable.memory.elastic import idle_blocks
-from composable.memory.torch_private import WRAPPERS, waited_for
+from composable.memory.torch_private import WRAPPERS, local_tensor, waited_for
 
 
 @dataclass
@@ -188,8 +188,7 @@ def _footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return waited_for(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return waited_for(local_tensor(tensor))
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:

@@ -14,7 +14,6 @@ from math import prod
 from time import perf_counter
 from typing import Any, Final, NoReturn
 from unittest import mock
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,9 +53,10 @@ from composable.forecast.machine import (
     traits_of,
 )
 from composable.forecast.result import Collective, Forecast, Subject, by_name
-from composable.forecast.tensors import Functions, NoValues, local_tensor
+from composable.forecast.tensors import Functions, NoValues
 from composable.fsdp2.module import TORCHS
 from composable.memory.elastic import with_own_storage
+from composable.memory.torch_private import local_tensor
 from composable.state.materialize import give_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -226,14 +226,13 @@ def _world(machine: Machine, ranks: int) -> Iterator[None]:
 def _pretended(machine: Machine) -> Iterator[None]:
     """The library as it is on the device: messages laid out for it, over the machine's clocks."""
     device = machine.device
-    comms: WeakKeyDictionary[Any, VirtualComm] = WeakKeyDictionary()
+
+    @cache
+    def on_group(group: dist.ProcessGroup) -> Comm:
+        return VirtualComm(group, machine, traits_of(device, group.size()))
 
     def virtual(comm: Comm) -> Comm:
-        if comm.group is None:
-            return comm
-        if comm.group not in comms:
-            comms[comm.group] = VirtualComm(comm.group, machine, traits_of(device, comm.size))
-        return comms[comm.group]
+        return comm if comm.group is None else on_group(comm.group)
 
     foreach = (lambda: ["cpu"]) if device.accelerator else (lambda: ["cuda"])
     with (
@@ -323,7 +322,7 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
     found: object = model
     if not isinstance(found, nn.Module):
         raise ValueError(f"forecast: make_model returned no module: {type(found).__name__}")
-    made: dict[int, Tensor] = {}  # what is tied stays tied, unlike by `Module.to`
+    made: dict[int, Any] = {}  # what is tied stays tied, unlike by `Module.to`
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:

@@ -255,6 +255,11 @@ class Machine:
             block.kind = kind
             self._held[kind] += block.nbytes
 
+    def claim(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+        """Say what a storage is for that a program made, unless that is known."""
+        if self.kind_of(storage) is Kind.ACTIVATIONS:
+            self.hold_for(storage, kind)
+
     def hold_on_host(self, storage: torch.UntypedStorage) -> None:
         """A storage is pinned memory of the host."""
         storage._composable_on_host = True  # type: ignore[attr-defined]
@@ -363,10 +368,8 @@ class VirtualComm(GroupComm):
         wholes = tensors[1] if kind == "reduce_scatter" else tensors[0]
         note_unknown(*tensors[0])
         for tensor in (part for parts in tensors for part in parts):
-            storage = tensor.untyped_storage()
-            if machine.kind_of(storage) is Kind.ACTIVATIONS:
-                lands = kind != "all_gather" and any(tensor is out for out in tensors[0])
-                machine.hold_for(storage, Kind.GRADIENTS if lands else Kind.MESSAGES)
+            lands = kind != "all_gather" and any(tensor is out for out in tensors[0])
+            machine.claim(tensor.untyped_storage(), Kind.GRADIENTS if lands else Kind.MESSAGES)
         unit = label.partition("of unit '")[2].partition("'")[0]
         if not self.traits.on_stream:  # a host computes nothing while messages move
             nbytes = machine.send(kind, unit, self.group, wholes, label)
@@ -473,7 +476,9 @@ def form_group(machine: Machine, size: int) -> None:
     VirtualGroup.machine = machine
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(
-            BACKEND, lambda _, rank, size, __: VirtualGroup(rank, size), devices=["cpu"]
+            BACKEND,
+            lambda _, rank, size, __: VirtualGroup(rank, size),  # type: ignore[call-arg]
+            devices=["cpu"],
         )
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(BACKEND, store=store, rank=0, world_size=size)

@@ -10,6 +10,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 from composable.forecast.devices import amount, milliseconds, unit_for
 from composable.forecast.machine import KINDS
@@ -40,7 +41,7 @@ STYLE: Final[Any] = {
 
 
 def stack(
-    axes: Axes, at: Sequence[float], memory: Sequence[Sequence[int]], size: int, peak: str
+    axes: Axes, at: NDArray[np.float64], memory: Sequence[Sequence[int]], size: int, peak: str
 ) -> None:
     """Draw bytes of each kind over moments, in units of `size`, and a point with `peak` beside it
     where they are most.

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -37,7 +36,7 @@ from composable.memory.torch_private import (
     WRAPPERS,
     accumulates,
     group_named,
-    local_of,
+    local_tensor,
 )
 
 _SMALL: Final = 1 << 18  # elements of tensors that are computed
@@ -109,7 +108,7 @@ class NoValues(TorchDispatchMode):
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if func.namespace == "profiler" or name in _REAL or views:
             if name == "detach" and accumulates():
-                self._relabel(args[0], Kind.GRADIENTS)
+                self.machine.claim(args[0].untyped_storage(), Kind.GRADIENTS)
             return func(*args, **kwargs)
         given = tensors_in((args, kwargs))
         # its input is a part of its output, which its schema does not say
@@ -117,7 +116,11 @@ class NoValues(TorchDispatchMode):
             self._take(name, 2 * _bytes_of(args[0]), 0.0)
             return args[1].narrow(0, args[3] * args[4], args[3]), args[1]
         if torch.device("meta") == kwargs.get("device") or any(t.is_meta for t in given):
-            return self._on_meta(func, args, kwargs)
+            made = func(*args, **kwargs)
+            for tensor in tensors_in(made):
+                if not tensor.is_meta:  # it gets memory
+                    self._hold(tensor, unknown=True)
+            return made
         if name in _PICKS:
             func, args = _by_numbers(func, name, args)
         if name in _MADE:
@@ -226,13 +229,6 @@ class NoValues(TorchDispatchMode):
         like, seconds = found
         return tree_map_only(Tensor, _hollow, like) if fresh else None, seconds
 
-    def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
-        made = func(*args, **kwargs)
-        for tensor in tensors_in(made):
-            if not tensor.is_meta:  # it gets memory
-                self._hold(tensor, unknown=True)
-        return made
-
     def _take(self, what: str, nbytes: float, products: float) -> None:
         """It takes `products` seconds, or as long as its bytes."""
         device = self.machine.device
@@ -245,11 +241,6 @@ class NoValues(TorchDispatchMode):
         self.machine.hold(tensor.untyped_storage())
         if unknown:
             note_unknown(tensor)
-
-    def _relabel(self, tensor: Tensor, kind: Kind) -> None:
-        storage = tensor.untyped_storage()
-        if self.machine.kind_of(storage) is Kind.ACTIVATIONS:
-            self.machine.hold_for(storage, kind)
 
     def refuse_to_read(self, name: str, tensors: Any) -> None:
         if not all(tensor.is_meta or _is_known(tensor) for tensor in tensors_in(tensors)):
@@ -268,13 +259,10 @@ class NoValues(TorchDispatchMode):
     def _named(self, tensors: Sequence[Tensor]) -> str:
         """The parameter or buffer of which one of the tensors is a part, for a message."""
         model = self._model
-        for kind, members in (
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        ):
-            for name, member in members:
-                if any(_is_part(tensor, local_tensor(member)) for tensor in tensors):
-                    return f", {kind} '{name}'"
+        for name, member in (*model.named_parameters(), *model.named_buffers()):
+            if any(_is_part(tensor, local_tensor(member)) for tensor in tensors):
+                kind = "parameter" if isinstance(member, nn.Parameter) else "buffer"
+                return f", {kind} '{name}'"
         return ""
 
 
@@ -306,10 +294,6 @@ class Functions(TorchFunctionMode):
             if weight is None or weight.dtype == args[0].dtype:
                 return torch.ops.aten._fused_rms_norm(args[0], list(args[1]), weight, eps)[0]
         return func(*args, **kwargs)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _is_part(tensor: Tensor, whole: Tensor) -> bool:
