@@ -18,12 +18,12 @@ from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import units_below
 from composable.errors import ForeignParameterError, few
-from composable.memory.torch_private import local_of
+from composable.memory.torch_private import local_tensor, placed_alike
 from composable.state.whole import write_whole
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor).detach()
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -225,7 +225,4 @@ def _refuse_foreign(name: str, value: Tensor, average: Tensor) -> None:
 def _alike(tensor: Tensor | None, average: Tensor | None) -> bool:
     if tensor is None or average is None or tensor.shape != average.shape:
         return False
-    one, other = (
-        each.placements if isinstance(each, DTensor) else () for each in (tensor, average)
-    )
-    return one == other and _local(tensor).shape == _local(average).shape
+    return placed_alike([tensor], [average]) and _local(tensor).shape == _local(average).shape

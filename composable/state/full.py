@@ -25,7 +25,7 @@ from composable.engine.params.param import mesh_of
 from composable.engine.params.protocol import plain_parts
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, RanksDisagreeError
-from composable.memory.torch_private import local_of, locals_of
+from composable.memory.torch_private import local_tensor
 from composable.state.whole import (
     all_or_none,
     comms_of_model,
@@ -92,7 +92,7 @@ def _checksums(tensors: Mapping[K, Tensor]) -> dict[K, int]:
     factors: dict[torch.device, Tensor] = {}
     sums = []
     for tensor in tensors.values():
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         if local.device not in factors:
             generator = torch.Generator().manual_seed(0)
             drawn = torch.randint(1 << 62, (_WORDS,), generator=generator, device="cpu") * 2 + 1
@@ -326,7 +326,7 @@ def export(
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
             text = json.dumps(index, indent=2) + "\n"
             (partial / "model.safetensors.index.json").write_text(text)
-        config = getattr(unwrapped(model), "config", None)
+        config: Any = getattr(unwrapped(model), "config", None)
         if hasattr(config, "save_pretrained"):
             config.save_pretrained(partial)
         partial.rename(target)
@@ -341,7 +341,7 @@ def _refuse_other_classes(tensors: Mapping[str, Tensor], dtype: torch.dtype | No
     """
     smallest: dict[type, str] = {}
     for name in sorted(tensors, key=lambda name: tensors[name].numel()):
-        smallest.setdefault(type(locals_of([tensors[name]])[0]), name)
+        smallest.setdefault(type(local_tensor(tensors[name])), name)
     smallest.pop(Tensor, None)
     for name, whole in _stream({name: tensors[name] for name in smallest.values()}, dtype):
         if type(whole) not in (Tensor, nn.Parameter):

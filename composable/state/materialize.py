@@ -33,7 +33,7 @@ from composable.engine.step.root import planned_roots
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import local_of
+from composable.memory.torch_private import local_tensor
 from composable.state.whole import (
     Managed,
     comms_of_model,
@@ -90,7 +90,7 @@ class _RawMemory(TorchFunctionMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    tensor = local_tensor(tensor)
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
