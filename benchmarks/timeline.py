@@ -32,7 +32,7 @@ from virtual import DeviceModule
 
 from composable.comm import AcceleratorComm, Comm, base, comms_wrapped_by
 from composable.forecast.devices import DEVICES
-from composable.forecast.machine import BACKEND, COMPUTE, Machine, Streams, form_group
+from composable.forecast.machine import BACKEND, COMPUTE, Machine, form_group
 from composable.forecast.tensors import NoValues
 from composable.memory import elastic
 
@@ -134,7 +134,7 @@ def _composable(
     from composable import fully_shard
 
     def accelerated(comm: Comm) -> Comm:
-        return comm if comm.group is None else AcceleratorComm(comm.group, CPU, Streams(machine))
+        return comm if comm.group is None else AcceleratorComm(comm.group, CPU, machine)
 
     # As on an accelerator with NCCL: the mean is the backend's, and storages are resized.
     averages, resizes = (

@@ -8,10 +8,10 @@ import logging
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Sequence
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -46,8 +46,6 @@ def run(options: Options, command_line: Sequence[str]) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DemoError(f"--out {options.out}: {error.strerror}") from error
-    if not os.access(options.out, os.W_OK):
-        raise DemoError(f"--out {options.out}: not writable")
     return _launch(options, command_line)
 
 
@@ -56,15 +54,13 @@ def _launch(options: Options, command_line: Sequence[str]) -> int:
     traces after Ctrl-C.
     """
     # Ranks share the cores of one machine: without this each would start a thread per core.
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.ranks)))
+    threads = max(1, torch.get_num_threads() // options.ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=options.ranks,
-        run_id=str(uuid.uuid4()),
+        run_id="demo",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

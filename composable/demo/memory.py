@@ -11,7 +11,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
@@ -19,21 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from composable.forecast.machine import Kind, tensors_in
 from composable.memory.elastic import idle_blocks
-from composable.memory.torch_private import WRAPPERS, waited_for
-
-
-class Kind(IntEnum):
-    """What memory is for. The greatest kind counts where several apply."""
-
-    ACTIVATIONS = 0
-    COMMUNICATION = 1
-    UNSHARDED = 2
-    GRADIENTS = 3
-    OPTIMIZER = 4
-    PARAMETERS = 5
+from composable.memory.torch_private import WRAPPERS, local_tensor, waited_for
 
 
 @dataclass
@@ -41,7 +29,7 @@ class MemoryTrace:
     """Memory over one step.
 
     Attributes:
-        totals: live bytes by `Kind` after every operation.
+        totals: live bytes by `Kind` after every operation. Where several apply, the first counts.
         phases: the name of each phase, and the index of its first sample.
         idle: bytes of storages without a tensor at the end of the step, which are kept for the next
             one.
@@ -101,16 +89,13 @@ class _Meter(TorchDispatchMode):
         self._optimizer = optimizer
         self._modules = [module for module in model.modules() if module._parameters]
         self._at_rest = list(model.parameters())
-        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._kind: dict[int, Kind] = {}
+        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], Kind]] = {}
         self._ignored = {_storage(tensor)._cdata for tensor in ignore}
         self._own = {_storage(parameter)._cdata for parameter in self._at_rest}
         # Tensors that were made before this step count, too; their memory may come and go during
         # the step.
         before = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
-        self._note(
-            [tensor for tensor in before if tensor.layout is torch.strided], Kind.COMMUNICATION
-        )
+        self._note([tensor for tensor in before if tensor.layout is torch.strided], Kind.MESSAGES)
         self._note([*self._at_rest, *model.buffers()], Kind.PARAMETERS)
 
     def phase(self, name: str) -> None:
@@ -121,44 +106,33 @@ class _Meter(TorchDispatchMode):
     def finish(self) -> None:
         self._sample()
         storages = [thing for thing in gc.get_objects() if type(thing) is torch.UntypedStorage]
-        unseen = {
-            s._cdata: s.nbytes()
-            for s in storages
+        seen = {*self._live, *self._ignored, *(block._cdata for block in idle_blocks())}
+        self.trace.idle = sum(
             # of the compiler's fake tensors, which have no memory, sizes may be symbols
-            if s._cdata not in self._live
-            and s._cdata not in self._ignored
-            and s.device.type != "meta"
-        }
-        for block in idle_blocks():  # counted by the samples
-            unseen.pop(block._cdata, None)
-        self.trace.idle = sum(unseen.values())
+            each.nbytes()
+            for each in storages
+            if each._cdata not in seen and each.device.type != "meta"
+        )
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not WRAPPERS.isdisjoint(types):
             return NotImplemented  # what they do to plain tensors comes here again
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._note(args, Kind.COMMUNICATION)
+            self._note(args, Kind.MESSAGES)
         self._note(result, Kind.ACTIVATIONS)
         self._sample()
         return result
 
     def _note(self, tensors: Any, kind: Kind) -> None:
-        for tensor in _tensors(tensors):
+        for tensor in tensors_in(tensors):
             storage = _storage(tensor)
             key = storage._cdata
-            known = self._live.get(key)
-            if known is None or known() is None:  # an id is used again after its storage was freed
-                self._live[key] = weakref.ref(storage)
-                self._kind[key] = kind
+            before, was = self._live.get(key, (None, kind))
+            if before is None or before() is None:  # ids are used again after storages are freed
+                self._live[key] = weakref.ref(storage), kind
             else:
-                self._kind[key] = max(kind, self._kind[key])
+                self._live[key] = before, min(kind, was)
 
     def _sample(self) -> None:
         """Record what is alive now."""
@@ -171,21 +145,21 @@ class _Meter(TorchDispatchMode):
         self._note([p for p in plain if _storage(p)._cdata not in self._own], Kind.UNSHARDED)
         self._note([p.grad for p in (*plain, *self._at_rest)], Kind.GRADIENTS)
         spans: list[tuple[int, int, Kind]] = []
-        for key, reference in list(self._live.items()):
+        for key, (reference, kind) in list(self._live.items()):
             storage = reference()
             if storage is None:
-                del self._live[key], self._kind[key]
+                del self._live[key]
             elif key not in self._ignored and storage.device.type != "meta" and storage.nbytes():
                 start = storage.data_ptr()
-                spans.append((start, start + storage.nbytes(), self._kind[key]))
+                spans.append((start, start + storage.nbytes(), kind))
         for block in idle_blocks():  # without a tensor, kept for the next message
             start = block.data_ptr()
-            spans.append((start, start + block.nbytes(), Kind.COMMUNICATION))
+            spans.append((start, start + block.nbytes(), Kind.IDLE))
         self.trace.totals.append(_bytes_by_kind(spans))
 
 
 def _bytes_by_kind(spans: Iterable[tuple[int, int, Kind]]) -> tuple[int, ...]:
-    """Bytes of memory by kind. Where spans (start, end, kind) overlap, the greatest kind counts."""
+    """Bytes of memory by kind. Where spans (start, end, kind) overlap, the first kind counts."""
     edges = sorted(
         edge for start, end, kind in spans for edge in ((start, kind, 1), (end, kind, -1))
     )
@@ -193,7 +167,7 @@ def _bytes_by_kind(spans: Iterable[tuple[int, int, Kind]]) -> tuple[int, ...]:
     for (at, kind, change), (following, _, _) in pairwise(edges):
         open_spans[kind] += change
         if following > at and any(open_spans):
-            total[max(kind for kind in Kind if open_spans[kind])] += following - at
+            total[min(kind for kind in Kind if open_spans[kind])] += following - at
     return tuple(total)
 
 
@@ -201,7 +175,7 @@ def _footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     parameters = list(model.parameters())
     groups = {
         "parameters, buffers": [*parameters, *model.buffers()],
-        "optimizer state": _tensors([optimizer.state[p] for p in parameters]),
+        "optimizer state": tensors_in([optimizer.state[p] for p in parameters]),
         "gradients": [p.grad for p in parameters if p.grad is not None],
     }
     return {
@@ -214,13 +188,8 @@ def _footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def _local(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return waited_for(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    return waited_for(local_tensor(tensor))
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return _local(tensor).untyped_storage()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

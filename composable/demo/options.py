@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
+
+from composable.forecast.command import number
 
 DEFAULT_STEPS: Final = 200
 MORE_STEPS: Final = 100
@@ -32,9 +32,7 @@ class Options(argparse.Namespace):
     width: int
     learning_rate: float
     baseline_steps: int
-    save_every: int
     sample_bytes: int
-    prompt: str
     resume: bool
     quiet: bool
 
@@ -63,8 +61,6 @@ class Options(argparse.Namespace):
                 f"--width {self.width} must be a multiple of {HEAD_WIDTH}, the width of an"
                 " attention head"
             )
-        if not self.prompt:
-            raise DemoError("--prompt needs at least one character")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -74,92 +70,36 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
 
 
-def _number(
-    kind: type[int] | type[float], least: float, most: float | None = None
-) -> Callable[[str], float]:
-    """An argparse type: a number within bounds."""
-
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            number = kind(text)
-            if number >= least and (most is None or number <= most):
-                return number
-        what = "a whole number" if kind is int else "a number"
-        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise argparse.ArgumentTypeError(f"needs {what} {bounds}, got {text!r}")
-
-    return parse
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("the run")
+    check = parser.add_argument_group("the check against the un-annotated model")
+    job = parser.add_argument_group("the job")
+    for group, flag, bounds, default, about in (
+        (run, "--steps", (1,), None, f"train until step N (default {DEFAULT_STEPS}; with --resume"
+            f" {MORE_STEPS} more than the checkpoint)"),
+        (run, "--ranks", (1, 64), 2, "processes"),
+        (check, "--baseline-steps", (1,), 20, "steps to compare, loss by loss"),
+        (job, "--seed", (0, 2**31 - 1), 0, "of weights, data and sampling"),
+        (job, "--batch-size", (1,), 16, "sequences per step, over all ranks"),
+        (job, "--context", (8, 4096), 128, "bytes per sequence"),
+        (job, "--layers", (1, 128), 4, "transformer blocks"),
+        (job, "--width", (HEAD_WIDTH,), 256, "channels"),
+        (job, "--sample-bytes", (0,), 240, "length of the text sample"),
+    ):  # fmt: skip
+        said = about if default is None else f"{about} (default {default})"
+        group.add_argument(flag, type=number(int, *bounds), default=default, metavar="N", help=said)
     run.add_argument(
-        "--steps",
-        type=_number(int, 1),
-        metavar="N",
-        help=(
-            f"train until step N (default {DEFAULT_STEPS}; with --resume {MORE_STEPS} more than the"
-            " checkpoint)"
-        ),
-    )
-    run.add_argument(
-        "--ranks", type=_number(int, 1, 64), default=2, metavar="N", help="processes (default 2)"
-    )
-    run.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/demo"),
-        metavar="DIR",
-        help="where checkpoint and pictures go",
+        "--out", type=Path, default=Path("runs/demo"), help="where checkpoint and pictures go"
     )
     run.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
-    run.add_argument(
-        "--save-every",
-        type=_number(int, 1),
-        default=100,
-        metavar="N",
-        help="steps between checkpoints (default 100)",
-    )
-    run.add_argument(
-        "--quiet", action="store_true", help="no progress bar, no tables: one line per result"
-    )
-    check = parser.add_argument_group("the check against the un-annotated model")
-    check.add_argument(
-        "--baseline-steps",
-        type=_number(int, 1),
-        default=20,
-        metavar="N",
-        help="steps to compare, loss by loss (default 20)",
-    )
+    run.add_argument("--quiet", action="store_true", help="no tables: one line per result")
     check.add_argument(
         "--no-baseline", dest="baseline_steps", action="store_const", const=0, help="do not compare"
     )
-    job = parser.add_argument_group("the job")
-    for flag, bounds, default, help_text in (
-        ("--seed", (0, 2**31 - 1), 0, "of weights, data and sampling"),
-        ("--batch-size", (1,), 16, "sequences per step, over all ranks"),
-        ("--context", (8, 4096), 128, "bytes per sequence"),
-        ("--layers", (1, 128), 4, "transformer blocks"),
-        ("--width", (HEAD_WIDTH,), 256, "channels"),
-        ("--sample-bytes", (0,), 240, "length of the text sample"),
-    ):
-        job.add_argument(
-            flag,
-            type=_number(int, *bounds),
-            default=default,
-            metavar="N",
-            help=f"{help_text} (default {default})",
-        )
     job.add_argument(
         "--learning-rate",
-        type=_number(float, 1e-6, 1),
+        type=number(float, 1e-6, 1),
         default=2e-3,
         metavar="X",
         help="of AdamW, after warm-up (default 0.002)",
-    )
-    job.add_argument(
-        "--prompt",
-        default="def ",
-        metavar="TEXT",
-        help="what the text sample starts with (default 'def ')",
     )

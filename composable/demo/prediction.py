@@ -68,8 +68,7 @@ def prediction_table(options: Options, annotate: Any, measured: Measured) -> Tab
     )
     totals = list(map(sum, measured.trace.totals))
     sent = sum(each.nbytes for each in found.collectives)
-    names = [Column(name, justify="right") for name in ("forecast", "measured")]
-    table = Table("", *names, box=None, pad_edge=False)
+    table = table_of("", "forecast", "measured")
     for name, said, seen in (
         ("at rest, MiB", sum(found.at_rest.values()), totals[0]),
         ("peak of the step, MiB", found.peak, max(totals)),
@@ -78,3 +77,9 @@ def prediction_table(options: Options, annotate: Any, measured: Measured) -> Tab
         table.add_row(name, f"{said / MIB:.2f}", f"{seen / MIB:.2f}")
     table.add_row("messages", str(found.messages), str(len(measured.sizes)))
     return table
+
+
+def table_of(first: str, *others: str) -> Table:
+    """An empty table; all columns but the first hold numbers."""
+    numbers = [Column(name, justify="right") for name in others]
+    return Table(first, *numbers, box=None, pad_edge=False)

@@ -13,11 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.panel import Panel
-from rich.progress import MofNCompleteColumn
-from rich.progress import Progress as Bar
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -45,14 +41,15 @@ from composable.demo.model import (
     train_step,
 )
 from composable.demo.options import DemoError, Options
-from composable.demo.pictures import MIB, draw_losses, draw_memory
-from composable.demo.prediction import Counting, Measured, prediction_table
+from composable.demo.pictures import draw_losses, draw_memory
+from composable.demo.prediction import MIB, Counting, Measured, prediction_table, table_of
 from composable.demo.text import batch, read_corpus
 
 VALIDATE_EVERY: Final = 50
 VALIDATION_BATCHES: Final = 4
-# steps, where the output is no terminal and a bar would show nothing until the end
 LINE_EVERY: Final = 20
+SAVE_EVERY: Final = 100
+PROMPT: Final = "def "
 TEMPERATURE: Final = 0.7
 TOLERANCE: Final = 1e-4
 
@@ -101,8 +98,7 @@ def train(options: Options) -> Measured:
     run.train(baseline)
     if options.sample_bytes:
         run.heading("A sample of what it writes")
-        text = run.generate()
-        run.details.print(Panel(Text.assemble((options.prompt, "bold"), text), expand=False))
+        run.details.print(PROMPT + run.generate())
     trace = run.measure()
     run.heading("describe(model)")
     run.details.print(str(describe(run.model)), soft_wrap=True)
@@ -123,7 +119,7 @@ def predict(options: Options, measured: Measured) -> None:
     """
     console = Console(highlight=False, markup=False)
     console.print()
-    console.rule(Text("Forecast of a step", style="bold"), align="left")
+    console.rule("Forecast of a step", align="left")
     console.print(prediction_table(options, annotate, measured))
 
 
@@ -142,32 +138,18 @@ class Run:
 
     def heading(self, title: str) -> None:
         self.details.print()
-        self.details.rule(Text(title, style="bold"), align="left")
+        self.details.rule(title, align="left")
 
     def baseline(self, count: int) -> tuple[list[float], MemoryTrace]:
         """The losses of `count` steps of the un-annotated model on the whole batch, and the memory
         of one more.
         """
-        options = self.options
-        model = build(options)
-        optimizer = optimizer_of(model)
-        rows = partial(
-            batch,
-            self.corpus.train,
-            seed=options.seed,
-            size=options.batch_size,
-            context=options.context,
-        )
+        self.model = build(self.options)
+        self.optimizer = optimizer_of(self.model)
         losses = [
-            train_step(
-                model, optimizer, *rows(step=step), peak=options.learning_rate, step=step
-            ).item()
-            for step in range(count)
+            self._step(step, *self._batch(self.corpus.train, step)).item() for step in range(count)
         ]
-        idx, targets = rows(step=count)
-        return losses, measure_step(
-            model, optimizer, lambda: loss_of(model, idx, targets), ignore=self.corpus[:2]
-        )
+        return losses, self._measured(*self._batch(self.corpus.train, count))
 
     def train(self, baseline: list[float]) -> None:
         """Train until the last step, and check the losses of the first ones against those of the
@@ -191,61 +173,32 @@ class Run:
         )
         if options.resume:
             self.say(f"resumed from step {start}")
-        seconds, validation, speed = 0.0, "", ""
-        lines = not self.details.is_terminal
-        columns = (MofNCompleteColumn(), *Bar.get_default_columns())
-        with Bar(
-            *columns, console=self.details, disable=lines or self.details.quiet, transient=True
-        ) as bar:
-            task = bar.add_task("", total=until, completed=start)
-            for step in range(start, until):
-                before = time.perf_counter()
-                rows = self._rows(self.corpus.train, step)
-                loss = self._mean(
-                    train_step(
-                        self.model, self.optimizer, *rows, peak=options.learning_rate, step=step
-                    )
-                )
-                seconds += time.perf_counter() - before
-                per_step = seconds / (step + 1 - start)
-                speed = (
-                    f"{1e3 * per_step:,.0f} ms per step,"
-                    f" {options.batch_size * options.context / per_step:,.0f} tokens/s"
-                )
-                if step < len(baseline):
-                    check_parity(step, loss, baseline[step])
-                progress.step = step + 1
-                progress.losses.append(loss)
-                done = progress.step == until
-                if done or progress.step % VALIDATE_EVERY == 0:
-                    progress.validation.append((progress.step, self.validate()))
-                    validation = f", validation {progress.validation[-1][1]:.4f}"
+        seconds, validation = 0.0, ""
+        for step in range(start, until):
+            before = time.perf_counter()
+            loss = self._mean(self._step(step, *self._rows(self.corpus.train, step)))
+            seconds += time.perf_counter() - before
+            if step < len(baseline):
+                check_parity(step, loss, baseline[step])
+            progress.step = step + 1
+            progress.losses.append(loss)
+            done = progress.step == until
+            if done or progress.step % VALIDATE_EVERY == 0:
+                progress.validation.append((progress.step, self.validate()))
+                validation = f", validation {progress.validation[-1][1]:.4f}"
+            if done or progress.step % LINE_EVERY == 0:
                 figures = f"loss {loss:.4f}{validation}"
-                bar.update(task, completed=progress.step, description=f"{figures}, {speed}")
-                if lines and (done or progress.step % LINE_EVERY == 0):
-                    self.details.print(f"step {progress.step:>5}/{until}  {figures}, {speed}")
-                if done or progress.step % options.save_every == 0:
-                    folder = snapshot.save(options, self.model, self.optimizer, progress)
+                per_step = seconds / (progress.step - start)
+                tokens = options.batch_size * options.context / per_step
+                speed = f"{1e3 * per_step:,.0f} ms per step, {tokens:,.0f} tokens/s"
+                self.details.print(f"step {progress.step:>5}/{until}  {figures}, {speed}")
+            if done or progress.step % SAVE_EVERY == 0:
+                folder = snapshot.save(options, self.model, self.optimizer, progress)
         if baseline:
-            count = len(baseline)
-            differences = [
-                relative_difference(*pair)
-                for pair in zip(progress.losses[:count], baseline, strict=True)
-            ]
-            table = _table("step", "un-annotated, 1 process", "annotated", "relative difference")
-            stride = max(1, count // 5)
-            for i in sorted({0, count - 1, *range(stride - 1, count, stride)}):
-                table.add_row(
-                    str(i + 1),
-                    f"{baseline[i]:.7f}",
-                    f"{progress.losses[i]:.7f}",
-                    f"{differences[i]:.1e}",
-                )
-            self.details.print(table)
-            most = max(differences)
+            most = max(map(relative_difference, progress.losses, baseline))
             self.say(
-                f"first {count} steps agree with the un-annotated model: relative difference at"
-                f" most {most:.1e}"
+                f"first {len(baseline)} steps agree with the un-annotated model: relative"
+                f" difference at most {most:.1e}"
             )
         self.say(f"step {until}: {figures} nats per byte, {speed}")
         self.say(f"sharded checkpoint {folder}")
@@ -259,13 +212,11 @@ class Run:
         export(self.model, folder)
         whole = full_state_dict(self.model)
         if dist.get_rank() == 0:
-            read = {
-                name: tensor
-                for file in sorted(folder.glob("*.safetensors"))
-                for name, tensor in load_file(file).items()
-            }
-            if read.keys() != whole.keys() or not all(
-                torch.equal(read[name], whole[name]) for name in whole
+            read: dict[str, Tensor] = {}
+            for file in folder.glob("*.safetensors"):
+                read |= load_file(file)
+            if read.keys() != whole.keys() or any(
+                not torch.equal(read[name], whole[name]) for name in whole
             ):
                 raise DemoError(f"safetensors reads other weights from {folder} than the model has")
         self.say(f"exported model     {folder}, {len(whole)} tensors, as safetensors reads them")
@@ -287,7 +238,7 @@ class Run:
         """
         options = self.options
         generator = torch.Generator().manual_seed(options.seed)
-        idx = torch.tensor([list(options.prompt.encode(errors="surrogateescape"))])
+        idx = torch.tensor([list(PROMPT.encode())])
         self.model.eval()
         with torch.no_grad(), keep_unsharded(self.model):
             for _ in range(options.sample_bytes):
@@ -302,22 +253,29 @@ class Run:
 
     def measure(self) -> MemoryTrace:
         """One more step, after everything that counts, with a record of its memory."""
-        idx, targets = self._rows(self.corpus.train, self.progress.step)
         self.sizes.clear()
-        return measure_step(
-            self.model,
-            self.optimizer,
-            lambda: loss_of(self.model, idx, targets),
-            ignore=self.corpus[:2],
+        return self._measured(*self._rows(self.corpus.train, self.progress.step))
+
+    def _step(self, step: int, idx: Tensor, targets: Tensor) -> Tensor:
+        peak = self.options.learning_rate
+        return train_step(self.model, self.optimizer, idx, targets, peak=peak, step=step)
+
+    def _measured(self, idx: Tensor, targets: Tensor) -> MemoryTrace:
+        def loss() -> Tensor:
+            return loss_of(self.model, idx, targets)
+
+        return measure_step(self.model, self.optimizer, loss, ignore=self.corpus[:2])
+
+    def _batch(self, data: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        options = self.options
+        return batch(
+            data, step=step, seed=options.seed, size=options.batch_size, context=options.context
         )
 
     def _rows(self, data: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        options = self.options
-        idx, targets = batch(
-            data, step=step, seed=options.seed, size=options.batch_size, context=options.context
-        )
-        rank = dist.get_rank()
-        return idx.chunk(options.ranks)[rank], targets.chunk(options.ranks)[rank]
+        """This rank's part of the batch."""
+        idx, targets = (t.chunk(self.options.ranks) for t in self._batch(data, step))
+        return idx[dist.get_rank()], targets[dist.get_rank()]
 
     def _mean(self, value: Tensor) -> float:
         total = value.double()
@@ -355,15 +313,9 @@ def _memory_table(trace: MemoryTrace, ranks: int) -> Table:
     rows["between steps"] = mine, whole
     rows["gradients"] = gradients
     rows["at the end of backward"] = mine + gradients[0], whole + gradients[1]
-    table = _table("MiB", "un-annotated", f"each of {ranks} ranks", "share")
+    table = table_of("MiB", "un-annotated", f"each of {ranks} ranks", "share")
     for name, (mine, whole) in rows.items():
         share = f"{mine / whole:.0%}" if whole else ""
         style = "bold" if name in ("between steps", "at the end of backward") else None
         table.add_row(name, f"{whole / MIB:.2f}", f"{mine / MIB:.2f}", share, style=style)
     return table
-
-
-def _table(first: str, *others: str) -> Table:
-    return Table(
-        first, *(Column(name, justify="right") for name in others), box=None, pad_edge=False
-    )

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -15,12 +15,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from composable.api.checkpoint import checkpoint
-from composable.api.fully_shard import fully_shard
 from composable.errors import ComposableError, few, first_line
-from composable.forecast.devices import DEVICES, device_of
+from composable.forecast.devices import DEVICES
 from composable.forecast.forecast import forecast
-from composable.forecast.plans import Plan, compare, repeated, suggest
+from composable.forecast.plans import Plan, compare, device_with, repeated, suggest
 
 UNITS: Final = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
@@ -37,10 +35,10 @@ class Refused(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="package.module:function that makes the model")
     parser.add_argument("--hf", type=Path, help="config.json of a transformers model, instead")
-    parser.add_argument("--ranks", type=count, required=True, help="of the world")
+    parser.add_argument("--ranks", type=number(int, 1), required=True, help="of the world")
     parser.add_argument("--policy", help="class name of the units (default: what repeats most)")
-    parser.add_argument("--batch", type=count, help="sequences per rank (default: 1)")
-    parser.add_argument("--tokens", type=count, help=f"per sequence (default: {TOKENS})")
+    parser.add_argument("--batch", type=number(int, 1), help="sequences per rank (default: 1)")
+    parser.add_argument("--tokens", type=number(int, 1), help=f"per sequence (default: {TOKENS})")
     parser.add_argument(
         "--inputs",
         nargs="+",
@@ -72,11 +70,21 @@ def bytes_of(text: str) -> int:
     return size
 
 
-def count(text: str) -> int:
-    """Read whole numbers of at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"needs a whole number of at least 1, got {text!r}")
-    return int(text)
+def number(
+    kind: type[int] | type[float], least: float, most: float | None = None
+) -> Callable[[str], float]:
+    """Return what reads numbers within bounds."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            found = kind(text)
+            if found >= least and (most is None or found <= most):
+                return found
+        what = "a whole number" if kind is int else "a number"
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"needs {what} {bounds}, got {text!r}")
+
+    return parse
 
 
 def input_of(text: str) -> tuple[str, list[int], str]:
@@ -123,9 +131,7 @@ def run(options: Any) -> int:
 
 
 def _found(options: Any, make: Callable[[], nn.Module], make_batch: MakeBatch) -> Any:
-    device = device_of(options.device)
-    if options.memory is not None:
-        device = replace(device, capacity=options.memory)
+    device = device_with(options.memory, options.device)
     shared: dict[str, Any] = {"ranks": options.ranks, "device": device, "progress": _say}
     with torch.device("meta"):
         blocks = _blocks_of(make(), options.policy)
@@ -134,12 +140,8 @@ def _found(options: Any, make: Callable[[], nn.Module], make_batch: MakeBatch) -
     if options.compare:
         return compare(make, _plans(blocks), make_batch, **shared)
 
-    def annotate(model: nn.Module) -> None:
-        if options.checkpoint:
-            checkpoint(model, policy=set(blocks))
-        fully_shard(model, policy=set(blocks))
-
-    return forecast(make, annotate, make_batch, **shared)
+    plan = Plan("fully_shard", blocks, recomputed=(1 << 20) if options.checkpoint else 0)
+    return forecast(make, plan.annotate, make_batch, **shared)
 
 
 def _say(text: str) -> None:
@@ -162,14 +164,13 @@ def _check_picture(path: Path) -> None:
 
 
 def _plans(blocks: tuple[type[nn.Module], ...]) -> dict[str, Callable[..., object]]:
-    plans = [
-        Plan("replicate", blocks),
-        Plan("fully_shard", blocks, keep=True),
-        Plan("fully_shard", blocks),
-        Plan("fully_shard", blocks, recomputed=1 << 20),
-    ]
-    names = ("replicate", "fully_shard, kept", "fully_shard", "fully_shard, all recomputed")
-    return {name: plan.annotate for name, plan in zip(names, plans, strict=True)}
+    plans = {
+        "replicate": Plan("replicate", blocks),
+        "fully_shard, kept": Plan("fully_shard", blocks, keep=True),
+        "fully_shard": Plan("fully_shard", blocks),
+        "fully_shard, all recomputed": Plan("fully_shard", blocks, recomputed=1 << 20),
+    }
+    return {name: plan.annotate for name, plan in plans.items()}
 
 
 def _batch_of(options: Any, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -196,16 +196,12 @@ def calibrate(device: str | torch.device = "cpu", like: str | Device | None = No
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Take the best of some runs, after one that does not count."""
-
-    def finish() -> None:
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-
     best = float("inf")
     for attempt in range(8):
         start = perf_counter()
         run()
-        finish()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         if attempt:
             best = min(best, perf_counter() - start)
     return best

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -13,7 +14,6 @@ from math import prod
 from time import perf_counter
 from typing import Any, Final, NoReturn
 from unittest import mock
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 import composable.api.tensor_parallel as tensor_parallel
 import composable.engine.params.sharded as sharded
@@ -46,20 +45,26 @@ from composable.forecast.machine import (
     COMPUTE,
     Kind,
     Machine,
-    Streams,
     VirtualComm,
     form_group,
     is_unknown,
     note_unknown,
+    tensors_in,
     traits_of,
 )
 from composable.forecast.result import Collective, Forecast, Subject, by_name
-from composable.forecast.tensors import Functions, NoValues, local_tensor
+from composable.forecast.tensors import Functions, NoValues
 from composable.fsdp2.module import TORCHS
 from composable.memory.elastic import with_own_storage
+from composable.memory.torch_private import local_tensor
+from composable.state.materialize import give_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
+NOT_SEEN: Final = (
+    "whose messages and streams are not seen here. Annotate by composable's fully_shard or"
+    " replicate, or by composable.fsdp2"
+)
 PACE: Final = 5.0  # seconds between two words of progress
 
 
@@ -138,8 +143,7 @@ def forecast(
         values = NoValues(machine, model)
         stack.enter_context(values)
         stack.enter_context(Functions(values))
-        with _ties_kept(model):
-            model.to_empty(device="cpu")
+        give_memory(model, torch.device("cpu"))
         note_unknown(*map(local_tensor, (*model.parameters(), *model.buffers())))
         stack.enter_context(_places(machine, model))
         return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
@@ -170,33 +174,21 @@ def _check_functions(
             )
 
 
-def _sizes_of(mesh: object, ranks: object, steps: object) -> dict[str, int]:
+def _sizes_of(mesh: Any, ranks: Any, steps: Any) -> dict[str, int]:
     """The dimensions of the mesh, if they and the numbers make sense."""
-    for number in (ranks, steps):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(
-                f"forecast: ranks={ranks!r} and steps={steps!r} must be whole numbers of at least 1"
-            )
-    assert isinstance(ranks, int)
-    if mesh is None:
-        return {"ranks": ranks}
-    if not (isinstance(mesh, Mapping) and all(isinstance(size, int) for size in mesh.values())):
+    if not all(isinstance(number, int) and number >= 1 for number in (ranks, steps)):
+        raise ValueError(
+            f"forecast: ranks={ranks!r} and steps={steps!r} must be whole numbers of at least 1"
+        )
+    sizes = {"ranks": ranks} if mesh is None else mesh
+    if not (isinstance(sizes, Mapping) and all(isinstance(size, int) for size in sizes.values())):
         raise ValueError(
             f"forecast: mesh={mesh!r} must be names of dimensions with their sizes, as in"
             ' {"replicate": 4, "shard": 16}'
         )
-    if (product := prod(mesh.values())) != ranks:
-        raise ValueError(f"forecast: mesh={dict(mesh)} has {product} ranks, not ranks={ranks}")
-    return dict(mesh)
-
-
-def _refuse_a_group() -> None:
-    if dist.is_initialized():
-        raise ForecastError(
-            "forecast: this process has a process group already. A forecast makes a pretended one:"
-            " call it before init_process_group(), or in a process of its own (python -m composable"
-            " forecast)"
-        )
+    if (product := prod(sizes.values())) != ranks:
+        raise ValueError(f"forecast: mesh={dict(sizes)} has {product} ranks, not ranks={ranks}")
+    return dict(sizes)
 
 
 def _paced(machine: Machine, progress: Callable[[str], object], steps: int) -> Callable[[], None]:
@@ -214,7 +206,12 @@ def _paced(machine: Machine, progress: Callable[[str], object], steps: int) -> C
 
 @contextmanager
 def _world(machine: Machine, ranks: int) -> Iterator[None]:
-    _refuse_a_group()
+    if dist.is_initialized():
+        raise ForecastError(
+            "forecast: this process has a process group already. A forecast makes a pretended one:"
+            " call it before init_process_group(), or in a process of its own (python -m composable"
+            " forecast)"
+        )
     # torch's group puts its rank before uncaught errors, once more for each group that there was
     with mock.patch.object(sys, "excepthook", sys.excepthook):
         form_group(machine, ranks)
@@ -229,14 +226,13 @@ def _world(machine: Machine, ranks: int) -> Iterator[None]:
 def _pretended(machine: Machine) -> Iterator[None]:
     """The library as it is on the device: messages laid out for it, over the machine's clocks."""
     device = machine.device
-    comms: WeakKeyDictionary[Any, VirtualComm] = WeakKeyDictionary()
+
+    @cache
+    def on_group(group: dist.ProcessGroup) -> Comm:
+        return VirtualComm(group, machine, traits_of(device, group.size()))
 
     def virtual(comm: Comm) -> Comm:
-        if comm.group is None:
-            return comm
-        if comm.group not in comms:
-            comms[comm.group] = VirtualComm(comm.group, machine, traits_of(device, comm.size))
-        return comms[comm.group]
+        return comm if comm.group is None else on_group(comm.group)
 
     foreach = (lambda: ["cpu"]) if device.accelerator else (lambda: ["cuda"])
     with (
@@ -262,7 +258,7 @@ def _copies_to_the_host(machine: Machine) -> Iterator[None]:
     with (
         mock.patch.object(activations, "any_has_streams", return_value=True),
         mock.patch.object(activations, "has_streams", lambda device: device.type == "cpu"),
-        mock.patch.object(activations, "streams_of", return_value=Streams(machine)),
+        mock.patch.object(activations, "streams_of", return_value=machine),
         mock.patch.object(activations, "copies_of", cache(activations.HostCopies)),
     ):
         yield
@@ -270,20 +266,15 @@ def _copies_to_the_host(machine: Machine) -> Iterator[None]:
 
 def _refuse_torchs(module: nn.Module, *_: object, **__: object) -> NoReturn:
     """Instead of the constructors of torch's wrappers, and of what is built upon them."""
-    raise ForecastError(
-        f"forecast: annotate() calls torch's {type(module).__name__}, whose messages and streams"
-        " are not seen here. Annotate by composable's fully_shard or replicate, or by"
-        " composable.fsdp2"
-    )
+    raise ForecastError(f"forecast: annotate() calls torch's {type(module).__name__}, {NOT_SEEN}")
 
 
 def _refuse_torchs_shards(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, TORCHS):
             raise ForecastError(
-                f"forecast: module '{name or '(root)'}' was annotated by torch's fully_shard, whose"
-                " messages and streams are not seen here. Annotate by composable's fully_shard, or"
-                " by composable.fsdp2"
+                f"forecast: module '{name or '(root)'}' was annotated by torch's fully_shard,"
+                f" {NOT_SEEN}"
             )
 
 
@@ -324,49 +315,36 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
     found: object = model
     if not isinstance(found, nn.Module):
         raise ValueError(f"forecast: make_model returned no module: {type(found).__name__}")
-    with _ties_kept(model):
-        return model.to(device="meta")
-
-
-@contextmanager
-def _ties_kept(model: nn.Module) -> Iterator[None]:
-    """`Module.to` and `to_empty` make one new tensor for each place of a tied one."""
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    made: dict[int, Any] = {}  # what is tied stays tied, unlike by `Module.to`
     for module in model.modules():
-        for members in (module._parameters, module._buffers):
-            for name, tensor in members.items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((members, name))
-    yield
-    for (first, key), *others in places.values():
-        for members, name in others:
-            members[name] = first[key]
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                on_meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), on_meta)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))
+    return model
 
 
 @contextmanager
 def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
     """Keep `machine.place`: the unit that computes, by what is annotated."""
     names = {module: name or "(root)" for name, module in model.named_modules()}
-    units = {module: name for module, name in names.items() if registry(module)}
-    within: list[str] = []
-    modules: list[str] = []  # whose forward runs, innermost last
+    units = {module for module in names if registry(module)}
+    around: list[tuple[str, str]] = []  # of each module whose forward runs, innermost last
 
     def enter(module: nn.Module, _: Any) -> None:
-        modules.append(names.get(module, type(module).__name__))
-        machine.module = modules[-1]
+        around.append((machine.module, machine.unit))
+        machine.module = names.get(module, type(module).__name__)
         if module in units:
-            within.append(units[module])
-            machine.unit = within[-1]
+            machine.unit = machine.module
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
-        modules.pop()
-        machine.module = modules[-1] if modules else ""
-        if module in units:
-            name = within.pop()
-            machine.unit = within[-1] if within else "(root)"
-            tensor = next((t for t in _tensors(output) if t.grad_fn is not None), None)
-            if tensor is not None:
-                tensor.register_hook(lambda _: setattr(machine, "unit", name))
+        machine.module, machine.unit = around.pop()
+        tensor = next((t for t in tensors_in(output) if t.grad_fn is not None), None)
+        if module in units and tensor is not None:
+            tensor.register_hook(lambda _: setattr(machine, "unit", names[module]))
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
@@ -403,7 +381,7 @@ def _train(
     for machine.step in range(1, steps + 1):
         model.zero_grad()
         _label_resting(machine, model)  # the first forward moves them
-        machine.phase = "forward"
+        machine.phase, machine.module, machine.unit = "forward", "", "(root)"
         start, at_rest = machine.begin_step(), machine.held
         value = loss(model, batch)
         machine.phase = "backward"
@@ -412,7 +390,7 @@ def _train(
         if stepping is not None:
             stepping.step()
             for state in stepping.state.values():
-                for tensor in _tensors(state):
+                for tensor in tensors_in(state):
                     machine.hold_for(local_tensor(tensor).untyped_storage(), Kind.OPTIMIZER)
         end = machine.end_step()
         del value
@@ -422,11 +400,10 @@ def _train(
 
 def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Subject:
     def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for tensor in tensors:
-            name = str(tensor.dtype).removeprefix("torch.")
-            counts[name] = counts.get(name, 0) + tensor.numel()
-        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        return dict(counts.most_common())
 
     states = () if optimizer is None else optimizer.state.values()
     leaves = batch.items() if isinstance(batch, Mapping) else (("", each) for each in (batch,))
@@ -436,8 +413,8 @@ def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer |
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         optimizer=None if optimizer is None else type(optimizer).__name__,
         # without counters of steps
-        state=by_dtype(t for state in states for t in _tensors(state) if t.ndim),
-        batch=tuple((name, tuple(t.shape)) for name, tree in leaves for t in _tensors(tree)),
+        state=by_dtype(t for state in states for t in tensors_in(state) if t.ndim),
+        batch=tuple((name, tuple(t.shape)) for name, tree in leaves for t in tensors_in(tree)),
     )
 
 
@@ -449,11 +426,6 @@ def _told(
     start: float,
     end: float,
 ) -> Forecast:
-    sums: dict[tuple[str, str, str, int], list[int]] = {}
-    for message in machine.messages:
-        unit = message.label.partition("of unit '")[2].partition("'")[0]
-        kind = message.kind.replace("_", "-")
-        sums.setdefault((kind, unit, message.dimension, message.ranks), []).append(message.nbytes)
     spans = [replace(s, start=s.start - start, end=s.end - start) for s in machine.spans]
 
     def taken(*, computing: bool) -> float:
@@ -466,7 +438,6 @@ def _told(
         peak=machine.peak.total,
         at_peak=by_name(machine.peak.by_kind),
         where=machine.peak.where,
-        peaks=dict(machine.peaks),
         on_host=machine.on_host[1],
         at_rest=by_name(at_rest),
         seconds=end - start,
@@ -474,7 +445,9 @@ def _told(
         communicating=taken(computing=False),
         exposed=machine.exposed,
         host=machine.host - start,
-        collectives=tuple(Collective(*key, len(sizes), sum(sizes)) for key, sizes in sums.items()),
+        collectives=tuple(
+            Collective(*key, len(sizes), sum(sizes)) for key, sizes in machine.messages.items()
+        ),
         memory=tuple((moment - start, sizes) for moment, sizes in machine.samples),
         streams=tuple(spans),
     )
@@ -488,8 +461,4 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
     else:
         found = model(batch)
     said = getattr(found, "loss", None)
-    return _tensors(found)[0].sum() if said is None else said
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return tensors_in(found)[0].sum() if said is None else said

@@ -70,25 +70,6 @@ class Span:
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A collective.
-
-    Attributes:
-        label: e.g. "all-gather of unit 'layers.3'".
-        kind: "all_gather", "reduce_scatter" or "all_reduce".
-        dimension: of a mesh; empty for another group.
-        ranks: how many take part.
-        nbytes: of the whole: what is gathered, or reduced.
-    """
-
-    label: str
-    kind: str
-    dimension: str
-    ranks: int
-    nbytes: int
-
-
 @dataclass(slots=True)
 class _Block:
     storage: Any  # a weak reference
@@ -128,15 +109,15 @@ class Machine:
 
     device: Device
     host: float = 0.0
-    links: dict[int, float] = field(default_factory=dict)
     current: str = COMPUTE
-    ready: dict[str, float] = field(default_factory=lambda: {COMPUTE: 0.0})
+    # when streams, by name, and links, by the number of their group, are free
+    ready: dict[str | int, float] = field(default_factory=lambda: {COMPUTE: 0.0})
     exposed: float = 0.0
     spans: list[Span] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    # bytes of the wholes that collectives gather or reduce, by kind, unit, dimension and ranks
+    messages: dict[tuple[str, str, str, int], list[int]] = field(default_factory=dict)
     samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     peak: Peak = field(default_factory=Peak)
-    peaks: dict[str, int] = field(default_factory=dict)  # bytes at most, by phase
     heard: Callable[[], None] | None = None
     step: int = 0
     phase: str = ""
@@ -154,11 +135,22 @@ class Machine:
         """What runs, e.g. "backward of unit 'layers.3'"."""
         return "optimizer" if self.phase == "optimizer" else f"{self.phase} of unit '{self.unit}'"
 
-    def send(self, label: str, kind: str, group: dist.ProcessGroup, nbytes: int) -> None:
-        dimension = group.group_desc.removeprefix("mesh_")  # as meshes call their groups
-        if dimension == group.group_desc:
-            dimension = ""
-        self.messages.append(Message(label, kind, dimension, group.size(), nbytes))
+    def send(
+        self, kind: str, unit: str, group: dist.ProcessGroup, wholes: Sequence[Tensor], label: str
+    ) -> int:
+        """A collective is launched on the current stream; returns bytes in sum."""
+        nbytes, size = sum(whole.nbytes for whole in wholes), group.size()
+        named = group.group_desc.startswith("mesh_")  # as meshes call their groups
+        dimension = group.group_desc.removeprefix("mesh_") if named else ""
+        key = kind.replace("_", "-"), unit, dimension, size
+        self.messages.setdefault(key, []).append(nbytes)
+        # a ring: every rank sends all but its own part of the whole, twice to reduce what all get
+        passes = 2 if kind == "all_reduce" else 1
+        bandwidth = self.device.bandwidth(dist.get_process_group_ranks(group))
+        seconds = passes * nbytes * (size - 1) / size / bandwidth
+        seconds += self.device.latency + self.device.part * len(wholes)
+        self.run(seconds, label, id(group))
+        return nbytes
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -174,8 +166,8 @@ class Machine:
         ready = self.ready[self.current]
         start = max(ready, self.host)
         if links is not None:
-            start = max(start, self.links.get(links, 0.0))
-            self.links[links] = start + seconds
+            start = max(start, self.ready.get(links, 0.0))
+            self.ready[links] = start + seconds
         if self.current == COMPUTE:
             self.exposed += max(0.0, ready - max(self._ended, self.host))
             self._ended = start + seconds
@@ -187,7 +179,8 @@ class Machine:
         self.ready[self.current] = max(self.ready[self.current], moment)
 
     @contextmanager
-    def on(self, stream: str) -> Iterator[None]:
+    def switched(self, stream: str) -> Iterator[None]:
+        """Run the body on a stream, which waits for nothing."""
         before, self.current = self.current, stream
         self.ready.setdefault(stream, 0.0)
         try:
@@ -195,14 +188,37 @@ class Machine:
         finally:
             self.current = before
 
+    # as the library asks for `memory.streams.Streams`
+
+    @contextmanager
+    def fork(self, name: str) -> Iterator[None]:
+        now = self.ready[self.current]
+        with self.switched(name):
+            self.wait_until(now)
+            yield
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        if stream == self.current:
+            yield
+            return
+        with self.fork(stream):
+            yield
+        self.wait_until(self.ready[stream])
+
+    def here(self) -> str:
+        return self.current
+
+    def mark(self) -> Event:
+        return Event(self)
+
     def begin_step(self) -> float:
         """Everything is over, and nothing is noted; when that is."""
-        now = max(self.host, *self.links.values(), *self.ready.values())
+        now = max(self.host, *self.ready.values())
         self.host = self._ended = now
-        self.links = dict.fromkeys(self.links, now)
         self.ready = dict.fromkeys(self.ready, now)
-        self.spans, self.messages, self.samples, self.exposed = [], [], [], 0.0
-        self.peak, self.peaks = Peak(), {}
+        self.spans, self.messages, self.samples, self.exposed = [], {}, [], 0.0
+        self.peak = Peak()
         self._sampled = 0
         self._note_memory()
         return now
@@ -238,6 +254,11 @@ class Machine:
             self._held[block.kind] -= block.nbytes
             block.kind = kind
             self._held[kind] += block.nbytes
+
+    def claim(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+        """Say what a storage is for that a program made, unless that is known."""
+        if self.kind_of(storage) is Kind.ACTIVATIONS:
+            self.hold_for(storage, kind)
 
     def hold_on_host(self, storage: torch.UntypedStorage) -> None:
         """A storage is pinned memory of the host."""
@@ -280,8 +301,6 @@ class Machine:
     def _note_memory(self) -> None:
         total = sum(self._held)
         peak = self.peak
-        if total > self.peaks.get(self.phase, 0):
-            self.peaks[self.phase] = total
         if total > peak.total:
             peak.total, peak.by_kind, peak.where = total, tuple(self._held), self.place
         if abs(total - self._sampled) * 300 >= peak.total:
@@ -302,53 +321,26 @@ def is_unknown(tensor: Tensor) -> bool:
     return getattr(tensor.untyped_storage(), "_composable_unknown", False)
 
 
-# --- streams ------------------------------------------------------------------------------------
-
-
-class Streams:
-    """The machine's streams, as the library asks for them."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-
-    @contextmanager
-    def fork(self, name: str) -> Iterator[None]:
-        machine = self._machine
-        now = machine.ready[machine.current]
-        with machine.on(name):
-            machine.wait_until(now)
-            yield
-
-    def mark(self) -> Event:
-        return Event(self._machine).record()
-
-    def here(self) -> str:
-        return self._machine.current
-
-    @contextmanager
-    def on(self, stream: str) -> Iterator[None]:
-        machine = self._machine
-        if stream == machine.current:
-            yield
-            return
-        with self.fork(stream):
-            yield
-        machine.wait_until(machine.ready[stream])
+def tensors_in(value: Any) -> list[Tensor]:
+    """Tensors in lists, tuples and dicts: of every operation, so the quickest way."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in tensors_in(item)]
 
 
 class Event:
+    """The end of the current stream's work so far."""
+
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self.moment = 0.0
-
-    def record(self, stream: Any = None) -> Event:
-        self.moment = self._machine.ready[self._machine.current if stream is None else stream.name]
-        return self
+        self.moment = machine.ready[machine.current]
 
     def join(self) -> None:
         self._machine.wait_until(self.moment)
-
-    wait = join
 
 
 # --- collectives --------------------------------------------------------------------------------
@@ -361,8 +353,6 @@ class VirtualComm(GroupComm):
         self.traits = traits
         super().__init__(group, torch.device("cpu"))
         self._machine = machine
-        self._streams = Streams(machine)
-        self._ranks = dist.get_process_group_ranks(group)
 
     def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
         return list(values), list(values)
@@ -376,62 +366,44 @@ class VirtualComm(GroupComm):
     def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
         machine = self._machine
         wholes = tensors[1] if kind == "reduce_scatter" else tensors[0]
-        nbytes = sum(whole.nbytes for whole in wholes)
-        machine.send(label, kind, self.group, nbytes)
         note_unknown(*tensors[0])
         for tensor in (part for parts in tensors for part in parts):
-            storage = tensor.untyped_storage()
-            if machine.kind_of(storage) is Kind.ACTIVATIONS:
-                lands = kind != "all_gather" and any(tensor is out for out in tensors[0])
-                machine.hold_for(storage, Kind.GRADIENTS if lands else Kind.MESSAGES)
-        seconds = seconds_of(machine.device, kind, nbytes, len(wholes), self._ranks)
+            lands = kind != "all_gather" and any(tensor is out for out in tensors[0])
+            machine.claim(tensor.untyped_storage(), Kind.GRADIENTS if lands else Kind.MESSAGES)
+        unit = label.partition("of unit '")[2].partition("'")[0]
         if not self.traits.on_stream:  # a host computes nothing while messages move
-            machine.run(seconds, label, id(self._group))
+            nbytes = machine.send(kind, unit, self.group, wholes, label)
             pairs = self.traits is PointToPointComm.traits and kind == "reduce_scatter"
-            return _Received(machine, (nbytes - nbytes // self.size) if pairs else 0, tensors)
-        with self._streams.fork(kind):
-            machine.run(seconds, label, id(self._group))
-            return _Joined(self._streams.mark(), tensors)
+            return _Sent(machine, tensors, (nbytes - nbytes // self.size) if pairs else 0)
+        with machine.fork(kind):
+            machine.send(kind, unit, self.group, wholes, label)
+            return _Sent(machine, tensors)
 
 
-class _Received:
-    """What a host receives of the other ranks before it adds up, and what it sends meanwhile."""
+class _Sent:
+    """A collective that was launched on the current stream, and what is kept until it is waited
+    for.
 
-    __slots__ = ("_kept", "_machine", "_sent")
-
-    def __init__(self, machine: Machine, nbytes: int, sent: object) -> None:
-        self._machine = machine
-        self._sent = sent
-        machine.keeps_idle(0, nbytes)
-        self._kept: Tensor | None = torch.empty(nbytes, dtype=torch.uint8)
-        machine.hold_for(self._kept.untyped_storage(), Kind.MESSAGES)
-
-    def wait(self) -> None:
-        self._sent = None
-        if self._kept is not None:
-            self._machine.keeps_idle(self._kept.nbytes, 0)
-            self._kept = None
-
-
-class _Joined:
-    __slots__ = ("_kept", "_mark")
-
-    def __init__(self, mark: Event, kept: object) -> None:
-        self._mark = mark
-        self._kept = kept  # as the comm of accelerators keeps what its stream uses
-
-    def wait(self) -> None:
-        self._mark.join()
-        self._kept = None
-
-
-def seconds_of(device: Device, kind: str, nbytes: int, parts: int, ranks: list[int]) -> float:
-    """What a collective among `ranks` takes, a ring's: every rank sends all but its own part of the
-    whole, twice to reduce what all get.
+    Args:
+        received: bytes that a host gets of the other ranks before it adds up.
     """
-    passes = 2 if kind == "all_reduce" else 1
-    sent = passes * nbytes * (len(ranks) - 1) / len(ranks)
-    return device.latency + device.part * parts + sent / device.bandwidth(ranks)
+
+    __slots__ = ("_end", "_kept", "_machine", "_received")
+
+    def __init__(self, machine: Machine, tensors: object, received: int = 0) -> None:
+        self._machine = machine
+        self._end = Event(machine)
+        machine.keeps_idle(0, received)
+        self._received: Tensor | None = torch.empty(received, dtype=torch.uint8)
+        machine.hold_for(self._received.untyped_storage(), Kind.MESSAGES)
+        self._kept = tensors  # as the comm of accelerators keeps what its stream uses
+
+    def wait(self) -> None:
+        self._end.join()
+        self._kept = None
+        if self._received is not None:
+            self._machine.keeps_idle(self._received.nbytes, 0)
+            self._received = None
 
 
 class VirtualGroup(dist.ProcessGroup):
@@ -441,49 +413,30 @@ class VirtualGroup(dist.ProcessGroup):
 
     machine: Machine
 
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._num = size
-
     def _nothing(self, *_: Any) -> dist.Work:
         return DoneWork()
 
     broadcast = barrier = _nothing  # type: ignore[assignment]
 
     def take(self, kind: str, wholes: Sequence[Tensor]) -> dist.Work:
-        machine, nbytes = self.machine, sum(whole.nbytes for whole in wholes)
-        ranks = dist.get_process_group_ranks(self)
-        machine.send(f"{kind} of unit '{machine.unit}'", kind, self, nbytes)
-        machine.run(
-            seconds_of(machine.device, kind, nbytes, len(wholes), ranks),
-            kind.replace("_", "-"),
-            id(self),
-        )
+        machine = self.machine
+        machine.send(kind, machine.unit, self, wholes, kind.replace("_", "-"))
         return DoneWork()
 
     def allreduce(self, tensors: list[Tensor], *_: Any) -> dist.Work:  # type: ignore[override]
-        if tensors[0].dtype is torch.int64:
+        return DoneWork() if tensors[0].dtype is torch.int64 else self.take("all_reduce", tensors)
+
+    def take_gather(self, outputs: Tensor | list[Tensor], part: Any, *_: Any) -> dist.Work:
+        wholes = tensors_in(outputs)
+        if wholes[0].dtype is torch.int64:
+            wholes[0].view(self.size(), -1).copy_(part.clone().view(1, -1))
             return DoneWork()
-        return self.take("all_reduce", tensors)
+        note_unknown(*wholes)
+        return self.take("all_gather", wholes)
 
-    def _gather(self, output: Tensor, part: Tensor, *_: Any) -> dist.Work:
-        if output.dtype is torch.int64:
-            output.view(self._num, -1).copy_(part.clone().view(1, -1))
-            return DoneWork()
-        note_unknown(output)
-        return self.take("all_gather", [output])
-
-    def _gathers(self, outputs: list[Tensor], parts: list[Tensor], *_: Any) -> dist.Work:
-        note_unknown(*outputs)
-        return self.take("all_gather", outputs)
-
-    def _scatter(self, output: Tensor, whole: Tensor, *_: Any) -> dist.Work:
-        note_unknown(output)
-        return self.take("reduce_scatter", [whole])
-
-    def _scatters(self, outputs: list[Tensor], wholes: list[Tensor], *_: Any) -> dist.Work:
-        note_unknown(*outputs)
-        return self.take("reduce_scatter", wholes)
+    def take_scatter(self, outputs: Tensor | list[Tensor], wholes: Any, *_: Any) -> dist.Work:
+        note_unknown(*tensors_in(outputs))
+        return self.take("reduce_scatter", tensors_in(wholes))
 
     def getBackendName(self) -> str:
         return BACKEND
@@ -506,20 +459,16 @@ for _name in (
     "send", "recv", "recv_anysource", "alltoall", "alltoall_base", "gather", "scatter", "reduce",
 ):  # fmt: skip
     setattr(VirtualGroup, _name, lambda group, *_, name=_name: refuse(group, name))
-for _names, _method in (  # the second names from torch 2.13 on
-    (("_allgather_base", "all_gather_single"), VirtualGroup._gather),
-    (("_reduce_scatter_base", "reduce_scatter_single"), VirtualGroup._scatter),
-    (
-        ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-        VirtualGroup._gathers,
-    ),
-    (
-        ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-        VirtualGroup._scatters,
-    ),
-):
-    for _name in _names:
-        setattr(VirtualGroup, _name, _method)
+for _name in (  # the latter two from torch 2.13 on
+    "_allgather_base", "allgather_into_tensor_coalesced",
+    "all_gather_single", "all_gather_single_coalesced",
+):  # fmt: skip
+    setattr(VirtualGroup, _name, VirtualGroup.take_gather)
+for _name in (
+    "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced",
+):  # fmt: skip
+    setattr(VirtualGroup, _name, VirtualGroup.take_scatter)
 
 
 def form_group(machine: Machine, size: int) -> None:
@@ -527,7 +476,9 @@ def form_group(machine: Machine, size: int) -> None:
     VirtualGroup.machine = machine
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(
-            BACKEND, lambda _, rank, size, __: VirtualGroup(rank, size), devices=["cpu"]
+            BACKEND,
+            lambda _, rank, size, __: VirtualGroup(rank, size),  # type: ignore[call-arg]
+            devices=["cpu"],
         )
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(BACKEND, store=store, rank=0, world_size=size)

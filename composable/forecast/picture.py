@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
-from composable.forecast.devices import Device, amount, unit_for
-from composable.forecast.machine import KINDS, Span
+from composable.forecast.devices import amount, milliseconds, unit_for
+from composable.forecast.machine import KINDS
+from composable.forecast.plans import Comparison
+from composable.forecast.result import Forecast
 
 INK: Final = "#22303c"
 FAINT: Final = "#8a97a3"
+WARNING: Final = "#d1622b"
 COLORS: Final = ("#1f4e5f", "#5b8e9c", "#e0a03c", "#7b5ea7", "#c9b8e0", "#d9795d", "#e6eaed")
 STREAMS: Final = {
     "compute": "#1f6f8b",
     "all_gather": "#7b5ea7",
     "reduce_scatter": "#e0a03c",
-    "all_reduce": "#d1622b",
+    "all_reduce": WARNING,
 }
-STYLE: Final = {
+STYLE: Final[Any] = {
     "text.color": INK,
     "axes.labelcolor": INK,
     "axes.edgecolor": FAINT,
@@ -35,58 +40,57 @@ STYLE: Final = {
 }
 
 
-@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
-def draw(
-    path: Path,
-    memory: Sequence[tuple[float, Sequence[int]]],
-    streams: Sequence[Span],
-    *,
-    seconds: float,
-    peak: int,
-    where: str,
-    device: Device,
-    title: str,
-    subject: str,
+def stack(
+    axes: Axes, at: NDArray[np.float64], memory: Sequence[Sequence[int]], size: int, peak: str
 ) -> None:
-    """See the top of this file.
-
-    Args:
-        memory: moments of the step, and bytes of each kind from then on.
-        where: the peak is.
+    """Draw bytes of each kind over moments, in units of `size`, and a point with `peak` beside it
+    where they are most.
     """
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    moments = np.array([moment for moment, _ in memory]) * 1e3
-    size, unit = unit_for(peak)
-    totals = np.array([sizes for _, sizes in memory], dtype=float) / size
+    totals = np.array(memory, dtype=float) / size
     for kind, (name, color) in enumerate(zip(KINDS.values(), COLORS, strict=True)):
         if totals[:, kind].any():
-            below_it = totals[:, :kind].sum(axis=1)
-            above.fill_between(
-                moments, below_it, below_it + totals[:, kind], label=name, color=color,
-                step="post", linewidth=0,
+            below = totals[:, :kind].sum(axis=1)
+            axes.fill_between(
+                at, below, below + totals[:, kind], label=name, color=color, step="post",
+                linewidth=0,
             )  # fmt: skip
     whole = totals.sum(axis=1)
-    top_at = int(whole.argmax())
-    above.plot(moments[top_at], whole[top_at], "o", color=INK, markersize=4)
-    above.annotate(
-        f"peak {amount(peak)}, {where}", (moments[top_at], whole[top_at]),
-        xytext=(0, 6), textcoords="offset points", ha="center", weight="bold",
+    top = int(whole.argmax())
+    axes.plot(at[top], whole[top], "o", color=INK, markersize=4)
+    axes.annotate(
+        peak, (at[top], whole[top]), xytext=(0, 6), textcoords="offset points", ha="center",
+        weight="bold",
     )  # fmt: skip
-    capacity = device.capacity / size
-    top = max(whole.max() * 1.15, 0.01)
+
+
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """Name the kinds of `axes`, the uppermost first."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3)
+
+
+@matplotlib.rc_context(STYLE)
+def draw(path: Path, found: Forecast) -> None:
+    """See the top of this file."""
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    moments, sizes = zip(*found.memory, strict=True)
+    size, unit = unit_for(found.peak)
+    peak = f"peak {amount(found.peak)}, {found.where}"
+    stack(above, np.array(moments) * 1e3, sizes, size, peak)
+    capacity, top = found.device.capacity / size, max(found.peak / size * 1.15, 0.01)
     if capacity < 1.5 * top:
-        above.axhline(capacity, color="#d1622b", linestyle="--", linewidth=1)
-        above.text(0, capacity, f"memory of {device.name}", va="bottom", color="#d1622b")
+        above.axhline(capacity, color=WARNING, linestyle="--", linewidth=1)
+        above.text(0, capacity, f"memory of {found.device.name}", va="bottom", color=WARNING)
         top = max(top, capacity * 1.1)
     above.set(ylabel=f"memory, {unit}", ylim=(0, top))
-    handles, labels = above.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3)
-    figure.suptitle(title, x=0.01, ha="left", weight="bold")
-    above.set_title(subject, loc="left", fontsize=9, wrap=True)
-    names = [name for name in STREAMS if any(span.stream == name for span in streams)]
+    legend_below(figure, above)
+    step = milliseconds(found.seconds, found.seconds)
+    figure.suptitle(f"One step on {found.place}: {step} ms", x=0.01, ha="left", weight="bold")
+    above.set_title(str(found.subject), loc="left", fontsize=9, wrap=True)
+    names = [name for name in STREAMS if any(span.stream == name for span in found.streams)]
     for row, name in enumerate(names):
-        bars = _joined([(s.start, s.end) for s in streams if s.stream == name])
+        bars = _joined([(s.start, s.end) for s in found.streams if s.stream == name])
         below.broken_barh(
             [(start * 1e3, (end - start) * 1e3) for start, end in bars],
             (len(names) - row - 0.85, 0.7), color=STREAMS[name],
@@ -95,7 +99,7 @@ def draw(
         [len(names) - row - 0.5 for row in range(len(names))],
         [name.replace("_", "-") for name in names],
     )
-    below.set(xlabel="ms", xlim=(0, seconds * 1e3))
+    below.set(xlabel="ms", xlim=(0, found.seconds * 1e3))
     figure.savefig(path)
 
 
@@ -110,36 +114,25 @@ def _joined(bars: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-@matplotlib.rc_context(STYLE)  # type: ignore[arg-type]
-def draw_comparison(
-    path: Path,
-    plans: Mapping[str, tuple[float, float, float, bool]],
-    best: str | None,
-    usable: float,
-    subject: str,
-) -> None:
-    """Draw peak and time of each plan; the best one is dark, what does not fit is pale.
-
-    Args:
-        plans: peak, seconds, seconds of waiting for messages, and whether it fits.
-        usable: bytes of the device.
-    """
-    peaks, times, exposed, fits = zip(*plans.values(), strict=True)
-    figure = Figure(figsize=(10, 1.6 + 0.45 * len(plans)), layout="constrained")
+@matplotlib.rc_context(STYLE)
+def draw_comparison(path: Path, plans: Comparison) -> None:
+    """Draw peak and time of each plan; the best one is dark, what does not fit is pale."""
+    names, found = [*plans.forecasts], [*plans.forecasts.values()]
+    figure = Figure(figsize=(10, 1.6 + 0.45 * len(names)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    colors = [
-        COLORS[0] if name == best else COLORS[1] if fit else "#d9dfe3"
-        for name, fit in zip(plans, fits, strict=True)
-    ]
-    size, unit = unit_for(max(peaks))
-    left.barh([*plans], [peak / size for peak in peaks], color=colors)
-    near = usable < 1.5 * max(peaks)  # else bars would be invisible
+    colors = [COLORS[1] if each.fits else "#d9dfe3" for each in found]
+    if plans.best is not None:
+        colors[0] = COLORS[0]
+    usable, most = found[0].device.usable, max(each.peak for each in found)
+    size, unit = unit_for(most)
+    left.barh(names, [each.peak / size for each in found], color=colors)
+    near = usable < 1.5 * most  # else bars would be invisible
     if near:
-        left.axvline(usable / size, color="#d1622b", linestyle="--", linewidth=1)
+        left.axvline(usable / size, color=WARNING, linestyle="--", linewidth=1)
     left.set(xlabel=f"peak of memory, {unit}{' (dashed: what fits)' if near else ''}")
-    figure.suptitle(f"{subject}\n", x=0.01, ha="left", fontsize=9)
+    figure.suptitle(f"{found[0].subject}\n", x=0.01, ha="left", fontsize=9)
     left.invert_yaxis()
-    right.barh([*plans], [each * 1e3 for each in times], color=colors)
-    right.barh([*plans], [each * 1e3 for each in exposed], color="#d1622b", height=0.3)
+    right.barh(names, [each.seconds * 1e3 for each in found], color=colors)
+    right.barh(names, [each.exposed * 1e3 for each in found], color=WARNING, height=0.3)
     right.set(xlabel="step, ms (narrow: waiting for messages)")
     figure.savefig(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from math import prod
@@ -23,8 +23,7 @@ from composable.config import MixedPrecisionPolicy
 from composable.errors import ForecastError
 from composable.forecast.devices import Device, amount, device_of, milliseconds, unit_for
 from composable.forecast.forecast import forecast
-from composable.forecast.result import Forecast
-from composable.policies.rules import CustomPolicy
+from composable.forecast.result import Forecast, aligned
 
 WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
 SHOWN: Final = 8  # rows of a table
@@ -60,13 +59,7 @@ class Comparison:
                     str(each.messages), note,
                 )
             )  # fmt: skip
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]]
-            ).rstrip()
-            for row in rows
-        ]
+        lines = aligned(rows)
         if (more := len(self.forecasts) - SHOWN) > 0:
             lines.append(f"... and {more} more")
         ranks = prod(found[0].mesh.values())
@@ -75,13 +68,7 @@ class Comparison:
     def plot(self, path: str | Path) -> None:
         """Draw peak and time of each plan; needs matplotlib."""
         # matplotlib is an extra
-        found = self.forecasts
-        first = next(iter(found.values()))
-        import_module("composable.forecast.picture").draw_comparison(
-            Path(path),
-            {n: (each.peak, each.seconds, each.exposed, each.fits) for n, each in found.items()},
-            self.best, first.device.usable, str(first.subject),
-        )  # fmt: skip
+        import_module("composable.forecast.picture").draw_comparison(Path(path), self)
 
 
 def compare(
@@ -117,7 +104,7 @@ def compare(
     """
     if not (isinstance(plans, Mapping) and plans):  # type: ignore[redundant-expr]
         raise ValueError('compare: plans must name at least one plan, as in {"shard": fully_shard}')
-    limited = _with(memory, device)
+    limited = device_with(memory, device)
     return _ranked(
         {
             name: forecast(make_model, annotate, make_batch, ranks=ranks, device=limited, **options)
@@ -126,7 +113,7 @@ def compare(
     )
 
 
-def _with(memory: float | None, device: str | Device) -> Device:
+def device_with(memory: float | None, device: str | Device) -> Device:
     found = device_of(device)
     if memory is None:
         return found
@@ -177,10 +164,11 @@ class Plan:
         """Do what `code` says; a test compares them."""
         blocks = [module for module in model.modules() if isinstance(module, self.blocks)]
         if self.recomputed:
-            checkpoint(model, policy=_among(blocks[: self.recomputed]))
+            first = blocks[: self.recomputed]
+            checkpoint(model, policy=lambda module: module in first)
         if self.offloaded:
             spaced = [blocks[k * len(blocks) // self.offloaded] for k in range(self.offloaded)]
-            offload_activations(model, policy=_among(spaced))
+            offload_activations(model, policy=lambda module: module in spaced)
         options: dict[str, Any] = {"mesh": mesh}
         if self.half:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -196,7 +184,12 @@ class Plan:
         of the program itself.
         """
         names = ", ".join(block.__qualname__ for block in self.blocks)
-        uses, lines, options = [self.verb], [], ""
+        imports, uses, lines, options = [], [self.verb], [], ""
+        if self.half:
+            imports.append("import torch")
+            uses.append("MixedPrecisionPolicy")
+            lines.append("bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
+            options += ", mp_policy=bf16"
         if self.recomputed or self.offloaded:
             kinds = names if len(self.blocks) == 1 else f"({names})"
             lines.append(f"blocks = [m for m in model.modules() if isinstance(m, {kinds})]")
@@ -210,28 +203,22 @@ class Plan:
                 f" for k in range({self.offloaded})]",
                 "offload_activations(model, policy=lambda m: m in spaced)",
             ]
-        if self.half:
-            uses.append("MixedPrecisionPolicy")
-            lines.append("bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
-            options += ", mp_policy=bf16"
-        imports = [f"from composable import {', '.join(sorted(uses))}"]
         if self.shards is not None:
-            imports.insert(0, "from torch.distributed.device_mesh import init_device_mesh")
+            imports.append("from torch.distributed.device_mesh import init_device_mesh")
             sizes = f"({ranks // self.shards}, {self.shards})"
             lines += [
                 'names = ("replicate", "shard")',
                 f'mesh = init_device_mesh("{device_type}", {sizes}, mesh_dim_names=names)',
             ]
             options += ", mesh=mesh"
-        if self.half:
-            imports.insert(0, "import torch")
+        if self.verb == "fully_shard":
+            kept = ", reshard_after_forward=False" if self.keep else ""
+            options = f", policy={{{names}}}{options}{kept}"
+        lines.append(f"{self.verb}(model{options})")
+        imports.append(f"from composable import {', '.join(sorted(uses))}")
         if self.verb == "fully_shard" or self.recomputed or self.offloaded:
             imports += dict.fromkeys(filter(None, map(_import_of, self.blocks)))
-        if self.verb == "replicate":
-            return "\n".join([*imports, "", *lines, f"replicate(model{options})"])
-        if self.keep:
-            options += ", reshard_after_forward=False"
-        return "\n".join([*imports, "", *lines, f"fully_shard(model, policy={{{names}}}{options})"])
+        return "\n".join([*imports, "", *lines])
 
     def __str__(self) -> str:
         parts = [self.verb]
@@ -255,11 +242,6 @@ def _import_of(block: type[nn.Module]) -> str:
     if module is None or block.__module__ == "__main__" or not hasattr(module, outermost):
         return ""
     return f"from {block.__module__} import {outermost}"
-
-
-def _among(modules: Sequence[nn.Module]) -> CustomPolicy:
-    ids = dict.fromkeys(map(id, modules))
-    return CustomPolicy(lambda module: id(module) in ids)
 
 
 @dataclass(frozen=True)
@@ -314,7 +296,7 @@ def suggest(
         ForecastError: nothing that was tried fits, or no class of modules repeats; in the message
             how much the smallest plan needs.
     """
-    found = _with(memory, device)
+    found = device_with(memory, device)
     with torch.device("meta"):
         model = make_model()
     if half is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -86,7 +86,6 @@ class Forecast:
         peak: bytes at the peak of the step.
         at_peak: of them, by what they are for.
         where: the phase and the unit in which the peak is.
-        peaks: bytes at the peak of each phase.
         on_host: bytes at most of the host's memory that `offload_activations` copies to.
         at_rest: bytes between steps, without gradients, by what they are for.
         seconds: of the step. Of them:
@@ -105,7 +104,6 @@ class Forecast:
     peak: int
     at_peak: Mapping[str, int]
     where: str
-    peaks: Mapping[str, int]
     on_host: int
     at_rest: Mapping[str, int]
     seconds: float
@@ -134,78 +132,51 @@ class Forecast:
         return sum(each.count for each in self.collectives)
 
     def __str__(self) -> str:
-        kinds = self.collectives_by_kind()
-
         def ms(seconds: float) -> str:
             return f"{milliseconds(seconds, self.seconds)} ms"
 
+        capacity = amount(self.device.capacity)
+        beyond = int(self.peak * self.device.margin)
         rows = [
-            (
-                "peak of memory",
-                amount(self.peak),
-                f"of {amount(self.device.capacity)}; {self.where}",
-            ),
+            ("peak of memory", amount(self.peak), f"of {capacity}; {self.where}"),
             *((f"  {name}", amount(size), "") for name, size in self.at_peak.items() if size),
-            (
-                "  not counted",
-                amount(int(self.peak * self.device.margin)),
-                "at most, beyond it",
-            ),
+            ("  not counted", amount(beyond), "at most, beyond it"),
             *([("offloaded to the host", amount(self.on_host), "")] if self.on_host else []),
             ("at rest", amount(sum(self.at_rest.values())), "between steps, without gradients"),
             ("step", ms(self.seconds), ""),
             ("  computing", ms(self.computing), ""),
             ("  waiting for messages", ms(self.exposed), f"of {ms(self.communicating)}"),
             ("  launching, on the host", ms(self.host), ""),
-            *(
-                (
-                    f"{each.kind} of {each.ranks} ranks"
-                    + (f", {each.dimension}" if len(self.mesh) > 1 and each.dimension else ""),
-                    amount(each.nbytes),
-                    f"{each.count} messages",
-                )
-                for each in kinds
-            ),
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        lines = [
-            f"{name:<{widths[0]}}  {value:>{widths[1]}}  {note}".rstrip()
-            for name, value, note in rows
-        ]
+        for each in self.collectives_by_kind():
+            over = f", {each.dimension}" if len(self.mesh) > 1 and each.dimension else ""
+            name = f"{each.kind} of {each.ranks} ranks{over}"
+            rows.append((name, amount(each.nbytes), f"{each.count} messages"))
         verdict = "fits" if self.fits else "DOES NOT FIT"
-        return "\n".join([str(self.subject), f"{self.place}: {verdict}", *lines, f"({NOT_KNOWN})"])
+        head = [str(self.subject), f"{self.place}: {verdict}"]
+        return "\n".join([*head, *aligned(rows), f"({NOT_KNOWN})"])
 
     def collectives_by_kind(self) -> list[Collective]:
         """As `collectives`, added up over the units."""
-        found: dict[tuple[str, str, int], list[Collective]] = {}
+        found: dict[tuple[str, str, int], Collective] = {}
         for each in self.collectives:
-            found.setdefault((each.kind, each.dimension, each.ranks), []).append(each)
-        return [
-            Collective(
-                kind, "", over, ranks, sum(e.count for e in group), sum(e.nbytes for e in group)
+            key = each.kind, each.dimension, each.ranks
+            known = found.get(key) or Collective(each.kind, "", each.dimension, each.ranks, 0, 0)
+            found[key] = replace(
+                known, count=known.count + each.count, nbytes=known.nbytes + each.nbytes
             )
-            for (kind, over, ranks), group in found.items()
-        ]
+        return [*found.values()]
 
     def to_dict(self) -> dict[str, Any]:
         """All but the samples of memory and streams, for `json`."""
+        kept = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
         return {
+            **kept,
             "subject": asdict(self.subject),
             "device": self.device.name,
             "mesh": dict(self.mesh),
             "fits": self.fits,
-            "peak": self.peak,
             "margin": self.device.margin,
-            "at_peak": dict(self.at_peak),
-            "where": self.where,
-            "peaks": dict(self.peaks),
-            "on_host": self.on_host,
-            "at_rest": dict(self.at_rest),
-            "seconds": self.seconds,
-            "computing": self.computing,
-            "communicating": self.communicating,
-            "exposed": self.exposed,
-            "host": self.host,
             "collectives": [asdict(each) for each in self.collectives],
         }
 
@@ -216,12 +187,18 @@ class Forecast:
             ModuleNotFoundError: matplotlib is not there (`pip install 'torch-composable[demo]'`).
         """
         # matplotlib is an extra
-        import_module("composable.forecast.picture").draw(
-            Path(path), self.memory, self.streams,
-            seconds=self.seconds, peak=self.peak, where=self.where, device=self.device,
-            title=f"One step on {self.place}: {milliseconds(self.seconds, self.seconds)} ms",
-            subject=str(self.subject),
-        )  # fmt: skip
+        import_module("composable.forecast.picture").draw(Path(path), self)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table; all columns but the first and the last hold numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:]), row[-1]]
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def by_name(totals: Sequence[int]) -> dict[str, int]:

@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -26,10 +25,10 @@ from composable.errors import ForecastError
 from composable.forecast.machine import (
     Kind,
     Machine,
-    Streams,
     is_unknown,
     note_unknown,
     refuse,
+    tensors_in,
 )
 from composable.memory.elastic import is_elastic
 from composable.memory.torch_private import (
@@ -37,7 +36,7 @@ from composable.memory.torch_private import (
     WRAPPERS,
     accumulates,
     group_named,
-    local_of,
+    local_tensor,
 )
 
 _SMALL: Final = 1 << 18  # elements of tensors that are computed
@@ -109,15 +108,19 @@ class NoValues(TorchDispatchMode):
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if func.namespace == "profiler" or name in _REAL or views:
             if name == "detach" and accumulates():
-                self._relabel(args[0], Kind.GRADIENTS)
+                self.machine.claim(args[0].untyped_storage(), Kind.GRADIENTS)
             return func(*args, **kwargs)
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         # its input is a part of its output, which its schema does not say
         if name == "all_gather_copy_in":
             self._take(name, 2 * _bytes_of(args[0]), 0.0)
             return args[1].narrow(0, args[3] * args[4], args[3]), args[1]
         if torch.device("meta") == kwargs.get("device") or any(t.is_meta for t in given):
-            return self._on_meta(func, args, kwargs)
+            made = func(*args, **kwargs)
+            for tensor in tensors_in(made):
+                if not tensor.is_meta:  # it gets memory
+                    self._hold(tensor, unknown=True)
+            return made
         if name in _PICKS:
             func, args = _by_numbers(func, name, args)
         if name in _MADE:
@@ -131,7 +134,7 @@ class NoValues(TorchDispatchMode):
         known = all(map(_is_known, given))
         if (known or name in _CONSTANT) and self._makes_small(func, args, kwargs):
             made = func(*args, **kwargs)
-            outputs = _tensors(made)
+            outputs = tensors_in(made)
             for tensor in outputs:
                 self._hold(tensor)
             if not known or any(map(_takes_time, [*given, *outputs])):
@@ -155,7 +158,7 @@ class NoValues(TorchDispatchMode):
             made, _ = self._outputs(func, args, kwargs, True)
             self._hold(made, unknown=True)
         stream = kind if machine.device.accelerator else machine.current
-        with Streams(machine).fork(stream):
+        with machine.fork(stream):
             group.take(kind, [made if kind == "all_gather" else args[0]])
             made.untyped_storage()._composable_comes = machine.ready[stream]
         return made
@@ -165,24 +168,24 @@ class NoValues(TorchDispatchMode):
     ) -> Any:
         fresh = bool(returns) and not all(r.alias_info for r in returns)
         made, products = self._outputs(func, args, kwargs, fresh)
-        written = [
-            a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-        ]
-        outputs = _tensors(made)
+        arguments = func._schema.arguments
+        values = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+        targets = [values[a.name] for a in arguments if a.alias_info and a.alias_info.is_write]
+        note_unknown(*tensors_in(targets))
+        outputs = tensors_in(made)
         for tensor in outputs:
             self._hold(tensor, unknown=True)
-        targets = _written(func, args, kwargs, written) if written else None
-        for tensor in _tensors(targets):
-            note_unknown(tensor)
         if name == "copy_" and any(map(_is_on_host, given)):
             self.machine.run(args[1].nbytes / self.machine.device.to_host, name)
         else:
             self._take(name, _bytes_of(given) + _bytes_of(outputs), products)
-        return made if fresh else targets if returns else None
+        if fresh or not returns:
+            return made
+        return targets[0] if len(returns) == 1 else tuple(targets)
 
     def _makes_small(self, func: Any, args: Any, kwargs: Any) -> bool:
         try:
-            return all(map(_is_small, _tensors(self._outputs(func, args, kwargs, True)[0])))
+            return all(map(_is_small, tensors_in(self._outputs(func, args, kwargs, True)[0])))
         except RuntimeError:  # the shape depends on values, and these are known
             return True
 
@@ -208,7 +211,7 @@ class NoValues(TorchDispatchMode):
             like = None
             if fresh:
                 options = dict(kwargs)
-                if options.get("device") is not None or not _tensors((args, kwargs)):
+                if options.get("device") is not None or not tensors_in((args, kwargs)):
                     options["device"] = torch.device("meta")
                 try:
                     like = _like(func, _meta_of(args), _meta_of(options))
@@ -219,19 +222,12 @@ class NoValues(TorchDispatchMode):
                     said = f"the shape of what {func.name()} returns"
                     raise self._refused(said, (args, kwargs)) from error
             products = _flops(func, args, kwargs, like)
-            dtype = next((t.dtype for t in _tensors((args, kwargs)) if t.is_floating_point()), None)
-            found = like, products / self.machine.device.flops_of(dtype or torch.float32)
+            floating = (t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point())
+            found = like, products / self.machine.device.flops_of(next(floating, torch.float32))
             if key is not None:
                 self._outputs_of[key] = found
         like, seconds = found
         return tree_map_only(Tensor, _hollow, like) if fresh else None, seconds
-
-    def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
-        made = func(*args, **kwargs)
-        for tensor in _tensors(made):
-            if not tensor.is_meta:  # it gets memory
-                self._hold(tensor, unknown=True)
-        return made
 
     def _take(self, what: str, nbytes: float, products: float) -> None:
         """It takes `products` seconds, or as long as its bytes."""
@@ -246,13 +242,8 @@ class NoValues(TorchDispatchMode):
         if unknown:
             note_unknown(tensor)
 
-    def _relabel(self, tensor: Tensor, kind: Kind) -> None:
-        storage = tensor.untyped_storage()
-        if self.machine.kind_of(storage) is Kind.ACTIVATIONS:
-            self.machine.hold_for(storage, kind)
-
     def refuse_to_read(self, name: str, tensors: Any) -> None:
-        if not all(tensor.is_meta or _is_known(tensor) for tensor in _tensors(tensors)):
+        if not all(tensor.is_meta or _is_known(tensor) for tensor in tensors_in(tensors)):
             raise self._refused(f"a value ({name})", tensors)
 
     def _refused(self, what: str, tensors: Any) -> ForecastError:
@@ -260,21 +251,18 @@ class NoValues(TorchDispatchMode):
         module = f", module '{machine.module}'" if machine.module else ""
         return ForecastError(
             f"forecast: the program reads {what} in {machine.place}{module}"
-            f"{self._named(_tensors(tensors))}, and tensors have no values here. Leave the reading"
-            " out for the forecast (a flag of the model, a loss that is not printed), or give the"
-            " part a fixed shape"
+            f"{self._named(tensors_in(tensors))}, and tensors have no values here. Leave the"
+            " reading out for the forecast (a flag of the model, a loss that is not printed), or"
+            " give the part a fixed shape"
         )
 
     def _named(self, tensors: Sequence[Tensor]) -> str:
         """The parameter or buffer of which one of the tensors is a part, for a message."""
         model = self._model
-        for kind, members in (
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        ):
-            for name, member in members:
-                if any(_is_part(tensor, local_tensor(member)) for tensor in tensors):
-                    return f", {kind} '{name}'"
+        for name, member in (*model.named_parameters(), *model.named_buffers()):
+            if any(_is_part(tensor, local_tensor(member)) for tensor in tensors):
+                kind = "parameter" if isinstance(member, nn.Parameter) else "buffer"
+                return f", {kind} '{name}'"
         return ""
 
 
@@ -306,10 +294,6 @@ class Functions(TorchFunctionMode):
             if weight is None or weight.dtype == args[0].dtype:
                 return torch.ops.aten._fused_rms_norm(args[0], list(args[1]), weight, eps)[0]
         return func(*args, **kwargs)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _is_part(tensor: Tensor, whole: Tensor) -> bool:
@@ -381,24 +365,6 @@ def _takes_time(tensor: Tensor) -> bool:
 
 def _is_known(tensor: Tensor) -> bool:
     return _is_small(tensor) and not is_unknown(tensor)
-
-
-def _written(func: Any, args: Any, kwargs: Any, written: Sequence[Any]) -> Any:
-    places = {argument.name: k for k, argument in enumerate(func._schema.arguments)}
-    found = [args[k] if (k := places[a.name]) < len(args) else kwargs[a.name] for a in written]
-    return found[0] if len(func._schema.returns) <= 1 else tuple(found)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return (
-        [tensor for item in value for tensor in _tensors(item)]
-        if isinstance(value, (list, tuple))
-        else []
-    )
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> int:

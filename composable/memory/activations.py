@@ -65,29 +65,26 @@ class _OnDevice:
     stream on which it was allocated waits for the copy.
     """
 
-    __slots__ = ("_done", "_streams", "flat", "stream")
+    __slots__ = ("_streams", "end", "flat", "stream")
 
-    def __init__(self, flat: Tensor, streams: Streams) -> None:
+    def __init__(
+        self, flat: Tensor, host: Tensor, streams: Streams, on: str, after: Mark | None = None
+    ) -> None:
         self.flat = flat
         self.stream = streams.here()
         self._streams = streams
-        self._done: Mark | None = None
-
-    def launch(
-        self, target: Tensor, source: Tensor, on: str, *, blocks: bool, after: Mark | None = None
-    ) -> Mark:
-        """Copy `source` to `target`, one of which is `flat`, on the stream named `on`."""
-        with self._streams.fork(on):
+        self.end: Mark | None = None  # of the copy
+        target, source = (host, flat) if on == TO_HOST_STREAM else (flat, host)
+        with streams.fork(on):
             if after is not None:
                 after.join()
-            target.copy_(source, non_blocking=not blocks)
-            self._done = self._streams.mark()
-        return self._done
+            target.copy_(source, non_blocking=host.is_pinned())
+            self.end = streams.mark()
 
     def wait(self) -> None:
         """Make the current stream wait for the end of the copy."""
-        if self._done is not None:
-            self._done.join()
+        if self.end is not None:
+            self.end.join()
 
     def __del__(self) -> None:
         with self._streams.on(self.stream):
@@ -103,24 +100,22 @@ class HostCopy:
 
     Attributes:
         near: the contents on the device, or on their way back to it.
+        source: a weak reference to the storage that they are of.
     """
 
-    __slots__ = ("__weakref__", "_arrived", "_copies", "_on_host", "_source", "index", "near")
+    __slots__ = ("__weakref__", "_arrived", "_copies", "_on_host", "index", "near", "source")
 
     def __init__(self, flat: Tensor, copies: HostCopies, index: int, *, pin_memory: bool) -> None:
         self.index = index
         self._copies = copies
-        self._source = ref(flat.untyped_storage())
+        self.source = ref(flat.untyped_storage())
         # Pinned memory comes from torch's caching allocator, which does not hand out freed memory
         # before the copies that do not block have ended.
         self._on_host = torch.empty(
             flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pin_memory
         )
-        self.near: _OnDevice | None = _OnDevice(flat, copies.streams)
-        self._arrived = self.near.launch(self._on_host, flat, TO_HOST_STREAM, blocks=not pin_memory)
-
-    def is_of(self, storage: torch.UntypedStorage) -> bool:
-        return self._source() is storage
+        self.near: _OnDevice | None = _OnDevice(flat, self._on_host, copies.streams, TO_HOST_STREAM)
+        self._arrived = self.near.end
 
     def bring_back(self) -> _OnDevice:
         """Launch the copy back, for the current stream, unless the contents are near on that
@@ -131,16 +126,10 @@ class HostCopy:
             return self.near
         flat = torch.empty(self._on_host.shape, dtype=self._on_host.dtype, device=copies.device)
         _keep_near(copies.returning, self, 2 * AHEAD)
-        near = _OnDevice(flat, copies.streams)
-        near.launch(
-            flat,
-            self._on_host,
-            TO_DEVICE_STREAM,
-            blocks=not self._on_host.is_pinned(),
-            after=self._arrived,
+        self.near = _OnDevice(
+            flat, self._on_host, copies.streams, TO_DEVICE_STREAM, after=self._arrived
         )
-        self.near = near
-        return near
+        return self.near
 
     def read(self) -> Tensor:
         """The contents on the device, ordered before later work of the current stream."""
@@ -178,7 +167,8 @@ class HostCopies:
         storage = tensor.untyped_storage()
         key = (id(storage), start, stop, tensor.dtype, tensor._version)
         found = self._by_stretch.get(key)
-        if found is not None and found.is_of(storage):  # an id may have been used again
+        # an id may have been used again
+        if found is not None and found.source() is storage:
             return found
         flat = tensor.detach().as_strided((stop - start,), (1,), start)
         made = HostCopy(flat, self, next(self._numbers), pin_memory=pin_memory)

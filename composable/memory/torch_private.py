@@ -263,6 +263,11 @@ def up_to_collectives() -> Iterator[None]:
 local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, and another tensor as it is."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
     """The local tensors of DTensors, and other tensors as they are. A loop in C."""
     return list(map(getattr, tensors, repeat("_local_tensor"), tensors))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import units_below
 from composable.errors import ForeignParameterError, few
-from composable.memory.torch_private import local_of
+from composable.memory.torch_private import local_tensor, placed_alike
 from composable.state.whole import write_whole
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor).detach()
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -102,10 +103,10 @@ class EMA:
                     buffers.setdefault(id(buffer), (f"{prefix}.{name}".lstrip("."), buffer))
         return {**dict(self._model.named_parameters()), **dict(buffers.values())}
 
-    def _pairs(self) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]]:
-        """Return local tensors of the averages and of the model.
+    def _pairs(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """Return pairs of local tensors of the averages and of the model.
 
-        These are averages that follow slowly, their values in the model, and pairs that are copied.
+        First those that follow slowly, then those that are copied.
         """
         tensors = self._tensors()
         changed = [
@@ -120,25 +121,25 @@ class EMA:
                 " the old one's state_dict()"
             )
         parameters = dict(self._model.named_parameters())
-        slow = [
-            name
-            for name, t in tensors.items()
-            if name in parameters
-            and name not in self._fixed
-            and (t.is_floating_point() or t.is_complex())
-        ]
-        copied = [
-            (_local(self._averages[name]), _local(tensors[name]))
-            for name in tensors
-            if name not in slow
-        ]
-        return [_local(self._averages[n]) for n in slow], [_local(tensors[n]) for n in slow], copied
+        slow, copied = [], []
+        for name, tensor in tensors.items():
+            pair = _local(self._averages[name]), _local(tensor)
+            if (
+                name in parameters
+                and name not in self._fixed
+                and (tensor.is_floating_point() or tensor.is_complex())
+            ):
+                slow.append(pair)
+            else:
+                copied.append(pair)
+        return slow, copied
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the parameters of now; call it after the optimizer's step."""
-        averages, values, copied = self._pairs()
-        if averages:
+        slow, copied = self._pairs()
+        if slow:
+            averages, values = zip(*slow, strict=True)
             torch._foreach_lerp_(averages, values, 1 - self._decay)
         for average, value in copied:
             average.copy_(value)
@@ -157,8 +158,7 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        averages, values, copied = self._pairs()
-        for average, value in [*zip(averages, values, strict=True), *copied]:
+        for average, value in chain(*self._pairs()):
             kept = cloned(value)
             value.copy_(average)
             average.copy_(kept)
@@ -187,11 +187,7 @@ class EMA:
             ForeignParameterError: an average has another shape, or is no shard of this rank.
         """
         loaded = state_dict["averages"]
-        differ = [
-            name
-            for name in {**loaded, **self._averages}
-            if name not in loaded or name not in self._averages
-        ]
+        differ = sorted(loaded.keys() ^ self._averages.keys())
         if differ:
             raise KeyError(
                 f"EMA: {few(list(map(repr, differ)))} is in only one of the state dict and the"
@@ -229,7 +225,4 @@ def _refuse_foreign(name: str, value: Tensor, average: Tensor) -> None:
 def _alike(tensor: Tensor | None, average: Tensor | None) -> bool:
     if tensor is None or average is None or tensor.shape != average.shape:
         return False
-    one, other = (
-        each.placements if isinstance(each, DTensor) else () for each in (tensor, average)
-    )
-    return one == other and _local(tensor).shape == _local(average).shape
+    return placed_alike([tensor], [average]) and _local(tensor).shape == _local(average).shape

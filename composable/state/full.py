@@ -6,14 +6,14 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import compress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
@@ -23,16 +23,17 @@ from composable.engine.edits.loading import says_nothing_of_groups
 from composable.engine.params.dtensors import whole_of
 from composable.engine.params.param import mesh_of
 from composable.engine.params.protocol import plain_parts
+from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, RanksDisagreeError
-from composable.memory.torch_private import local_of, locals_of
+from composable.memory.torch_private import local_tensor
 from composable.state.whole import (
-    Managed,
     all_or_none,
     comms_of_model,
     managed_in,
     require_at_rest,
 )
 
+K = TypeVar("K")
 _WORDS: Final = 1 << 18  # that a checksum takes at once
 _WORD_OF: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by the size of an element
 _ODD: Final = 6364136223846793005
@@ -70,37 +71,19 @@ def stream_full(
         >>> for fqn, tensor in stream_full(model, dtype=torch.bfloat16, since=seen):
         ...     engine.load_weight(fqn, tensor)
     """
-    model = unwrapped(model)
-    units = units_in("stream_full", model)
-    require_at_rest("stream_full", units)
-    _refuse_other_values("stream_full", model)
-    tensors = _tensors_in(model)
+    units, state, _ = _state_of("stream_full", model)
+    tensors = _tensors_in(state, {})
     if since is None:
         return _stream(tensors, dtype)
     sums = _checksums(tensors)
     moved = [int(since.get(fqn) != sums[fqn]) for fqn in tensors]
     for comm in comms_of_model(units):
         _, moved = comm.min_max(moved, "exchange of which tensors changed")
-    changed = {
-        fqn: tensor for (fqn, tensor), each in zip(tensors.items(), moved, strict=True) if each
-    }
-    return _noting(changed, dtype, sums, since)
-
-
-def _noting(
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-    sums: Mapping[str, int],
-    since: MutableMapping[str, int],
-) -> Iterator[tuple[str, Tensor]]:
-    for fqn, whole in _stream(tensors, dtype):
-        yield fqn, whole
-        since[fqn] = sums[fqn]  # the caller has used it
-        del whole
+    return _stream(dict(compress(tensors.items(), moved)), dtype, sums, since)
 
 
 @torch.no_grad()
-def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _checksums(tensors: Mapping[K, Tensor]) -> dict[K, int]:
     """Checksums of what this rank has of tensors; the host waits for the device once.
 
     A sum of all words, modulo 2**64, each times an odd number of its own: a tensor in which one
@@ -109,7 +92,7 @@ def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     factors: dict[torch.device, Tensor] = {}
     sums = []
     for tensor in tensors.values():
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         if local.device not in factors:
             generator = torch.Generator().manual_seed(0)
             drawn = torch.randint(1 << 62, (_WORDS,), generator=generator, device="cpu") * 2 + 1
@@ -122,13 +105,40 @@ def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
                 some = part.to(torch.int64) * factors[local.device][: len(part)]
                 total = total * _ODD + some.sum()
         sums.append(total)
-    return {fqn: int(total) for fqn, total in zip(tensors, sums, strict=True)}
+    return {key: int(total) for key, total in zip(tensors, sums, strict=True)}
 
 
-def _tensors_in(model: nn.Module) -> dict[str, Tensor]:
+@torch.no_grad()
+def _state_of(
+    caller: str, model: nn.Module
+) -> tuple[Sequence[Unit], dict[str, Any], dict[str, str]]:
+    """Return the units of the model, its state dict, and the further names of tied tensors.
+
+    Each of these names comes with the first one.
+    """
+    model = unwrapped(model)
+    units = units_in(caller, model)
+    require_at_rest(caller, units)
+    _refuse_other_values(caller, model)
     with says_nothing_of_groups():
-        state = model.state_dict()
-    return {fqn: value for fqn, value in state.items() if isinstance(value, Tensor)}
+        state = model.state_dict(keep_vars=True)
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for fqn, value in state.items():
+        if isinstance(value, Tensor):
+            known = first.setdefault(id(value), fqn)
+            if known != fqn:
+                tied[fqn] = known
+    found = {fqn: v.detach() if isinstance(v, Tensor) else v for fqn, v in state.items()}
+    return units, found, tied
+
+
+def _tensors_in(state: Mapping[str, Any], without: Mapping[str, str]) -> dict[str, Tensor]:
+    return {
+        fqn: value
+        for fqn, value in state.items()
+        if isinstance(value, Tensor) and fqn not in without
+    }
 
 
 def _refuse_other_values(caller: str, model: nn.Module) -> None:
@@ -143,23 +153,20 @@ def _refuse_other_values(caller: str, model: nn.Module) -> None:
     if around is None or around.group is None:
         return
     ranks = set(dist.get_process_group_ranks(around.group))
-    apart: dict[str, tuple[Managed, DeviceMesh]] = {}
+    # by name, and by the shape of the mesh and the place there
+    apart: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Tensor] = {}
     for each in managed:
-        mesh = mesh_of(each.param.at_rest)
-        if mesh is None or mesh.size() >= len(ranks) or each.param.at_rest.is_meta:
+        at_rest = each.param.at_rest
+        mesh = mesh_of(at_rest)
+        if mesh is None or mesh.size() >= len(ranks) or at_rest.is_meta:
             continue
         if ranks.issuperset(mesh.mesh.flatten().tolist()):
-            apart[each.fqn] = each, mesh
+            apart[each.fqn, tuple(mesh.shape), tuple(mesh.get_coordinate() or ())] = at_rest
     if not apart:
         return
-    sums = _checksums({fqn: each.param.at_rest for fqn, (each, _) in apart.items()})
-    mine = {
-        (fqn, tuple(mesh.shape), tuple(mesh.get_coordinate() or ())): sums[fqn]
-        for fqn, (_, mesh) in apart.items()
-    }
     seen: dict[Any, tuple[int, int]] = {}
     label = "comparison of parameters on meshes of their own"
-    for rank, told in enumerate(around.all_gather_objects(mine, label)):
+    for rank, told in enumerate(around.all_gather_objects(_checksums(apart), label)):
         for key, total in told.items():
             first, known = seen.setdefault(key, (rank, total))
             if total != known:
@@ -175,12 +182,22 @@ def _refuse_other_values(caller: str, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _stream(
-    tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    sums: Mapping[str, int] | None = None,
+    since: MutableMapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     for fqn, tensor in tensors.items():
         whole = whole_of(tensor) if isinstance(tensor, DTensor) else tensor
-        yield fqn, whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
+        yield fqn, whole if dtype is None else whole.to(_dtype_of(whole, dtype))
         del whole
+        if sums is not None and since is not None:
+            since[fqn] = sums[fqn]  # the caller has used it
+
+
+def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return what it has after a cast of floating-point tensors to `dtype`."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def full_state_dict(
@@ -209,40 +226,14 @@ def full_state_dict(
         >>> if rank == 0:
         ...     torch.save(state, "model.pt")
     """
-    model = unwrapped(model)
-    units = units_in("full_state_dict", model)
-    require_at_rest("full_state_dict", units)
-    _refuse_other_values("full_state_dict", model)
-    with says_nothing_of_groups():
-        everything = model.state_dict()
+    units, state, tied = _state_of("full_state_dict", model)
     keep = not rank0_only or not any(comm.rank for comm in comms_of_model(units))
-    full: dict[str, Any] = dict.fromkeys(everything) if keep else {}
-    # by the memory of the shard and how it is read: tied tensors stay tied
-    shared: dict[tuple[object, ...], Tensor] = {}
-    for fqn, whole in _stream(
-        {k: v for k, v in everything.items() if isinstance(v, Tensor)}, dtype
-    ):
-        if keep:
-            entry = everything[fqn]
-            local = entry.to_local() if isinstance(entry, DTensor) else entry
-            key = (
-                local.data_ptr(),
-                local.dtype,
-                local.stride(),
-                local.is_conj(),
-                local.is_neg(),
-                whole.shape,
-            )
-            # Of a tensor subclass without memory of its own nothing tells whether it is tied.
-            known = shared.get(key) if local.data_ptr() else None
-            full[fqn] = shared[key] = (
-                torch.empty_like(whole, device="cpu").copy_(whole) if known is None else known
-            )
-    if keep:
-        full.update(
-            {fqn: value for fqn, value in everything.items() if not isinstance(value, Tensor)}
-        )
-    return full
+    full = dict(state)  # in its order
+    for fqn, whole in _stream(_tensors_in(state, tied), dtype):
+        full[fqn] = torch.empty_like(whole, device="cpu").copy_(whole) if keep else None
+    for fqn, first in tied.items():
+        full[fqn] = full[first]
+    return full if keep else {}
 
 
 # --- export -------------------------------------------------------------------------------------
@@ -284,18 +275,13 @@ def export(
         raise ImportError(
             "export needs the package safetensors: pip install 'torch-composable[export]'"
         ) from error
-    model = unwrapped(model)
-    units = units_in("export", model)
-    require_at_rest("export", units)
-    _refuse_other_values("export", model)
+    units, state, tied = _state_of("export", model)
     comm, *across = comms = comms_of_model(units)
     rank, ranks = comm.rank, comm.size
     writes = not any(each.rank for each in across)  # tensor-parallel ranks gather, and one writes
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
-    tensors = _tensors_in(model)
-    for name in _again(model, tensors):
-        del tensors[name]
+    tensors = _tensors_in(state, tied)  # a file holds no tensor twice
     _refuse_other_classes(tensors, dtype)
 
     def prepare() -> None:
@@ -305,33 +291,25 @@ def export(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    all_or_none(
-        "export",
-        comms,
-        prepare,
-        checksum(str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])),
-    )
+    shapes = str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])
+    all_or_none("export", comms, prepare, checksum(shapes))
     sizes = {
-        name: (
-            tensor.numel()
-            * (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype).itemsize
-        )
-        for name, tensor in tensors.items()
+        name: tensor.numel() * _dtype_of(tensor, dtype).itemsize for name, tensor in tensors.items()
     }
     files = plan_files(sizes, ranks)
+    file_of = {name: index for index, names in enumerate(files) for name in names}
     for start in range(0, len(files), ranks):
-        now = files[start : start + ranks]
-        owner = {name: index for index, names in enumerate(now) for name in names}
+        now = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if start <= file_of[name] < start + ranks
+        }
         mine = {
-            name: (
-                torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format).copy_(
-                    whole
-                )
-            )
-            for name, whole in _stream(
-                {name: tensors[name] for name in tensors if name in owner}, dtype
-            )
-            if writes and owner[name] == rank
+            name: torch.empty_like(
+                whole, device="cpu", memory_format=torch.contiguous_format
+            ).copy_(whole)
+            for name, whole in _stream(now, dtype)
+            if writes and file_of[name] == start + rank
         }
 
         def write(mine: dict[str, Tensor] = mine, index: int = start + rank) -> None:
@@ -341,24 +319,17 @@ def export(
         all_or_none("export", comms, write)
 
     def finish() -> None:
-        if writes and rank == 0:
-            if len(files) > 1:
-                where = {
-                    name: _file_name(index, len(files))
-                    for index, names in enumerate(files)
-                    for name in names
-                }
-                index = {
-                    "metadata": {"total_size": sum(sizes.values())},
-                    "weight_map": {name: where[name] for name in tensors},
-                }
-                (partial / "model.safetensors.index.json").write_text(
-                    json.dumps(index, indent=2) + "\n"
-                )
-            save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
-            if save_config is not None:
-                save_config(partial)
-            partial.rename(target)
+        if not writes or rank:
+            return
+        if len(files) > 1:
+            where = {name: _file_name(file_of[name], len(files)) for name in tensors}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+            text = json.dumps(index, indent=2) + "\n"
+            (partial / "model.safetensors.index.json").write_text(text)
+        config: Any = getattr(unwrapped(model), "config", None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(partial)
+        partial.rename(target)
 
     all_or_none("export", comms, finish)
 
@@ -370,7 +341,7 @@ def _refuse_other_classes(tensors: Mapping[str, Tensor], dtype: torch.dtype | No
     """
     smallest: dict[type, str] = {}
     for name in sorted(tensors, key=lambda name: tensors[name].numel()):
-        smallest.setdefault(type(locals_of([tensors[name]])[0]), name)
+        smallest.setdefault(type(local_tensor(tensors[name])), name)
     smallest.pop(Tensor, None)
     for name, whole in _stream({name: tensors[name] for name in smallest.values()}, dtype):
         if type(whole) not in (Tensor, nn.Parameter):
@@ -383,23 +354,6 @@ def _refuse_other_classes(tensors: Mapping[str, Tensor], dtype: torch.dtype | No
 
 def _file_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
-
-
-def _again(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
-    """List the saved names of tied parameters and buffers after their first.
-
-    A file holds no tensor twice.
-    """
-    first: dict[int, str] = {}
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    return [
-        name
-        for name, tensor in named
-        if name in saved and first.setdefault(id(tensor), name) != name
-    ]
 
 
 def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:

@@ -66,20 +66,16 @@ class HostOffload:
         }
         for unit in self._units:
             sleep(unit, homes.get(unit.mesh_info.device))
-        copies: dict[int, tuple[Tensor, Tensor]] = {}  # shared tensors stay shared
 
         def to_host(tensor: Tensor) -> Tensor:
             home = homes.get(tensor.device)
             if home is None:
                 return tensor
-            if id(tensor) not in copies:
-                (host,) = home.take([tensor.detach()])
-                copies[id(tensor)] = tensor, host
-                self._hosted[id(host)] = host, tensor.device
-            return copies[id(tensor)][1]
+            (host,) = home.take([tensor.detach()])
+            self._hosted[id(host)] = host, tensor.device
+            return host
 
         self._move(to_host)
-        copies.clear()
         wait_for_traffic()
         gc.collect()  # the roots that are forgotten form cycles
         for device in homes:
@@ -90,13 +86,13 @@ class HostOffload:
         return tensor if known is None else tensor.to(known[1])
 
     def _move(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Move buffers, and the states of optimizers."""
-        moved: dict[int, Tensor] = {}
+        """Move buffers, and the states of optimizers; shared tensors stay shared."""
+        moved: dict[int, tuple[Tensor, Tensor]] = {}  # from, which keeps its id meanwhile, and to
 
         def once(tensor: Tensor) -> Tensor:
             if id(tensor) not in moved:
-                moved[id(tensor)] = move(tensor)
-            return moved[id(tensor)]
+                moved[id(tensor)] = tensor, move(tensor)
+            return moved[id(tensor)][1]
 
         def any_kind(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor):

@@ -5,9 +5,8 @@ The model was built and annotated there.
 Initialisers are written for whole plain parameters and draw random numbers in one order. So each
 module's initialiser runs once, with whole parameters, on every rank alike, module by module in the
 order of `Module.apply`; then each rank keeps its shard. While initialisers run, modules hold whole
-parameters that have no memory yet. The first operator that reads or writes one gives memory to all
-of its unit, and gathers what has values. The memory is freed when the next module of another unit
-is initialised.
+parameters that have no memory yet. The first operator that reads or writes one gives it memory, and
+gathers its values if it has some. The memory is freed when the initialiser is done.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
 from composable.contract.tree import Place
+from composable.contract.values import tensors_in
 from composable.engine.params.dtensors import whole_of
 from composable.engine.params.param_hooks import move_hooks
 from composable.engine.step.root import planned_roots
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import local_of
+from composable.memory.torch_private import local_tensor
 from composable.state.whole import (
     Managed,
     comms_of_model,
@@ -66,19 +66,14 @@ class _Operators(TorchDispatchMode):
         self._touch = touch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = {
-            **dict(zip((each.name for each in func._schema.arguments), args, strict=False)),
-            **(kwargs or {}),
-        }
-        for argument in func._schema.arguments:
-            found, writes = (
-                values.get(argument.name),
-                argument.alias_info is not None and argument.alias_info.is_write,
-            )
-            for tensor in found if isinstance(found, (list, tuple)) else (found,):
-                if isinstance(tensor, Tensor):
-                    self._touch(tensor, writes)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        values = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
+        for argument in arguments:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tensors_in(values.get(argument.name)):
+                self._touch(tensor, writes)
+        return func(*args, **kwargs)
 
 
 class _RawMemory(TorchFunctionMode):
@@ -95,7 +90,7 @@ class _RawMemory(TorchFunctionMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    tensor = local_tensor(tensor)
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
@@ -146,12 +141,14 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     for place in fresh:
         _UNSET.setdefault(place.module, {})[place.name] = None
     owners = {id(place.module) for place in fresh}
+    order: list[nn.Module] = []
+    model.apply(order.append)
     modules = [
         module
-        for module in _children_first(model)
+        for module in dict.fromkeys(order)
         if any(id(below) in owners for below in module.modules())
     ]
-    _give_memory(model, units[0].mesh_info.device)
+    give_memory(model, units[0].mesh_info.device)
     refresh(model)
     state = _Materialization(model, fresh)
     around = _transformers_around(model) if init is None else {}
@@ -208,27 +205,24 @@ def refresh(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _give_memory(model: nn.Module, device: torch.device) -> None:
+def give_memory(model: nn.Module, device: torch.device) -> None:
     """As `Module.to_empty`, but tied tensors stay tied, and what has memory keeps it."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                new = made.get(id(parameter))
-                if new is None:
+                if id(parameter) not in made:
                     unit = unit_of(parameter)
-                    offloaded = (
-                        unit is not None and unit.is_sharded and unit.spec.offload is not None
-                    )
+                    offloaded = unit is not None and unit.is_sharded and unit.spec.offload
                     empty = torch.empty_like(parameter, device="cpu" if offloaded else device)
-                    new = made[id(parameter)] = whole_parameter(empty, parameter)
+                    made[id(parameter)] = new = whole_parameter(empty, parameter)
                     move_hooks(parameter, new)
-                setattr(module, name, new)
+                setattr(module, name, made[id(parameter)])
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.setdefault(
-                    id(buffer), torch.empty_like(buffer, device=device)
-                )
+                if id(buffer) not in made:
+                    made[id(buffer)] = torch.empty_like(buffer, device=device)
+                module._buffers[name] = made[id(buffer)]
 
 
 def _without_values(model: nn.Module) -> Iterator[Place]:
@@ -255,7 +249,6 @@ class _Whole:
         self.buffer = ElasticBuffer(at_rest.numel(), at_rest.dtype, managed.unit.mesh_info.device)
         self.view = self.buffer.part(0, at_rest.shape, at_rest.stride())
         self.parameter = whole_parameter(self.view, at_rest)
-        self.key = _storage(self.parameter)
 
     def register(self) -> None:
         """Let modules hold it, over its own memory."""
@@ -267,68 +260,55 @@ class _Materialization:
     """Registers whole parameters of all units, and keeps the shards of what initialisers write."""
 
     def __init__(self, model: nn.Module, fresh: Sequence[Place]) -> None:
-        first: dict[int, tuple[Place, Tensor, int]] = {}  # what is tied once
+        # by id, which tied places share: what nothing was written to yet, and its storage
+        self._unset: dict[int, tuple[Place, Tensor, int]] = {}
         for place in fresh:
             if (tensor := _tensor_at(place)) is not None:
-                first.setdefault(id(tensor), (place, tensor, _storage(tensor)))
-        self._fresh = [*first.values()]
-        # nothing was written to these yet
-        self._unset = {id(tensor): None for _, tensor, _ in self._fresh}
+                self._unset.setdefault(id(tensor), (place, tensor, _storage(tensor)))
+        self._fresh = [tensor for _, tensor, _ in self._unset.values()]
         self._written: dict[int, None] = {}  # storages that the initialiser which runs now wrote to
         # by at-rest parameter, the checksum of what became its shards
         self._sums: dict[int, int] = {}
         self._managed = list(managed_in("materialize", model))
-        self._wholes: dict[Unit, list[_Whole]] = {}
-        self._shown: dict[Unit, None] = {}  # units whose whole parameters have memory
-        self._unit_of: dict[int, Unit] = {}  # by module: the innermost unit around it
-        for managed in self._managed:
-            self._unit_of.update(
-                (id(below), managed.unit)
-                for module in managed.unit.modules
-                for below in module.modules()
-            )
-            if isinstance(managed.param.at_rest, DTensor):
-                self._wholes.setdefault(managed.unit, []).append(_Whole(managed))
-        wholes = [each for members in self._wholes.values() for each in members]
-        self._unit_at = {each.key: each.managed.unit for each in wholes}
+        wholes = [_Whole(each) for each in self._managed if isinstance(each.param.at_rest, DTensor)]
+        self._shown: dict[_Whole, None] = {}  # those that have memory
+        self._by_storage = {_storage(each.view): each for each in wholes}
+        self._by_id = {id(each.parameter): each for each in wholes}
         self._at = {
             (id(place.module), place.name): each
             for each in wholes
             for place in each.managed.param.info.places
         }
-        self._by_id = {id(each.parameter): each for each in wholes}
         for each in wholes:
             each.register()
 
     def run(self, module: nn.Module, initialise: Callable[[], object]) -> None:
-        for unit in [*self._shown]:
-            if unit is not self._unit_of.get(id(module)):
-                self._hide(unit)
         self._written = {}
         with _RawMemory(self._touch), _Operators(self._touch):
             initialise()
-        for unit in self._shown:
-            for each in self._wholes[unit]:
-                if each.key in self._written:
-                    self._keep(each, each.parameter)
+        for each in self._shown:
+            if _storage(each.view) in self._written:
+                self._keep(each, each.parameter)
         for below in module.modules():
             for name, found in [*below._parameters.items()]:
                 if found is not None:
                     self._look_at(Place(below, name), found)
-        for _, tensor, key in self._fresh:
-            if key in self._written:
-                self._unset.pop(id(tensor), None)
+        for key, (_, _, storage) in [*self._unset.items()]:
+            if storage in self._written:
+                del self._unset[key]
+        for each in self._shown:
+            each.buffer.free()
+        self._shown = {}
 
     def _look_at(self, place: Place, found: nn.Parameter) -> None:
         """Take over a parameter, or its data, that the initialiser assigned."""
         each, owner = self._at.get((id(place.module), place.name)), self._by_id.get(id(found))
-        if each is owner and (each is None or _storage(found) == each.key):
+        if each is owner and (each is None or _storage(found) == _storage(each.view)):
             return
-        places = () if each is None else each.managed.param.info.places
         if (
             each is None
             or owner not in (None, each)
-            or any(other.registered is not found for other in places)
+            or any(other.registered is not found for other in each.managed.param.info.places)
         ):
             first, tied = owner or each, "untied from" if owner is None else "tied to"
             assert first is not None
@@ -338,28 +318,18 @@ class _Materialization:
                 " Tie parameters before the annotation; they stay tied"
             )
         self._keep(each, found)
-        self._hide(each.managed.unit)
         each.register()
 
     def _touch(self, tensor: Tensor, writes: bool) -> None:
         key = _storage(tensor)
-        unit = self._unit_at.get(key)
-        if unit is not None and unit not in self._shown:
-            self._show(unit)
-        if writes:
-            self._written[key] = None
-
-    def _show(self, unit: Unit) -> None:
-        self._shown[unit] = None
-        for each in self._wholes[unit]:
+        each = self._by_storage.get(key)
+        if each is not None and each not in self._shown:
+            self._shown[each] = None
             each.buffer.allocate()
             if id(each.at_rest) not in self._unset:
                 each.view.copy_(whole_of(each.at_rest))
-
-    def _hide(self, unit: Unit) -> None:
-        self._shown.pop(unit, None)
-        for each in self._wholes[unit]:
-            each.buffer.free()
+        if writes:
+            self._written[key] = None
 
     def _keep(self, each: _Whole, value: nn.Parameter) -> None:
         write_whole(value, each.at_rest)
@@ -367,24 +337,21 @@ class _Materialization:
         self._unset.pop(id(each.at_rest), None)
 
     def finish(self) -> None:
-        for members in self._wholes.values():
-            for each in members:
-                each.managed.param.register(each.at_rest)
-                follow_whole(each.at_rest, each.parameter)
-                each.buffer.free()
+        for each in self._by_id.values():
+            each.managed.param.register(each.at_rest)
+            follow_whole(each.at_rest, each.parameter)
+            each.buffer.free()
 
     def compare(self, units: Sequence[Unit]) -> None:
         """Raise on all ranks if initialisers gave them different values."""
-        own = {id(tensor) for _, tensor, _ in self._fresh if not isinstance(tensor, DTensor)}
+        for tensor in self._fresh:
+            if not isinstance(tensor, DTensor):
+                self._sums[id(tensor)] = _checksum(tensor)
         for comm in dict.fromkeys(
             unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1
         ):
             members = [each for each in self._managed if each.unit.mesh_info.all is comm]
-            at_rest = [each.param.at_rest for each in members]
-            sums = [
-                _checksum(each) if id(each) in own else self._sums.get(id(each), 0)
-                for each in at_rest
-            ]
+            sums = [self._sums.get(id(each.param.at_rest), 0) for each in members]
             lowest, highest = comm.min_max(sums, "comparison of initialised parameters")
             differ = [
                 f"'{each.fqn}'"
@@ -402,27 +369,13 @@ class _Materialization:
         """Names of what was on the meta device and was not written to."""
         return [
             place.fqn
-            for place, tensor, key in self._fresh
-            if id(tensor) in self._unset and _tensor_at(place) is tensor and _storage(tensor) == key
+            for place, tensor, key in self._unset.values()
+            if _tensor_at(place) is tensor and _storage(tensor) == key
         ]
 
 
 def _checksum(value: Tensor) -> int:
     return int(value.detach().flatten().view(torch.uint8).sum())
-
-
-def _children_first(model: nn.Module) -> Iterator[nn.Module]:
-    """In the order of `Module.apply`, but each module once."""
-    seen: set[int] = set()
-
-    def visit(module: nn.Module) -> Iterator[nn.Module]:
-        if id(module) not in seen:
-            seen.add(id(module))
-            for child in module.children():
-                yield from visit(child)
-            yield module
-
-    return visit(model)
 
 
 def _transformers_around(model: nn.Module) -> dict[int, nn.Module]:

@@ -62,19 +62,14 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         return found if found is not None and found.shape == parameter.shape else None
 
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    successors = [successor(parameter) for parameter in held]
-    lost = [_describe(p) for p, found in zip(held, successors, strict=True) if found is None]
+    by_former = {id(p): found for p in held if (found := successor(p)) is not None}
+    lost = [_describe(parameter) for parameter in held if id(parameter) not in by_former]
     if lost:
         raise OptimizerError(
             f"rebind_optimizer: {type(optimizer).__name__} holds {few(lost)}, which"
             f" {type(model).__name__} does not have. Pass the model whose parameters it was built"
             " from, or build it anew from model.parameters()"
         )
-    by_former = {
-        id(former): found
-        for former, found in zip(held, successors, strict=True)
-        if found is not None
-    }
     for group in optimizer.param_groups:
         group["params"] = [by_former[id(parameter)] for parameter in group["params"]]
     for former in held:

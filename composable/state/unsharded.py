@@ -24,7 +24,7 @@ from composable.memory.torch_private import (
     gradient_hooks,
     hooks_after_accumulation,
     local_of,
-    locals_of,
+    local_tensor,
 )
 from composable.state.whole import (
     Managed,
@@ -113,10 +113,8 @@ def unsharded(
         raise
     tied = _hide(module, managed, shown, mine)
     if writeback:
-        check = partial(_check_edits, shown, tied)
-        for comm in dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only):
-            all_or_none("unsharded", [comm], check)
-        check()
+        comms = dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only)
+        all_or_none("unsharded", [*comms], partial(_check_edits, shown, tied))
         for each in shown:
             follow_whole(each.managed.param.at_rest, each.whole)
         for unit in dict.fromkeys(each.managed.unit for each in shown):
@@ -192,7 +190,7 @@ def _hide(
 
 
 def _version(at_rest: Tensor) -> int:
-    return (local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest)._version
+    return local_tensor(at_rest)._version
 
 
 def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
@@ -241,7 +239,7 @@ def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
         at_rest = each.managed.param.at_rest
         if not isinstance(at_rest, DTensor):
             return not torch.equal(at_rest, each.whole.to(at_rest.device))
-        local, (whole,) = local_of(at_rest), locals_of([each.whole])
+        local, whole = local_of(at_rest), local_tensor(each.whole)
         if has_protocol(local):
             return True  # its class may not know how to compare
         form = each.managed.param.info.form
@@ -258,19 +256,14 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
     managed, whole = each.managed, each.whole
     at_rest, comm = managed.param.at_rest, managed.comm
     form = managed.param.info.form
-    (value,) = locals_of([whole.detach()])
-    gradient = None if whole.grad is None else locals_of([whole.grad])[0]
+    value = local_tensor(whole.detach())
+    gradient = None if whole.grad is None else local_tensor(whole.grad)
     if rank0_only and comm.size > 1:
         device = managed.unit.mesh_info.device
         flags = torch.tensor([int(gradient is not None), int(whole.requires_grad)], device=device)
-        if has_protocol(locals_of([at_rest])[0]):
-            # what its own class gathers, mostly no plain tensor, has room for what comes
-            room = form.unsharded(at_rest)
-            value = room if comm.rank else value
-        elif comm.rank:
-            shape = form.local_like(at_rest).shape
-            value = torch.empty(shape, dtype=at_rest.dtype, device=device)
-        value = value.to(device).contiguous()
+        # what is gathered, which may be of a class of its own, has room for what comes
+        room = form.unsharded(at_rest)
+        value = (room if comm.rank else value).to(device).contiguous()
         comm.broadcast([*plain_parts(value), flags], f"edits of '{managed.fqn}'")
         at_rest.requires_grad_(bool(flags[1]))
         if with_grads and bool(flags[0]):

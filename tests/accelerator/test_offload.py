@@ -47,12 +47,12 @@ def _use_without_waiting() -> AbstractContextManager[Any]:
 
 
 def _return_before_it_has_left() -> AbstractContextManager[Any]:
-    launch = activations._OnDevice.launch
+    make = activations._OnDevice.__init__
 
-    def hasty(self: Any, *args: Any, blocks: bool, after: Any = None) -> Any:
-        return launch(self, *args, blocks=blocks)
+    def hasty(self: Any, *args: Any, after: Any = None) -> None:
+        make(self, *args)
 
-    return mock.patch.object(activations._OnDevice, "launch", hasty)
+    return mock.patch.object(activations._OnDevice, "__init__", hasty)
 
 
 # What is left out, and what the finding says of the earlier launch and of the later one.

@@ -79,9 +79,7 @@ def test_ignored_tensors_do_not_show_and_others_that_were_there_before_do() -> N
     model, optimizer, x = trained()
     without = measure_step(model, optimizer, lambda: model(x), ignore=[x])
     with_data = measure_step(model, optimizer, lambda: model(x))
-    assert (
-        with_data.totals[0][Kind.COMMUNICATION] - without.totals[0][Kind.COMMUNICATION] == x.nbytes
-    )
+    assert with_data.totals[0][Kind.MESSAGES] - without.totals[0][Kind.MESSAGES] == x.nbytes
 
 
 def test_memory_that_comes_and_goes_inside_one_storage_is_followed() -> None:
@@ -96,8 +94,8 @@ def test_memory_that_comes_and_goes_inside_one_storage_is_followed() -> None:
         return value
 
     trace = measure_step(model, optimizer, loss, ignore=[x])
-    most = max(total[Kind.COMMUNICATION] for total in trace.totals)
-    assert most - after(trace, "at rest")[Kind.COMMUNICATION] == 1 << 20
+    most = max(total[Kind.MESSAGES] for total in trace.totals)
+    assert most - after(trace, "at rest")[Kind.MESSAGES] == 1 << 20
 
 
 def test_a_measured_step_trains_as_any_other() -> None:
@@ -153,13 +151,12 @@ def test_memory_that_two_storages_share_counts_once() -> None:
     assert alias.untyped_storage()._cdata != model.layer.weight.untyped_storage()._cdata
     assert {total[Kind.PARAMETERS] for total in trace.totals} == {WIDTH * WIDTH * FLOAT}
     without = measure_step(model, optimizer, lambda: model(x), ignore=[x, alias])
-    assert trace.totals[-1][Kind.COMMUNICATION] == without.totals[-1][Kind.COMMUNICATION]
+    assert trace.totals[-1][Kind.MESSAGES] == without.totals[-1][Kind.MESSAGES]
 
 
 OPTIONS = Options(
     steps=1, ranks=2, out=Path(), seed=0, batch_size=4, context=16, layers=2, width=64,
-    learning_rate=1e-3, baseline_steps=0, save_every=1, sample_bytes=0, prompt="def ",
-    resume=False, quiet=True,
+    learning_rate=1e-3, baseline_steps=0, sample_bytes=0, resume=False, quiet=True,
 )  # fmt: skip
 
 
