@@ -376,6 +376,10 @@ class Root:
         """Parameters of a unit were replaced."""
         self.post_backward.make_buckets()
 
+    def follow_schedule(self, split_by: str) -> None:
+        """A forward is called, see `split_by`."""
+        self.split_by = split_by
+
     def hooks_changed(self) -> None:
         """Communication hooks of a unit were changed."""
         self.post_backward.buckets.follow_comm_hooks()
