@@ -161,7 +161,7 @@ class Preparation:
         """
         with as_tensors():
             trained = list(map(trainability, self._at_rest))
-        if self._watched is None or trained != self._trained:
+        if trained != self._trained:
             self._trained[:] = trained
             for unit in self._root.units:
                 unit.follow()
