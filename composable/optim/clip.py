@@ -44,6 +44,7 @@ from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.shared import (
     Groups,
+    alike,
     groups_sharded_over,
     is_trained,
     reduce_over,
@@ -182,15 +183,9 @@ class _Part:
         return 1 if self.mesh is None else self.mesh.size() // _num_ranks(self.groups)
 
     def lists(self) -> list[list[Tensor]]:
-        """The local gradients that are not empty, in lists of one dtype and device.
-
-        One kernel can take such a list.
-        """
-        found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for local in locals_of(self.gradients):
-            if local.numel():  # an empty shard has no largest element, and nothing to scale
-                found.setdefault((local.dtype, local.device), []).append(local)
-        return list(found.values())
+        """The local gradients that are not empty, in lists of one dtype and device."""
+        # an empty shard has no largest element, and nothing to scale
+        return alike([local for local in locals_of(self.gradients) if local.numel()])
 
     def norm(self, order: float, device: torch.device) -> Tensor:
         """The norm of what this rank has, in single precision at least."""
@@ -383,16 +378,10 @@ def _described(tensor: Tensor) -> str:
 
 
 def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
-    found: Any = (
-        given.parameters()
-        if isinstance(given, nn.Module)
-        else [given]
-        if isinstance(given, Tensor)
-        else given
-    )
-    members = (
-        {id(each): each for each in found} if isinstance(found, Iterable) else {id(found): found}
-    )
+    found: Any = given.parameters() if isinstance(given, nn.Module) else given
+    if isinstance(found, Tensor) or not isinstance(found, Iterable):
+        found = [found]
+    members = {id(each): each for each in found}
     for each in members.values():
         if not isinstance(each, Tensor):
             raise ClippingError(

@@ -24,30 +24,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from composable.engine.params.param import label_of, model_group_of
+from composable.engine.params.param import labels_of, model_group_of
 from composable.engine.step.observer import announce
 from composable.errors import OptimizerError
 from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import OptimizerInBackward
-from composable.optim.shared import groups_sharded_over, reduce_over
+from composable.optim.shared import alike, groups_sharded_over, parameters_of, reduce_over
 
 _UNSCALE: Final = "_unscale_grads_"
 Found = dict[torch.device, Tensor]  # by device: 1.0 if a gradient is not finite
 
 
-def _unscale(scaler: Any, optimizer: Optimizer, inverse_scale: Tensor, allow_fp16: bool) -> Found:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if isinstance(optimizer, OptimizerInBackward):
-        raise OptimizerError(
-            "apply_optimizer_in_backward: a GradScaler came to step this optimizer, but backward"
-            " has stepped already, with gradients that were scaled and may have been infinite."
-            " Train in float32 or bfloat16 without a scaler, or with an optimizer that steps after"
-            " backward; load the last checkpoint first"
-        )
-    announce("unscale", parameters, scaler, inverse_scale, allow_fp16)
-    return unscale_gradients(parameters, inverse_scale, allow_fp16)
-
-
+@torch.no_grad()
 def unscale_gradients(parameters: list[Tensor], inverse_scale: Tensor, allow_fp16: bool) -> Found:
     """Unscale gradients, in place, and say on which devices one is not finite on any rank."""
     found = _unscale_locally(parameters, inverse_scale, allow_fp16)
@@ -73,7 +61,7 @@ def unscale_gradients(parameters: list[Tensor], inverse_scale: Tensor, allow_fp1
 
 def _unscale_locally(parameters: list[Tensor], inverse_scale: Tensor, allow_fp16: bool) -> Found:
     """What torch's method does, over local tensors."""
-    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    local: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
             continue
@@ -82,12 +70,12 @@ def _unscale_locally(parameters: list[Tensor], inverse_scale: Tensor, allow_fp16
         if parameter.grad.is_sparse:
             # duplicates are added up before the look for infinities
             parameter.grad = parameter.grad.coalesce()
-            gradient = parameter.grad._values()
+            local.append(parameter.grad._values())
         else:
-            (gradient,) = locals_of([parameter.grad])
-        lists.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+            local += locals_of([parameter.grad])
     found: Found = {}
-    for (device, _), gradients in lists.items():
+    for gradients in alike(local):
+        device = gradients[0].device
         number = found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
         # A blocking copy: torch's own does not wait, and under CPU offload the host would read it
         # before it is there.
@@ -124,14 +112,18 @@ def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:
         allow_fp16: bool = True,
         *args: Any,
     ) -> Found:
-        managed = any(
-            label_of(p) is not None for group in optimizer.param_groups for p in group["params"]
-        )
-        # other models are torch's
-        if not managed and not isinstance(optimizer, OptimizerInBackward):
+        if isinstance(optimizer, OptimizerInBackward):
+            raise OptimizerError(
+                "apply_optimizer_in_backward: a GradScaler came to step this optimizer, but"
+                " backward has stepped already, with gradients that were scaled and may have been"
+                " infinite. Train in float32 or bfloat16 without a scaler, or with an optimizer"
+                " that steps after backward; load the last checkpoint first"
+            )
+        parameters = parameters_of(optimizer)
+        if not any(labels_of(parameters)):  # other models are torch's
             return unscale(self, optimizer, inv_scale, found_inf, allow_fp16, *args)
-        with torch.no_grad():
-            return _unscale(self, optimizer, inv_scale, allow_fp16)
+        announce("unscale", parameters, self, inv_scale, allow_fp16)
+        return unscale_gradients(parameters, inv_scale, allow_fp16)
 
     return unscaled
 
@@ -143,16 +135,10 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """
     for name in ("found_inf", "grad_scale"):
         number = getattr(optimizer, name, None)
-        if isinstance(number, Tensor) and number.device.type != "cpu" and _is_offloaded(optimizer):
-            setattr(optimizer, name, number.cpu())
-
-
-def _is_offloaded(optimizer: Optimizer) -> bool:
-    return any(
-        parameter.device.type == "cpu" and label_of(parameter) is not None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+        if isinstance(number, Tensor) and number.device.type != "cpu":
+            on_host = [each for each in parameters_of(optimizer) if each.device.type == "cpu"]
+            if any(labels_of(on_host)):
+                setattr(optimizer, name, number.cpu())
 
 
 register_optimizer_step_pre_hook(_before_step)
@@ -161,5 +147,4 @@ register_optimizer_step_pre_hook(_before_step)
 # lets DTensors handle knows the gradients of one device and dtype only, of which ranks may have
 # different ones. There is no public hook.
 for _kind in (GradScaler, ShardedGradScaler):
-    if _UNSCALE in vars(_kind):
-        setattr(_kind, _UNSCALE, _extended(vars(_kind)[_UNSCALE]))
+    setattr(_kind, _UNSCALE, _extended(vars(_kind)[_UNSCALE]))

@@ -32,13 +32,13 @@ from torch.optim.optimizer import (
 from composable.comm import is_distributed
 from composable.compilation import untraced
 from composable.engine.params.param import labels_of
-from composable.engine.step.root import UNLANDED, Root, land_held
+from composable.engine.step.root import UNLANDED, land_held
 from composable.engine.step.unit import Unit
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.shard_steps import is_stand_in, step_on_shards_unasked
-from composable.optim.shared import is_trained, refuse_unreduced
+from composable.optim.shared import is_trained, parameters_of, refuse_unreduced
 
 _OTHER: Final = (
     "was replaced on its module, by an annotation, by load_state_dict(assign=True), by an"
@@ -66,17 +66,16 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if is_stand_in(optimizer):
         return  # a step that calls the step of its base class: the optimizer itself was checked
     step = f"{type(optimizer).__name__}.step"
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     runs_in_backward = is_part_of_backward(optimizer)
     if not runs_in_backward and (name := stepped_in_backward(parameters)) is not None:
         raise OptimizerError(
             f"{step}: {name} is stepped in backward already, since apply_optimizer_in_backward."
             " Give this optimizer other parameters, or call remove() on what that returned"
         )
-    labels = labels_of(parameters)
     labelled = [
         (parameter, label)
-        for parameter, label in zip(parameters, labels, strict=True)
+        for parameter, label in zip(parameters, labels_of(parameters), strict=True)
         if label is not None
     ]
     for parameter, label in labelled:
@@ -90,33 +89,31 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         return
     if UNLANDED and not runs_in_backward:
         land_held()
-    kept, roots = list[Unit](), dict[Root, None]()
-    for owner in dict.fromkeys(label.owner for _, label in labelled):
-        unit = None if owner is None else owner()
-        if unit is not None and unit.asleep:
+    owners = dict.fromkeys([label.owner for _, label in labelled if label.owner is not None])
+    units = [unit for owner in owners if (unit := owner()) is not None]
+    for unit in units:
+        if unit.asleep:
             raise OptimizerError(
                 f"{step}: unit '{unit.name}' rests on the host since offload_to_host. Call wake()"
                 " on what that returned first"
             )
-        if unit is not None and unit.kept_by:
-            kept.append(unit)
-        if unit is not None and unit.root is not None:
-            roots[unit.root] = None
-        if unit is not None and unit.root is not None and unit.root.split_by:
+        if unit.root is not None and unit.root.split_by:
             raise OptimizerError(
                 f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes"
                 " gradients of weights by torch.autograd.grad and assigns .grad itself: nothing"
                 " reduces them over the ranks. Annotate the module of the stage itself, or use a"
                 " schedule that calls backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
             )
-    for root in roots if not runs_in_backward else ():
-        root.end_unseen()
+    if not runs_in_backward:
+        for root in dict.fromkeys([unit.root for unit in units if unit.root is not None]):
+            root.end_unseen()
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:
         refuse_unreduced(step, plain, OptimizerError)
     # which looks at gradients by itself
     if len(plain) < len(managed) and not step_on_shards_unasked(optimizer):
         refuse_unreduced(step, managed, OptimizerError)
+    kept = [unit for unit in units if unit.kept_by]
     _managed[optimizer] = managed, _with_gradients(managed), kept
 
 

@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 
 from composable.contract.contract import drop_attribute, registry, remove
 from composable.contract.naming import module_name
-from composable.contract.tree import REPLICATE, SHARD, states_below
+from composable.contract.tree import states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
 from composable.engine.params.dtensors import dtensor_parameter
-from composable.engine.params.param import copy_attributes
+from composable.engine.params.param import ManagedParam, ParamInfo, copy_attributes
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import HEARS
@@ -45,7 +45,8 @@ class _Copies:
     Attributes:
         prepared: units of annotated modules that were met.
         depth: annotated modules whose copying is under way.
-        plain: the copy shares the tensors and is about to lose its annotations.
+        plain: the copy shares the tensors, which are in the memo, and is about to lose its
+            annotations.
     """
 
     def __init__(self, *, plain: bool = False) -> None:
@@ -61,35 +62,35 @@ class _Copies:
             if unit in self.prepared:
                 continue
             self.prepared[unit] = None
-            _refuse_copy(unit)
+            unit.refuse_asleep("copy.deepcopy")
+            if unit.shown_by == RANK0_ONLY:
+                raise PhaseError(
+                    f"copy.deepcopy of unit '{unit.name}' inside of {unit.shown_by}: the other"
+                    " ranks would copy what they had before the edits of rank 0. Copy the model"
+                    " outside of the scope"
+                )
             for cast, buffer in unit.buffers_shown():
-                memo[id(cast)] = buffer if self.plain else copy.deepcopy(buffer, memo)
+                memo[id(cast)] = copy.deepcopy(buffer, memo)
             for param in unit.params:
                 at_rest = param.at_rest
-                if isinstance(at_rest, DTensor) and id(at_rest) not in memo:
-                    memo[id(at_rest.device_mesh)] = at_rest.device_mesh  # of optimizer state, too
-                    memo[id(at_rest)] = _copy_of(at_rest)
-                elif at_rest.grad is not None and id(at_rest) not in memo:
+                if id(at_rest) not in memo:
                     # torch copies gradients of subclasses, and fails if these have another dtype
                     gradient, at_rest.grad = at_rest.grad, None
                     try:
-                        copy.deepcopy(at_rest, memo)
+                        memo[id(at_rest)] = _copy_of(at_rest, memo)
                     finally:
                         at_rest.grad = gradient
-                if param.registered is param.compute and param.compute is not at_rest:
-                    memo[id(param.compute)] = (
-                        at_rest if self.plain else copy.deepcopy(at_rest, memo)
-                    )
+                memo[id(param.compute)] = memo[id(at_rest)]  # which modules may hold now
             for param in unit.refrozen() if not self.plain else ():
                 # after `unshard()` or in a scope, where the original follows later
-                copy.deepcopy(param.at_rest, memo).requires_grad_(param.compute.requires_grad)
+                memo[id(param.at_rest)].requires_grad_(param.compute.requires_grad)
 
     def finish(self, memo: dict[Any, Any]) -> None:
         """After tables were copied: fill the units all of whose modules have a copy now."""
         copied: dict[Unit, Unit] = {
             unit: memo[id(unit)]
             for unit in self.prepared
-            if unit.modules and all(id(each) in memo for each in unit.modules)
+            if all(id(each) in memo for each in unit.modules)
         }
         for unit, twin in copied.items():
             twin.relations.resemble(unit.relations, copied)
@@ -111,8 +112,7 @@ def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
         (param, copy.deepcopy(param, memo)) for param in unit.params if param.registered is not None
     ]
     for param, other in pairs:
-        places = tuple(place for place in param.info.places if id(place.module) in memo)
-        other.start_as(param, copy.deepcopy(replace(param.info, places=places), memo))
+        other.start_as(param, _info_of_copy(param, memo))
     params = [other for _, other in pairs]
     spec = copy.deepcopy(replace(unit.spec, params=(), mesh_info=unit.mesh_info), memo)
     spec = replace(spec, params=tuple(param.info for param in params))
@@ -125,7 +125,6 @@ def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
     for stage, hook in copy.deepcopy(unit.gradients.comm_hooks, memo).items():
         twin.set_comm_hook(stage, hook, unit.gradients.prefixes[stage])
     for param, other in pairs:
-        other.at_rest.grad = None
         memo[id(param.at_rest)] = other.at_rest
 
 
@@ -133,22 +132,18 @@ def _follow_places(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
     """Places of tied parameters were copied after the unit's own modules."""
     params, grew = [param for param in unit.params if param.registered is not None], False
     for param, other in zip(params, twin.params, strict=False):
-        places = tuple(place for place in param.info.places if id(place.module) in memo)
-        if len(places) > len(other.info.places):
-            other.set_info(replace(other.info, places=copy.deepcopy(places, memo)))
+        info = _info_of_copy(param, memo)
+        if len(info.places) > len(other.info.places):
+            other.set_info(info)
             grew = True
     if grew:
         twin.build()  # others read it now
 
 
-def _refuse_copy(unit: Unit) -> None:
-    unit.refuse_asleep("copy.deepcopy")
-    if unit.shown_by == RANK0_ONLY:
-        raise PhaseError(
-            f"copy.deepcopy of unit '{unit.name}' inside of {unit.shown_by}: the other ranks"
-            " would copy what they had before the edits of rank 0. Copy the model outside of"
-            " the scope"
-        )
+def _info_of_copy(param: ManagedParam, memo: dict[Any, Any]) -> ParamInfo:
+    places = tuple(place for place in param.info.places if id(place.module) in memo)
+    info: ParamInfo = copy.deepcopy(replace(param.info, places=places), memo)
+    return info
 
 
 def attach_copying(module: nn.Module) -> None:
@@ -166,8 +161,7 @@ def detach_copying(module: nn.Module) -> None:
 
 def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     copies: _Copies = memo.setdefault(_KEY, _Copies())
-    own = [registry(module)[verb].state for verb in (SHARD, REPLICATE) if verb in registry(module)]
-    copies.prepare(own if copies.depth else states_below([module]), memo)
+    copies.prepare(states_below([module]), memo)
     copies.depth += 1
     detach_copying(module)
     try:
@@ -188,10 +182,14 @@ def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle a copy without annotations, around the same parameters and buffers."""
+    tensors = [*module.parameters(), *module.buffers()]
     for unit in states_below([module]):
         refuse_pickling(unit)
-    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    plain = copy.deepcopy(module, {**shared, _KEY: _Copies(plain=True)})  # type: ignore[dict-item]
+        tensors += [param.at_rest for param in unit.params]  # modules may hold casts now
+        tensors += [buffer for _, buffer in unit.buffers_shown()]
+    memo: dict[Any, Any] = {id(tensor): tensor for tensor in tensors}
+    memo[_KEY] = _Copies(plain=True)
+    plain = copy.deepcopy(module, memo)
     for below in plain.modules():
         for verb in reversed([*registry(below)]):
             if verb in registry(below) and not registry(below)[verb].copied:
@@ -199,14 +197,14 @@ def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     return operator.getitem, ([plain], 0)
 
 
-def _copy_of(parameter: DTensor) -> nn.Parameter:
-    """Without its gradient, as torch copies parameters; torch's copy of a `DTensor` has a copy of
-    the mesh.
-    """
+def _copy_of(parameter: nn.Parameter, memo: dict[Any, Any]) -> nn.Parameter:
+    """Torch's copy of a `DTensor` has a copy of the mesh."""
+    if not isinstance(parameter, DTensor):
+        return copy.deepcopy(parameter, memo)
+    memo[id(parameter.device_mesh)] = parameter.device_mesh  # of optimizer state, too
     made = dtensor_parameter(
         cloned(local_of(parameter)), parameter.device_mesh, parameter.placements,
         parameter.shape, parameter.stride(), requires_grad=parameter.requires_grad,
     )  # fmt: skip
-    assert isinstance(parameter, nn.Parameter)
     copy_attributes(parameter, made)
     return made

@@ -36,10 +36,9 @@ from composable.engine.params.param import (
     label_of,
     mesh_of,
     model_group_of,
-    owner_of,
 )
 from composable.engine.params.protocol import as_class_of, cloned
-from composable.engine.step.unit import EXPLICIT, Unit
+from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
 from composable.memory.torch_private import in_backward, local_of
 
@@ -219,19 +218,15 @@ def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
             no longer ones than inside of it.
     """
     for parameter in module.parameters(recurse=False):
-        group = model_group_of(parameter)
-        if group is None:
+        group, ranks, label = model_group_of(parameter), mesh_of(parameter), label_of(parameter)
+        unit = unit_of(parameter)
+        if group is None or ranks is None or label is None or unit is None:
             continue
-        label, owner = label_of(parameter), owner_of(parameter)
-        assert label is not None
-        assert owner is not None
+        number, model = dist.get_world_size(group), unit.relations.units_around()[-1].modules[0]
         alone = label.mesh_info is None and prefix.count(".") <= label.fqn.count(".")
-        ranks, number = mesh_of(parameter), dist.get_world_size(group)
-        outermost: Any = owner.relations.units_around()[-1]
-        silent = _SILENT.get() or alone or outermost.modules[0] in _TOLD
-        if silent or ranks is None or ranks.size() >= number:
+        if _SILENT.get() or alone or model in _TOLD or ranks.size() >= number:
             continue
-        _TOLD.add(outermost.modules[0])
+        _TOLD.add(model)
         logger.warning(
             "a state dict was made with %s, which is on %d of the %d ranks of the model. If other"
             " ranks have other values of it (experts), a checkpoint has those of one group of ranks"

@@ -38,7 +38,6 @@ def before_removal(units: Sequence[Unit]) -> None:
     """Gather whole parameters and gradients, on all ranks, before anything changes."""
     for unit in units:
         unit.refuse_asleep("remove")
-    for unit in units:
         if unit.gradients.has_unreduced:
             raise PhaseError(
                 f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync"
@@ -49,7 +48,7 @@ def before_removal(units: Sequence[Unit]) -> None:
         unit.give_up_step()
         unit.swap_out()
         unit.reshard()
-        _gathered[unit] = _gather_whole(unit.params) if unit.is_sharded else []
+        _gathered[unit] = [_whole(param) for param in unit.params] if unit.is_sharded else []
 
 
 def restore(unit: Unit) -> None:
@@ -76,12 +75,11 @@ def restore(unit: Unit) -> None:
     leave_tree(unit)
 
 
-def _gather_whole(params: Sequence[ManagedParam]) -> list[_Whole]:
-    """Values and gradients of sharded parameters; all ranks call this."""
-    return [
-        (form.unsharded(at_rest), None if at_rest.grad is None else form.unsharded(at_rest.grad))
-        for form, at_rest in ((param.info.form, param.at_rest) for param in params)
-    ]
+def _whole(param: ManagedParam) -> _Whole:
+    """The value and the gradient of a sharded parameter; all ranks call this."""
+    form, at_rest = param.info.form, param.at_rest
+    value = form.unsharded(at_rest)
+    return value, None if at_rest.grad is None else form.unsharded(at_rest.grad)
 
 
 @torch.no_grad()

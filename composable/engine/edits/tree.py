@@ -8,7 +8,6 @@ from functools import partial
 from weakref import ref
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from composable.contract.contract import on_undo
 from composable.contract.tree import Place
@@ -63,12 +62,14 @@ def choose_rest(unit: Unit) -> None:
     """Decide the kind of a replicated unit and how its parameters rest, see `Kind`."""
     if unit.is_sharded or not unit.params or unit.mesh_info.mesh is None:
         return
-    mesh = None
     for to_unit in reversed(unit.relations.around.values()):
         around = to_unit()
         if around is None:
             return  # it was dropped, maybe not yet on other ranks: what it has decided stays
-        mesh = _mesh_of_shards(around)
+        units = (around, *around.relations.below)
+        mesh = next(
+            (each.mesh_info.mesh for each in units if each.is_sharded and each.params), None
+        )
         if mesh is not None:
             ranks = sorted(unit.mesh_info.mesh.mesh.tolist())
             unit.change_kind(
@@ -76,11 +77,6 @@ def choose_rest(unit: Unit) -> None:
             )
             return
     unit.change_kind(without_shards(unit.mesh_info), None)
-
-
-def _mesh_of_shards(around: Unit) -> DeviceMesh | None:
-    units = (around, *around.relations.below)
-    return next((unit.mesh_info.mesh for unit in units if unit.is_sharded and unit.params), None)
 
 
 def _tie(unit: Unit, param: ManagedParam, places: Sequence[Place]) -> Callable[[], None]:

@@ -8,12 +8,12 @@ difference is looked into.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter, call, is_, is_not
 from traceback import walk_stack
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, ref
 
 import torch
@@ -23,8 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
-from composable.contract.tree import registered_parameters
-from composable.engine.gradients.post_backward import PostBackward
+from composable.contract.tree import Place, registered_parameters
 from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.param import (
     ManagedParam,
@@ -33,7 +32,7 @@ from composable.engine.params.param import (
     trainability,
 )
 from composable.engine.step.observer import HEARERS
-from composable.engine.step.ties import follow_ties
+from composable.engine.step.ties import Holder, follow_ties, holders_of
 from composable.engine.step.unit import BY_HAND, Unit, unit_of, units_below
 from composable.errors import (
     AnnotationError,
@@ -53,42 +52,26 @@ from composable.memory.torch_private import (
     split_backward_schedule,
 )
 
+if TYPE_CHECKING:
+    from composable.engine.step.root import Root
+
 logger = logging.getLogger("composable")
 _is_alive: Final = partial(is_not, None)
-_dtype_of: Final = attrgetter("dtype")
-_grad_dtype_of: Final = attrgetter("grad_dtype")
-
-
 _TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `_warn_of_unmanaged_around` has told
-
-
-class Tree(Protocol):
-    """The root that is checked, as far as this file looks."""
-
-    modules: tuple[nn.Module, ...]
-    units: list[Unit]
-    post_backward: PostBackward
-    split_by: str
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def in_step(self) -> bool: ...
+_Row = tuple[Any, ...]  # what was found, by which function in C, and lists of its arguments
 
 
 class Preparation:
     """The check of one root."""
 
-    def __init__(self, root: Tree) -> None:
+    def __init__(self, root: Root) -> None:
         self._root = root
-        self._watched: list[Any] | None = None  # what was found when everything was in order
         self._looked_around = False
+        # what was found when everything was in order: objects that are to be the same, and values
+        self._watched: tuple[Sequence[_Row], Sequence[_Row]] | None = None
+        self._modules: list[Any] = []  # whose hooks are looked at; weakly
         self._at_rest: list[nn.Parameter] = []
-        self._followed: list[bool] | None = None  # which of these train, as units know it
-        self._owners: dict[int, tuple[Unit, ManagedParam]] = {}  # by the id of a form
-        # frozen, and managed by no unit: refused once they train
-        self._strangers: list[nn.Parameter] = []
+        self._trained: list[bool] = []  # which of these train, as units know it
 
     def prepare(self) -> None:
         """Raise for what cannot be computed with; rebuild the groups of units whose parameters
@@ -104,56 +87,71 @@ class Preparation:
             )
         if torch.is_grad_enabled():
             schedule = split_backward_schedule()
-            root.split_by = schedule if schedule and _needs_hooks(root.units) else ""
-            for hear in HEARERS.splits_backwards if root.split_by else ():
+            split_by = schedule if schedule and _needs_hooks(root.units) else ""
+            root.follow_schedule(split_by)
+            for hear in HEARERS.splits_backwards if split_by else ():
                 hear()
-        if not self._looked_around and torch.is_grad_enabled():
-            self._looked_around = True
-            if ddp is None and not _is_alone(root):
-                _warn_of_unmanaged_around(root)
-        if self._watched is not None and self._unchanged():
+            if not self._looked_around:
+                self._looked_around = True
+                if ddp is None and not _is_alone(root):
+                    _warn_of_unmanaged_around(root)
+        if self._watched is not None and self._unchanged(*self._watched):
             return
         self._watched = None
         for unit in root.units:  # whose roots are planned anew, so that nothing is watched
-            if unit.asleep:
-                unit.refuse_asleep("forward")
+            unit.refuse_asleep("forward")
         if not root.in_step and not any(unit.shown_by for unit in root.units):
             follow_ties(root.units, _left_alone(root.units))
-        self._look_for_newcomers()
-        seen = [self._look_into(unit) for unit in root.units]
-        if all(seen):
-            self._note()
-
-    def _note(self) -> None:
-        """Flat lists, which are compared in C."""
-        units = self._root.units
-        params = [param for unit in units for param in unit.params if param.registered is not None]
-        tables = [
-            (place.module._parameters, place.name, param.at_rest)
-            for param in params
-            for place in param.info.places
-        ]
-        self._tables = [table for table, _, _ in tables]
-        self._names = [name for _, name, _ in tables]
-        self._registered = [parameter for _, _, parameter in tables]
-        self._at_rest = [param.at_rest for param in params]
-        self._sharded = [p for p in self._at_rest if isinstance(p, DTensor)]
-        self._shards = [local_of(p) for p in self._sharded]
-        self._own = [param.own for param in params if param.own is not None]
-        self._dtyped = [
-            *self._own,
-            *(param.compute for param in params if param.compute is not param.own),
-        ]
+        below = dict.fromkeys((*root.units, *units_below(root.modules)))
+        owners = _owners(below)
+        strangers = _look_for_newcomers(root, below, owners)
+        # without its hooks, an annotation around a unit would not be noticed at all
         around = dict.fromkeys(
-            each for unit in units for each in (unit, *unit.relations.units_around())
+            each for unit in root.units for each in (unit, *unit.relations.units_around())
         )
-        # weak: what is around the root's units may be dropped before them
-        self._modules: list[Any] = [ref(module) for unit in around for module in unit.modules]
-        self._watched, self._followed = self._look(), self._trainability()
+        for unit in around:
+            _refuse_cleared_hooks(unit)
+        seen = [_look_into(unit, root, owners) for unit in root.units]
+        if all(seen):
+            self._note(around, strangers)
 
-    def _trainability(self) -> list[bool]:
+    def _note(self, around: Iterable[Unit], strangers: list[nn.Parameter]) -> None:
+        params = [param for unit in self._root.units for param in unit.params]
+        places = [place for param in params for place in param.info.places]
+        tables = [place.module._parameters for place in places]
+        names = [place.name for place in places]
+        at_rest = [param.at_rest for param in params]
+        sharded = [parameter for parameter in at_rest if isinstance(parameter, DTensor)]
+        shards = list(map(local_of, sharded))
+        own = [param.own for param in params if param.own is not None]
+        dtyped = [*own, *(param.compute for param in params if param.compute is not param.own)]
         with as_tensors():
-            return list(map(trainability, self._at_rest))
+            same = [_as_now(dict.get, tables, names), _as_now(local_of, sharded)]
+            equal = [
+                _as_now(trainability, at_rest),
+                _as_now(trainability, strangers),
+                # A shard's memory is the engine's; that of users' own parameters may be exchanged
+                # (`param.data = ...`).
+                _as_now(Tensor.numel, shards),
+                _as_now(Tensor.data_ptr, own),
+                _as_now(attrgetter("dtype"), dtyped),
+                _as_now(attrgetter("grad_dtype"), at_rest),
+            ]
+        self._watched = same, equal
+        self._trained = equal[0][0]
+        self._at_rest = at_rest
+        # weak: what is around the root's units may be dropped before them
+        self._modules = [ref(module) for unit in around for module in unit.modules]
+
+    def _unchanged(self, same: Sequence[_Row], equal: Sequence[_Row]) -> bool:
+        with as_tensors():
+            for before, *row in same:
+                if not all(map(is_, before, map(*row))):
+                    return False
+            for before, *row in equal:
+                if list(map(*row)) != before:
+                    return False
+        return all(map(hooks_attached, filter(_is_alive, map(call, self._modules))))
 
     def follow_freezing(self) -> None:
         """A backward begins: what `requires_grad` says now decides which parameters get gradients,
@@ -161,119 +159,104 @@ class Preparation:
 
         Adapters are switched off and on again between a forward and its backward, for a reference.
         """
-        trains = self._trainability()
-        if trains != self._followed:
-            self._followed = trains
+        with as_tensors():
+            trained = list(map(trainability, self._at_rest))
+        if trained != self._trained:
+            self._trained[:] = trained
             for unit in self._root.units:
                 unit.follow()
 
-    def _look(self) -> list[Any]:
-        with as_tensors():
-            grad_dtypes = list(map(_grad_dtype_of, self._at_rest))
-        # A shard's memory is the engine's; that of users' own parameters may be exchanged
-        # (`param.data = ...`).
-        return [
-            list(map(trainability, self._strangers)),
-            list(map(Tensor.numel, self._shards)),
-            list(map(Tensor.data_ptr, self._own)),
-            list(map(_dtype_of, self._dtyped)),
-            grad_dtypes,
-        ]
 
-    def _unchanged(self) -> bool:
-        return (
-            all(map(is_, map(dict.get, self._tables, self._names), self._registered))
-            and all(map(is_, map(local_of, self._sharded), self._shards))
-            and self._trainability() == self._followed
-            and self._look() == self._watched
-            and all(map(hooks_attached, filter(_is_alive, map(call, self._modules))))
-        )
+def _as_now(look: Callable[..., Any], *arguments: list[Any]) -> _Row:
+    return list(map(look, *arguments)), look, *arguments
 
-    @outside_transforms
-    def _look_into(self, unit: Unit) -> bool:
-        """Returns whether all of it was seen."""
-        root = self._root
-        if unit.shown_by:
-            raise PhaseError(
-                f"a forward of unit '{unit.name}' was called inside of {unit.shown_by}, where its"
-                " modules hold whole parameters to look at and to edit. Call it outside of the"
-                " scope; to keep parameters unsharded for forwards, use keep_unsharded(model)"
-            )
-        # without its hooks, an annotation around a unit would not be noticed at all
-        for each in (unit, *unit.relations.units_around()):
-            _refuse_cleared_hooks(each)
-        _refuse_left_alone(unit)
-        _refuse_optimizers_of_torch(unit)
-        if not unit.is_sharded and any(
-            not isinstance(p.registered, nn.Parameter | None) for p in unit.params
+
+def _owners(units: Iterable[Unit]) -> dict[int, Holder]:
+    """Which parameter of which unit a tensor is, by its id. `model.to()` exchanges the attributes
+    of DTensors, and with them their labels.
+    """
+    return {
+        id(form): (unit, param)
+        for unit in units
+        for param in unit.params
+        for form in (param.at_rest, param.own, param.compute)
+        if form is not None
+    }
+
+
+def _look_for_newcomers(
+    root: Root, below: Iterable[Unit], owners: Mapping[int, Holder]
+) -> list[nn.Parameter]:
+    """Refuse trainable parameters below a unit that no unit manages, and ties that came after the
+    annotation.
+
+    Args:
+        below: units of the root, and those below that are prepared by another one.
+
+    Returns:
+        Frozen parameters that no unit manages: refused once they train.
+    """
+    known = holders_of(below).keys() | _left_alone(below)
+    strangers = []
+    for unit in root.units:
+        found = []
+        for place, parameter in (
+            each for module in unit.modules for each in registered_parameters(module, stop=())
         ):
-            # `torch.func.functional_call` registers tensors of its own for one call, and they are
-            # computed with
-            return False
-        _refuse_cast_in_forward(unit)
-        if _adopt(unit, self._owners):
-            if not root.in_step:
-                unit.reshard()
-            unit.build()
-        for group in unit.groups:
-            if group.device.type == "meta" and group.params:
-                raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
-        unit.follow()
-        root.post_backward.buckets.follow()
-        return True
-
-    def _look_for_newcomers(self) -> None:
-        """Refuse trainable parameters below a unit that no unit manages, and ties that came after
-        the annotation.
-        """
-        units = self._root.units
-        self._owners = {
-            id(form): (unit, param)
-            for unit in units
-            for param in unit.params
-            for form in (param.at_rest, param.own, param.compute)
-            if form is not None
-        }
-        self._strangers = []
-        known = {
-            (id(place.module), place.name)
-            for unit in units
-            for param in unit.params
-            for place in param.info.places
-        }
-        known |= _left_alone(units)
-        # `model.to()` exchanges the attributes of DTensors, with the label of those below that are
-        # prepared by another root, too
-        below = units_below(self._root.modules)
-        elsewhere = {id(param.at_rest) for unit in below for param in unit.params}
-        for unit in units:
-            found = []
-            for place, parameter in (
-                each for module in unit.modules for each in registered_parameters(module, stop=())
-            ):
-                if (id(place.module), place.name) in known:
-                    continue
-                if id(parameter) in self._owners:
-                    owner, param = self._owners[id(parameter)]
-                    _refuse_late_tie(f"'{place.fqn}' below unit '{unit.name}'", owner, param)
-                    param.set_info(replace(param.info, places=(*param.info.places, place)))
-                elif id(parameter) in elsewhere or _is_managed(parameter):
-                    continue  # of a unit elsewhere, which reduces its gradient
-                elif parameter.requires_grad:
-                    found.append(f"'{place.fqn}'")
-                else:
-                    self._strangers.append(parameter)
-            if found and not _is_alone(self._root):
-                verb = unit.spec.verb
-                raise AnnotationError(
-                    f"unit '{unit.name}' ({verb}): no unit manages {few(found)}, added below it, or"
-                    " left by remove(), after the annotation: every rank would train its own. Call"
-                    f" remove(module, {verb}) and annotate again, with ignored_params= for those"
-                    " that are to be trained as they are"
-                )
+            if place in known:
+                continue
+            known.add(place)
+            if id(parameter) in owners:
+                owner, param = owners[id(parameter)]
+                _refuse_late_tie(f"'{place.fqn}' below unit '{unit.name}'", owner, param)
+                param.set_info(replace(param.info, places=(*param.info.places, place)))
+            elif _is_managed(parameter):
+                continue  # of a unit elsewhere, which reduces its gradient
+            elif parameter.requires_grad:
+                found.append(f"'{place.fqn}'")
+            else:
+                strangers.append(parameter)
+        if found and not _is_alone(root):
+            verb = unit.spec.verb
+            raise AnnotationError(
+                f"unit '{unit.name}' ({verb}): no unit manages {few(found)}, added below it, or"
+                " left by remove(), after the annotation: every rank would train its own. Call"
+                f" remove(module, {verb}) and annotate again, with ignored_params= for those"
+                " that are to be trained as they are"
+            )
+    return strangers
 
 
-def _is_alone(root: Tree) -> bool:
+@outside_transforms
+def _look_into(unit: Unit, root: Root, owners: Mapping[int, Holder]) -> bool:
+    """Returns whether all of it was seen."""
+    if unit.shown_by:
+        raise PhaseError(
+            f"a forward of unit '{unit.name}' was called inside of {unit.shown_by}, where its"
+            " modules hold whole parameters to look at and to edit. Call it outside of the"
+            " scope; to keep parameters unsharded for forwards, use keep_unsharded(model)"
+        )
+    _refuse_left_alone(unit)
+    if not unit.is_sharded and any(
+        not isinstance(p.registered, nn.Parameter | None) for p in unit.params
+    ):
+        # `torch.func.functional_call` registers tensors of its own for one call, and they are
+        # computed with
+        return False
+    _refuse_cast_in_forward(unit)
+    if _adopt(unit, owners):
+        if not root.in_step:
+            unit.reshard()
+        unit.build()
+    for group in unit.groups:
+        if group.device.type == "meta" and group.params:
+            raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
+    unit.follow()
+    root.post_backward.buckets.follow()
+    return True
+
+
+def _is_alone(root: Root) -> bool:
     return all(unit.mesh_info.all.size == 1 for unit in root.units)
 
 
@@ -293,9 +276,9 @@ def _is_managed(parameter: nn.Parameter) -> bool:
     return label is not None and (label.form == "compute" or unit_of(parameter) is not None)
 
 
-def _left_alone(units: Iterable[Unit]) -> set[tuple[int, str]]:
+def _left_alone(units: Iterable[Unit]) -> set[Place]:
     """Where ignored parameters are registered."""
-    return {(id(place.module), place.name) for unit in units for place in unit.spec.left_alone}
+    return {place for unit in units for place in unit.spec.left_alone}
 
 
 def _refuse_late_tie(where: str, unit: Unit, param: ManagedParam) -> None:
@@ -309,7 +292,7 @@ def _refuse_late_tie(where: str, unit: Unit, param: ManagedParam) -> None:
     )
 
 
-def _warn_of_unmanaged_around(root: Tree) -> None:
+def _warn_of_unmanaged_around(root: Root) -> None:
     """Once per model: tell which of its parameters train and are reached by no annotation, such as
     those around annotated blocks.
 
@@ -326,7 +309,7 @@ def _warn_of_unmanaged_around(root: Tree) -> None:
         if parameter.requires_grad
         and not _is_managed(parameter)
         and not isinstance(parameter, DTensor)
-        and (id(place.module), place.name) not in ignored
+        and place not in ignored
     ]
     if names:
         verb = root.units[0].spec.verb
@@ -392,47 +375,24 @@ def _refuse_left_alone(unit: Unit) -> None:
         )
 
 
-def _refuse_optimizers_of_torch(unit: Unit) -> None:
-    """torch's optimizers in backward hang on nodes of autograd's, which compute parameters of
-    shards do not share.
-    """
-    for param in unit.params:
-        if hasattr(param.at_rest, "_in_backward_optimizers") or hasattr(
-            param.compute, "_in_backward_optimizers"
-        ):
-            raise PhaseError(
-                f"parameter '{param.fqn}' of unit '{unit.name}' has an optimizer of torch's"
-                " _apply_optimizer_in_backward, which would step before its gradient is reduced,"
-                " or never. Use composable.apply_optimizer_in_backward, or"
-                " register_post_accumulate_grad_hook on the parameter"
-            )
-
-
-def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
+def _adopt(unit: Unit, owners: Mapping[int, Holder]) -> bool:
     """Whether the unit has to be built anew, since its parameters were replaced, moved or cast."""
     # what is refused is refused before anything changes
-    newcomers = [(param, _newcomer(unit, param)) for param in unit.params]
-    replaced = [(param, newcomer) for param, newcomer in newcomers if newcomer is not None]
-    tied = []
-    for param, newcomer in replaced:
-        other = unit_of(newcomer)
-        elsewhere = (
-            next(((other, each) for each in other.params if each.at_rest is newcomer), None)
-            if other
-            else None
-        )
-        owner = owners.get(id(newcomer), elsewhere)
-        if owner is not None:
-            _refuse_late_tie(f"parameter '{param.fqn}' of unit '{unit.name}'", *owner)
-            tied.append(param)  # managed where it was before
-    changed = bool(replaced)
-    for group in unit.groups:
-        changed = group.adopt_changes() or changed
-    for param, newcomer in replaced:
+    newcomers = {
+        param: newcomer for param in unit.params if (newcomer := _newcomer(unit, param)) is not None
+    }
+    elsewhere = [other for newcomer in newcomers.values() if (other := unit_of(newcomer))]
+    owners = {**_owners(elsewhere), **owners}
+    tied = [param for param, newcomer in newcomers.items() if id(newcomer) in owners]
+    for param in tied:  # managed where it was before
+        where = f"parameter '{param.fqn}' of unit '{unit.name}'"
+        _refuse_late_tie(where, *owners[id(newcomers[param])])
+    changed = [group for group in unit.groups if group.adopt_changes()]
+    for param, newcomer in newcomers.items():
         set_label(param.at_rest, param.info, unit.name, "replaced")
         param.follow(newcomer)
     unit.give(tied)
-    return changed
+    return bool(newcomers or changed)
 
 
 def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:

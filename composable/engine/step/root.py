@@ -362,6 +362,10 @@ class Root:
         self.eager_because = why
         self.agreed.stop_tracing(why)
 
+    def follow_schedule(self, split_by: str) -> None:
+        """A forward is called, see `split_by`."""
+        self.split_by = split_by
+
     @property
     def phase(self) -> Phase:
         """See the table at the top of this file."""

@@ -4,7 +4,7 @@ which is sharded on the meta device.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
@@ -15,7 +15,17 @@ from composable.engine.step.unit import Unit, unit_of
 Holder = tuple[Unit, ManagedParam]
 
 
-def follow_ties(units: Sequence[Unit], left_alone: Collection[tuple[int, str]]) -> None:
+def holders_of(units: Iterable[Unit]) -> dict[Place, Holder]:
+    """Which parameter of which unit has its place where."""
+    return {
+        place: (unit, param)
+        for unit in units
+        for param in unit.params
+        for place in param.info.places
+    }
+
+
+def follow_ties(units: Sequence[Unit], left_alone: Collection[Place]) -> None:
     """Give each parameter that is registered in places of several units to one of them.
 
     That is the innermost unit around all its places, as in an annotation of tied parameters: it is
@@ -26,32 +36,27 @@ def follow_ties(units: Sequence[Unit], left_alone: Collection[tuple[int, str]]) 
         units: of one root; the first has the outermost modules.
         left_alone: places of ignored parameters.
     """
-    holders = {
-        (id(place.module), place.name): (unit, param)
-        for unit in units
-        for param in unit.params
-        for place in param.info.places
-    }
-    found: dict[int, list[tuple[int, str]]] = {}
+    holders = holders_of(units)
+    found: dict[int, list[Place]] = {}
     for module in units[0].modules:
         for place, parameter in registered_parameters(module, stop=()):
-            if (key := (id(place.module), place.name)) not in left_alone:
-                found.setdefault(id(parameter), []).append(key)
-    for keys in found.values():
-        held = dict.fromkeys(holders[key] for key in keys if key in holders)
-        if len(held) > 1 or (held and any(key not in holders for key in keys)):
-            _move([*held], keys, units)
+            if place not in left_alone:
+                found.setdefault(id(parameter), []).append(place)
+    for places in found.values():
+        held = dict.fromkeys(holders.get(place) for place in places)
+        holding = [holder for holder in held if holder is not None]
+        if holding and len(held) > 1:
+            _move(holding, places, units)
 
 
-def _move(held: list[Holder], keys: list[tuple[int, str]], units: Sequence[Unit]) -> None:
-    """Let the innermost unit around the places `keys` manage what is registered there."""
-    around = [(places, unit) for unit in units if (places := _places(unit, keys))]
-    if not around:
-        return
-    places, owner = min(around, key=lambda each: _size(each[1]))
-    tensor, touched = places[0].registered, dict.fromkeys([owner, *(unit for unit, _ in held)])
-    if not isinstance(tensor, nn.Parameter) or unit_of(tensor) not in (None, *units):
+def _move(held: list[Holder], places: list[Place], units: Sequence[Unit]) -> None:
+    """Let the innermost unit around the places manage what is registered there."""
+    tensor, inside = places[0].registered, {unit: _places(unit) for unit in units}
+    around = [unit for unit in units if inside[unit].keys() >= set(places)]
+    if not around or not isinstance(tensor, nn.Parameter) or unit_of(tensor) not in (None, *units):
         return  # of one call of `torch.func.functional_call`; or of a unit elsewhere
+    owner = min(reversed(around), key=lambda unit: len(inside[unit]))
+    touched = dict.fromkeys([owner, *(unit for unit, _ in held)])
     if not all(_can_move(unit, owner) for unit in touched) or not all(
         param.info.form.is_whole and param.info.mesh_info is None for _, param in held
     ):
@@ -61,7 +66,7 @@ def _move(held: list[Holder], keys: list[tuple[int, str]], units: Sequence[Unit]
         unit.give([other])
         if other.at_rest is not tensor:
             set_label(other.at_rest, other.info, unit.name, "replaced")
-    owner.take(param, places)
+    owner.take(param, tuple(inside[owner][place] for place in places))
     for unit in touched:
         unit.reshard()
         unit.build()
@@ -78,15 +83,11 @@ def _can_move(unit: Unit, owner: Unit) -> bool:
     )
 
 
-def _places(unit: Unit, keys: Collection[tuple[int, str]]) -> tuple[Place, ...]:
-    """The places `keys` by their names below the unit; none if some are elsewhere."""
-    found: dict[tuple[int, str], Place] = {}
+def _places(unit: Unit) -> dict[Place, Place]:
+    """All places of parameters in the unit's modules and below, with their names there."""
+    found: dict[Place, Place] = {}
     for index, module in enumerate(unit.modules):
         prefix = "" if len(unit.modules) == 1 else str(index)
         for place, _ in registered_parameters(module, prefix, stop=()):
-            found.setdefault((id(place.module), place.name), place)
-    return tuple(found[key] for key in keys) if all(key in found for key in keys) else ()
-
-
-def _size(unit: Unit) -> int:
-    return len({id(below) for module in unit.modules for below in module.modules()})
+            found.setdefault(place, place)
+    return found
