@@ -27,6 +27,7 @@ from composable.engine.edits.loading import says_nothing_of_groups
 from composable.errors import PhaseError, StateError, few
 from composable.memory.torch_private import local_of
 from composable.state.hub_names import Converted, by_transformers
+from composable.state.materialize import refresh
 from composable.state.whole import all_or_none, comms_of_model, require_at_rest
 
 Rename = Callable[[str], str]
@@ -50,20 +51,23 @@ def load(
     model: nn.Module,
     folder: str | os.PathLike[str],
     *,
+    dtype: torch.dtype | None = None,
     strict: bool = True,
     rename: Rename | None = None,
 ) -> Loaded:
     """Read weights from a folder of Hugging Face safetensors into an annotated model.
 
     Each rank reads the rows that it holds; nobody has the whole model. It is the inverse of
-    `export`, and reads what `save_pretrained` writes. Values are cast to the dtypes that the model
-    has. All ranks call this together, outside of forward and backward.
+    `export`, and reads what `save_pretrained` writes. All ranks call this together, outside of
+    forward and backward, and before optimizers are made if `dtype` is given.
 
     Args:
         model: an annotated module, or one that contains some, with memory: on the meta device call
             `materialize(model, folder=...)`.
         folder: with `model.safetensors`, or an index and its files, or any files of safetensors;
             or such a file. Every rank must see it.
+        dtype: the model is cast to it first, as by `model.to(dtype)`. None: values are cast to the
+            dtypes that the model has.
         strict: refuse a folder whose names are not those of the model. Of tied tensors one name is
             enough.
         rename: what a tensor of the folder is called in the model. None: for a model of
@@ -90,19 +94,20 @@ def load(
     model = unwrapped(model)
     units = units_in("load", model)
     require_at_rest("load", units)
-    with says_nothing_of_groups():
-        state = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
     comms = comms_of_model(units)
     with ExitStack() as stack:
         plans: list[_Plan] = []
 
         def look() -> None:
-            plan = _Plan(model, state, _Files(Path(folder), stack), rename)
+            plan = _Plan(model, _Files(Path(folder), stack), rename)
             plan.check(strict=strict)
             plans.append(plan)
 
         all_or_none("load", comms, look)
         (plan,) = plans
+        if dtype is not None:
+            model.to(dtype)
+            refresh(model)
         all_or_none("load", comms, partial(plan.write, shows=comms[0].rank == 0))
         return plan.left_out
 
@@ -173,10 +178,9 @@ def _paths(folder: Path) -> list[Path]:
 class _Plan:
     """Which tensors of a folder become which of the model."""
 
-    def __init__(
-        self, model: nn.Module, state: dict[str, Tensor], files: _Files, rename: Rename | None
-    ) -> None:
-        self._model, self._state, self._files = model, state, files
+    def __init__(self, model: nn.Module, files: _Files, rename: Rename | None) -> None:
+        self._model, self._files = model, files
+        self._state = state = _at_rest(model)
         self._converted: list[Converted] = []
         # by the name in the model, that in the folder
         self._direct = {name if rename is None else rename(name): name for name in files.names}
@@ -240,8 +244,9 @@ class _Plan:
         Args:
             shows: a bar of how far it is, if it is a terminal's.
         """
+        state = _at_rest(self._model)  # it may have been cast
         for target, name in _in_view([*self._direct.items()], "load", shows=shows):
-            tensor = self._state[target]
+            tensor = state[target]
             box = _box_of(tensor)
             if box is None:
                 self._hand_over(target, self._files.read(name))
@@ -258,6 +263,16 @@ class _Plan:
         """Load one tensor, however it rests."""
         path, _, name = target.rpartition(".")
         self._model.get_submodule(path).load_state_dict({name: whole}, strict=False)
+
+
+def _at_rest(model: nn.Module) -> dict[str, Tensor]:
+    """List parameters and buffers by name.
+
+    They are not detached: a write to a detached `DTensor` moves no version counter.
+    """
+    with says_nothing_of_groups():
+        state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _box_of(tensor: Tensor) -> list[slice] | None:

@@ -96,6 +96,18 @@ def _noted(read: list[int], tensor: Tensor) -> Tensor:
     return tensor
 
 
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_a_model_is_cast_first(verb: Callable[..., nn.Module], tmp_path: Path) -> None:
+    expected, model = plain(0), plain(1)
+    verb(model)
+    _written_by_rank_0(lambda: save_file(_without_ties(expected), tmp_path / "any.safetensors"))
+    load(model, tmp_path, dtype=torch.bfloat16)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    _agrees(model, expected.bfloat16().state_dict())
+    model(tokens(0)).sum().backward()
+
+
 class Pair(nn.Module):
     """Widths that no number of ranks here divides."""
 
