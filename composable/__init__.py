@@ -36,6 +36,7 @@ from composable.policies import (
 )
 from composable.report.describe import describe
 from composable.state.ema import EMA
+from composable.state.folder import load
 from composable.state.full import export, full_state_dict, stream_full
 from composable.state.host import HostOffload, offload_to_host
 from composable.state.materialize import materialize, refresh
@@ -78,6 +79,7 @@ __all__ = [
     "join",
     "joinable",
     "keep_unsharded",
+    "load",
     "local_steps",
     "materialize",
     "no_sync",

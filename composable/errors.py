@@ -69,6 +69,10 @@ class ClippingError(ComposableError, ValueError):
     """The caller's: gradients cannot be clipped as asked; they are as they were before."""
 
 
+class StateError(ComposableError, RuntimeError):
+    """The caller's: a folder of weights does not fit the model; the model is as it was."""
+
+
 # --- found while running ------------------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
         "offload_to_host",
         "HostOffload",
         "export",
+        "load",
         "EMA",
         "rebind_optimizer",
         "refresh",

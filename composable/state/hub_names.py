@@ -1,0 +1,89 @@
+"""What a model of transformers calls the tensors of a folder, and what it makes of them.
+
+`from_pretrained` renames tensors of older models, and puts experts together that a folder has one
+by one. Which, and how, is in modules of transformers that are not part of its documented interface:
+`conversion_mapping` and `core_model_loading`, which PEFT reads as well. Checked on transformers
+5.23.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+Read = Callable[[str], Tensor]
+
+
+@dataclass(slots=True)
+class Converted:
+    """Tensors of the model that are made of several of the folder, or of parts of one.
+
+    Attributes:
+        targets: names in the model.
+        sources: names in the folder, each with the pattern that it matches.
+    """
+
+    converter: Any
+    targets: list[str]
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Names in the folder."""
+        return [name for name, _ in self.sources]
+
+    def fits(self, state: Mapping[str, Tensor]) -> bool:
+        """Whether the model has all that is made."""
+        return all(target in state for target in self.targets)
+
+    def convert(self, model: nn.Module, read: Read) -> dict[str, Tensor]:
+        """Make the model's tensors of what `read` gives for names in the folder."""
+        converter = copy.deepcopy(self.converter)
+        for name, pattern in self.sources:
+            converter.add_tensor(self.targets[0], name, pattern, read(name))
+        made = converter.convert(self.targets[0], model=model, config=model.config)
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
+
+
+def by_transformers(
+    model: Any, state: dict[str, Tensor], names: Iterable[str]
+) -> tuple[dict[str, str], list[Converted]]:
+    """Find, by name in the model, that in the folder; and what is converted.
+
+    A name that the model does not have stands for itself.
+    """
+    from transformers.conversion_mapping import (  # noqa: PLC0415 - only for models of transformers
+        get_model_conversion_mapping,
+    )
+    from transformers.core_model_loading import (  # noqa: PLC0415
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = model.base_model_prefix
+    direct: dict[str, str] = {}
+    converted: dict[str, Converted] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if pattern is None:
+            direct[target if target in state else name] = name
+            continue
+        converter = by_pattern[pattern]
+        first, *more = converter.target_patterns
+        targets = [target, *(target.replace(first, each) for each in more)]
+        converted.setdefault(target, Converted(converter, targets)).sources.append((name, pattern))
+    return direct, [*converted.values()]
