@@ -13,6 +13,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
@@ -174,7 +175,9 @@ class Run:
         if options.resume:
             self.say(f"resumed from step {start}")
         seconds, validation = 0.0, ""
-        for step in range(start, until):
+        quiet = self.details.quiet or not self.details.is_terminal  # else a bar, beside the lines
+        steps = track(range(start, until), "", console=self.details, disable=quiet, transient=True)
+        for step in steps:
             before = time.perf_counter()
             loss = self._mean(self._step(step, *self._rows(self.corpus.train, step)))
             seconds += time.perf_counter() - before

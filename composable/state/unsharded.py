@@ -43,11 +43,12 @@ _SCOPE: Final = "unsharded()"
 class _Shown:
     """A parameter whose whole copy is registered in its place.
 
-    `version` is that of its shard when it was gathered.
+    `shape` and `version` are those of the copy and of the shard when it was gathered.
     """
 
     managed: Managed
     whole: nn.Parameter
+    shape: torch.Size
     version: int
 
 
@@ -153,7 +154,7 @@ def _show(
     version = _version(at_rest)
     managed.unit.shown_by = RANK0_ONLY if rank0_only else _SCOPE
     if rank0_only and comm.rank:
-        shown.append(_Shown(managed, at_rest, version))
+        shown.append(_Shown(managed, at_rest, at_rest.shape, version))
         return
     if offload_to_cpu:
         value = value.cpu()
@@ -163,7 +164,7 @@ def _show(
         keep_gradients_in(whole_gradient.dtype, whole)
         whole.grad = form.shown(whole_gradient)
     managed.param.register(whole)
-    shown.append(_Shown(managed, whole, version))
+    shown.append(_Shown(managed, whole, whole.shape, version))
 
 
 def _hide(
@@ -206,12 +207,11 @@ def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
 
 def _check_edit(each: _Shown) -> None:
     managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
-    shape = managed.param.compute.shape
-    if (whole.shape, whole.dtype) != (shape, at_rest.dtype):
+    if (whole.shape, whole.dtype) != (each.shape, at_rest.dtype):
         raise ForeignParameterError(
             f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape"
             f" {tuple(whole.shape)} and is {whole.dtype} after the scope; before it was"
-            f" {tuple(shape)} and {at_rest.dtype}. To change a shape, register a new"
+            f" {tuple(each.shape)} and {at_rest.dtype}. To change a shape, register a new"
             " parameter in its place; cast a model outside of the scope"
         )
     if whole is not at_rest and (gradient_hooks(whole) or hooks_after_accumulation(whole)):

@@ -26,12 +26,12 @@ from composable.comm import (
     choose,
     comm_of,
     comms_wrapped_by,
-    group_of_both,
     mesh_info_of_replicas,
     mesh_info_of_shards,
     subgroup_of,
     world_group,
 )
+from composable.comm.choose import group_of_both
 from composable.errors import AnnotationError
 from composable.memory.torch_private import timeout_of
 from tests.helpers.communicators import Around
