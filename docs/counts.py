@@ -31,7 +31,7 @@ FEATURES: Final = {
     "communication hooks": (
         r"comm(unication)?.hooks?\b|CommHook|hook_stages", "gradients/hook_stages.py",
     ),
-    "compiled autograd": (r"compiled|eager_because|\.traced\b", ""),
+    "compiled autograd": (r"compiled|eager_because|\.traced\b", "step/compiled.py"),
 }  # fmt: skip
 _NO_CODE: Final = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

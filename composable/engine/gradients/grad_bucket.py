@@ -99,7 +99,7 @@ class GradBucket:
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
             self.at_rest, slots, precision, device, mesh_info,
-            label=label, offloaded=home is not None, keeps=keeps,
+            label=label, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self._to_rest = list if home is None else home.take

@@ -41,7 +41,7 @@ from composable.engine.params.param import as_parameter
 from composable.engine.params.precision import Precision
 from composable.errors import RanksDisagreeError
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import chunk_cat, storage_key
+from composable.memory.torch_private import chunk_cat, local_tensor, storage_key
 
 _CACHE_LINE: Final = 64  # bytes
 _PLANS: Final = 4  # for sets of parameters that train; where others come up, plans are made anew
@@ -125,7 +125,6 @@ class Reducer:
     Args:
         at_rest: the parameters on which the gradients will land.
         slots: of these parameters.
-        offloaded: gradients rest on the host.
         keeps: the sums have memory of their own from step to step.
 
     Attributes:
@@ -149,7 +148,6 @@ class Reducer:
         mesh_info: MeshInfo,
         *,
         label: str,
-        offloaded: bool,
         keeps: bool,
     ) -> None:
         self.at_rest = tuple(at_rest)
@@ -157,7 +155,6 @@ class Reducer:
         self.precision = precision
         self.device = device
         self.mesh_info = mesh_info
-        self.offloaded = offloaded
         self.keeps = keeps
         self.label = label
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
@@ -254,14 +251,17 @@ class Plan:
         row_start = layout.row_start + layout.flags_start
         self.row_at = slice(row_start, row_start + self.row.numel)
         self.specs: dict[int, Any] = {}
-        self.stand_in = torch.empty(0, dtype=precision.gradient, device=reducer.device)
-        if not reducer.offloaded and precision.gradient == precision.original:
+        home = local_tensor(reducer.at_rest[0]).device  # the host, under CPU offload
+        self.stand_in = torch.empty(0, dtype=precision.gradient, device=home)
+        if precision.gradient == precision.original:
             at_rest = [(index, reducer.at_rest[index]) for index in layout.trainable]
             self.specs = {i: each._spec for i, each in at_rest if isinstance(each, DTensor)}
         self.message = ElasticBuffer(ranks * layout.row_numel, precision.reduce, reducer.device)
         with torch.inference_mode(False):
             self.sent = self.message.tensor.data
             self.rows = self.sent.view(ranks, -1)
+        # a hook does not write to what is between gradients
+        self._new = self.sent.new_zeros if reducer.first_stage else self.sent.new_empty
         # Which columns can be handed to `chunk_cat` as autograd made them.
         self._plain = all(
             slot.dim == 0
@@ -287,7 +287,7 @@ class Plan:
 
     def make_flat(self) -> Tensor:
         """Memory for the sums of one message."""
-        return self.sent.new_empty(self.layout.numel)
+        return self._new(self.layout.numel)
 
     def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """This rank's shards of these parameters' gradients, in a flat gradient buffer."""

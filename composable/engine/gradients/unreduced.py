@@ -38,7 +38,7 @@ from composable.engine.params.param import (
     set_holds_unreduced,
 )
 from composable.errors import PhaseError
-from composable.memory.torch_private import gradient_hooks, local_of, locals_of
+from composable.memory.torch_private import gradient_hooks, local_of, local_tensor, locals_of
 
 
 class SyncMode(enum.Enum):
@@ -136,7 +136,7 @@ class Accumulated:
             elif self.marks or _is_whole(before, form):
                 before = before.to(dtype)  # marked ones that were reduced earlier have another
                 self._show(index, before)
-                locals_of([before])[0].add_(gradient)
+                local_tensor(before).add_(gradient)
             else:
                 # `before` is this rank's shard of a mean that was reduced earlier. The reduction to
                 # come divides by as many ranks as it sums over: those of the shard dimension each

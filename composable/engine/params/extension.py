@@ -46,7 +46,12 @@ from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome
 from composable.memory.streams import has_streams
-from composable.memory.torch_private import local_of, locals_of, storage_key, up_to_collectives
+from composable.memory.torch_private import (
+    local_of,
+    local_tensor,
+    storage_key,
+    up_to_collectives,
+)
 
 _ALIGN: Final = 16  # bytes; kernels that copy read as many at once
 
@@ -305,7 +310,7 @@ def _is_extended(param: ManagedParam) -> bool:
     """A plain parameter's attributes are not its shards', so that it has no protocol."""
     if type(param.current) is nn.Parameter or not param.info.form.is_whole:
         return False
-    return has_protocol(locals_of([param.current])[0])
+    return has_protocol(local_tensor(param.current))
 
 
 def _may_join(param: ManagedParam) -> bool:

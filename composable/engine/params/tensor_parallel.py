@@ -37,6 +37,7 @@ from composable.engine.params.dtensors import on_device_of_mesh, whole_of, wrap
 from composable.engine.params.form import ParamForm
 from composable.memory.torch_private import (
     local_of,
+    local_tensor,
     locals_of,
     parameter_around,
     set_local,
@@ -81,7 +82,7 @@ class SpreadForm(ParamForm):
 
     @override
     def given(self, registered: Tensor) -> Tensor | None:
-        return locals_of([registered])[0] if self.owns(registered) else None
+        return local_tensor(registered) if self.owns(registered) else None
 
     @override
     def local_like(self, registered: Tensor) -> Tensor:
@@ -152,7 +153,7 @@ class SpreadForm(ParamForm):
     def refill(self, original: nn.Parameter, value: Tensor, at_rest: nn.Parameter) -> bool:
         if (original.dtype, original.device) != (value.dtype, value.device):
             return False
-        locals_of([original.detach()])[0].copy_(value)
+        local_tensor(original.detach()).copy_(value)
         return True
 
     # --- gradients -------------------------------------------------------------------------------

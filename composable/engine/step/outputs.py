@@ -101,41 +101,6 @@ def watch(
     return Watched(output, found=found, aliases=aliased, opaque=kinds)
 
 
-class _Uncompiled(torch.autograd.Function):
-    """The identity, which compiled autograd may not record.
-
-    It unpacks what nodes have saved before it calls any of their hooks, and would fail at a
-    parameter that is not gathered.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, refuse: Callable[[], object]) -> Tensor:
-        ctx.refuse = refuse
-        return x.detach()  # and no view of `x`: users may write to it in place
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-    @staticmethod
-    def _compiled_autograd_key(ctx: Any) -> Any:
-        ctx.refuse()  # asked for when the node is recorded, in torch 2.11 to 2.14
-
-
-def refuse_compiled(output: Any, refuse: Callable[[], object]) -> Any:
-    """Call `refuse`, which raises, if compiled autograd is about to record a backward through
-    `output`.
-    """
-
-    def guarded(tensor: Tensor) -> Tensor:
-        if tensor.grad_fn is None:
-            return tensor
-        outcome: Tensor = _Uncompiled.apply(tensor, refuse)  # type: ignore[no-untyped-call]
-        return outcome
-
-    return map_tensors(output, guarded)
-
-
 def _with_a_node(tensor: Tensor) -> Tensor:
     return (
         tensor.view_as(tensor)

@@ -50,7 +50,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -58,7 +58,7 @@ from torch import nn
 
 from composable.comm.base import Comm, compare_launches
 from composable.comm.ledger import debug_enabled, ledger_of
-from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
+from composable.compilation import untraced
 from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
 from composable.engine.gradients.post_backward import Due, PostBackward
@@ -66,6 +66,7 @@ from composable.engine.params.param import ManagedParam
 from composable.engine.params.param_group import Kind
 from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
+from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, HEARERS, announce, gradients_landed
 from composable.engine.step.prepare import Preparation, modules_calling
 from composable.engine.step.unit import (
@@ -108,7 +109,6 @@ logger = logging.getLogger("composable")
 REMEMBERED: Final = 4096
 
 CLOCK: Final = count()  # of forwards and ends of backwards
-NOT_ON: Final = "it was not on when the forward began"
 _KEPT_BY: Final = attrgetter("kept_by")  # in C
 
 
@@ -246,8 +246,7 @@ def _end_of_backward(root: Root) -> BackwardEnd:
     number = backward_id()  # autograd's, of the pass that this thread is in
     end = _ENDS.get(number)
     if end is None:
-        if backward_is_compiled():
-            root.refuse_compiled()
+        refuse_compiled(root)
         end = _ENDS[number] = BackwardEnd()
         on_backward_end(end)  # queued on autograd's engine
     end.roots.append(root)
@@ -477,10 +476,7 @@ class Root:
                     self._trained.append(forward.number)
                 # as DDP does; buffers of replicated units only
                 broadcast_buffers(self.units, DECISIONS.source(), saved=saved)
-                compiles = backward_will_be_compiled()
-                self.eager_because = (
-                    DECISIONS.traced(self) if compiles else self.agreed.untraced or NOT_ON
-                )
+                self.eager_because = why_not(self)
         except BaseException:
             self.on_error(self.units[0])
             raise
@@ -680,13 +676,6 @@ class Root:
             if unit.root is not None or unit.kind is Kind.ARRIVAL:
                 (unit.root or Root.plan(unit)).open_backward()
         return iteration
-
-    def refuse_compiled(self) -> NoReturn:
-        raise DifferentiationError(
-            f"compiled autograd runs this backward, and {self.eager_because or NOT_ON}. Gradients"
-            " would have to be reduced outside of its graph, and it does not tell when it ends."
-            " Compile the model or its blocks, and leave compiled autograd off"
-        )
 
     def open_backward(self) -> Iteration:
         """A backward is under way from now on."""

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
+from composable.compilation import untraced
 from composable.contract.values import tensors_in
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
+from composable.engine.step.compiled import guarded, runs_again
 from composable.engine.step.explain import explain
 from composable.engine.step.observer import HEARERS
-from composable.engine.step.outputs import refuse_compiled, watch
+from composable.engine.step.outputs import watch
 from composable.engine.step.root import Root, root_for_call
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
@@ -118,8 +119,7 @@ class Visit:
             return output, aliases or unit.trains
         if root is not None:
             call.wait()
-            if backward_will_be_compiled():
-                output = refuse_compiled(output, root.refuse_compiled)
+            output = guarded(output, root)
         return output, aliases
 
     @untraced
@@ -146,7 +146,7 @@ def _recomputes(unit: Unit, root: Root) -> bool:
     its first forward there.)
     """
     if not root.eager_because:  # the compiler reduces the gradients: backwards have no iteration
-        return in_backward() or backward_is_compiled()
+        return runs_again()
     # The second half of a split backward runs outside of a step.
     return in_backward() and (root.in_step or BY_HAND in unit.kept_by)
 
