@@ -18,6 +18,7 @@ import torch
 
 from composable.comm import AcceleratorComm
 from composable.comm.accelerator import _StreamWork
+from composable.comm.base import DONE
 from composable.engine.gradients.reduction import Reduction
 from composable.engine.params.param_group import ParamGroup, ShardedState
 from composable.engine.step.root import Root
@@ -183,10 +184,9 @@ def _copy_out_before_the_gather_has_landed() -> Patch:
     wait = ParamGroup.wait_for_unshard
 
     def hasty(self: ParamGroup) -> None:
-        work, self._work = self._work, None
+        work, self._work = self._work, DONE
         wait(self)
-        if work is not None:
-            work.wait()
+        work.wait()
 
     return mock.patch.object(ParamGroup, "wait_for_unshard", hasty)
 
