@@ -171,7 +171,7 @@ def _without_work(owner: type, wait: str, work: str) -> Callable[[], Patch]:
     waits = getattr(owner, wait)
 
     def hasty(self: Any) -> None:
-        setattr(self, work, None)
+        setattr(self, work, DONE)
         waits(self)
 
     return lambda: mock.patch.object(owner, wait, hasty)
