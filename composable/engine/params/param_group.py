@@ -110,7 +110,7 @@ class Kind(enum.Enum):
     """
 
     SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
-    BESIDE = "replicated in a tree with shards: all-reduced where backward leaves the unit"
+    BESIDE = "replicated in a tree with shards: all-reduced before the next unit with shards"
     ARRIVAL = "replicated: all-reduced in buckets of the root, as autograd accumulates gradients"
     LOCAL = "one rank: autograd does everything"
 

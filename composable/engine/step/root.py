@@ -150,7 +150,7 @@ class Iteration:
     Attributes:
         stream: that the forward computes on; autograd ends a backward on whatever stream the caller
             has.
-        began: when its last forward did, on the clock of `CLOCK`.
+        began: when its last forward did, or, without one, its backward, on the clock of `CLOCK`.
         in_forward: `Forward.number` of the one that backward is in.
         read_at_rest: by forward, a parameter whose at-rest form autograd accumulated on while
             backward was in that forward.
@@ -185,8 +185,8 @@ class Step:
         iteration: None if no backward is to come, and none runs.
         forward: the forward of the outermost module that is under way.
         running: units whose forward is under way, outermost first.
-        gathered: units whose gather was launched in this forward, and that it has not entered
-            since.
+        gathered: units whose gather was launched since this forward began, and that it has not
+            entered since.
         calls: of units with gradients, as they began, from the first on whose backward has not
             come. Recomputation looks for them.
     """
@@ -399,13 +399,14 @@ class Root:
         for outer in step.running if forward.with_gradients else ():
             if outer is not unit and unit not in outer.relations.ran_around:
                 outer.relations.run_around(unit)
+        # Backward must enter the call on all ranks or on none. Buckets go without an entrance.
         inside = not outermost and unit.kind is not Kind.ARRIVAL
         inside = inside or self._is_called_by_another(unit)
         step.running.append(unit)
         try:
             iteration = step.iteration
             assert iteration is not None
-            if iteration.last and not unit.is_unsharded:
+            if iteration.last and not unit.is_unsharded:  # memory is about to be taken
                 self._free_last(unit, iteration)
             if unit.gathers:
                 try:  # noqa: SIM105, `suppress` takes calls of Python
@@ -458,8 +459,9 @@ class Root:
             unit.hide()
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
         for unit in self.units:
-            # What an earlier forward left for its backward: if that step was lost, some ranks have
-            # lost it in the forward, and left nothing. After `unshard()` all have the same.
+            # What earlier forwards left, but for scopes: if that step was lost, some ranks have
+            # lost it in the forward, and left nothing. What `unshard()` has just gathered is the
+            # same on all.
             if not unit.kept_by and unit not in explicit:
                 unit.free(before_step=True)
         saved = iteration is not None
@@ -536,8 +538,8 @@ class Root:
         assert iteration is not None
         self.step.running.pop()
         if grad:
-            # A frozen unit is gathered ahead in backward only if backward comes to it. (`pending`
-            # is right on ranks without data, too, which do as they are told: `join`.)
+            # A frozen unit is gathered ahead in backward only if an output of it is watched.
+            # (`pending` is right on ranks without data, too, which do as they are told: `join`.)
             if unit.gathers and (unit.trains or unit.step.pending > 0):
                 iteration.finished.append(unit)
             if keep:
@@ -551,9 +553,9 @@ class Root:
         """Do what `reshard_after_forward` says.
 
         None: it stays until another unit has run (`_free_last`); False: it stays; True: it goes; a
-        number: a shard over so many ranks stays. Without gradients it goes, unless an earlier call
-        with gradients left it there: this may be a call of one rank alone, which would then be the
-        only one to gather the unit in backward.
+        number: a shard over so many ranks stays. In a call without gradients it goes, unless an
+        earlier one with gradients in the same forward left it there: this may be a call of one rank
+        alone, which would then be the only one to gather the unit in backward.
         """
         after = unit.spec.reshard_after_forward
         if after is None and (grad or unit in iteration.last):
@@ -569,7 +571,8 @@ class Root:
 
     def _end_forward(self, iteration: Iteration, *, grad: bool) -> None:
         """The outermost module has computed."""
-        forward, lost = self.step.forward, iteration.end is not None
+        # a backward inside of this forward raised, and that was caught
+        forward, backward_raised = self.step.forward, iteration.end is not None
         assert forward is not None
         self._learn_order(forward, iteration, grad=grad)
         self.step.forward = None
@@ -577,19 +580,18 @@ class Root:
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         for unit in self.beside:
             unit.end_need(ROOT_RUNS)
-        # lost: by a backward inside of this forward that raised, and was caught
-        if not (waits or lost):
+        if not (waits or backward_raised):
             self.step.iteration = None  # no backward will come
         for unit in self.units:
             # otherwise the forward of a model around this unit of several modules goes on
             if unit.step.to_run and not self._is_called_by_another(unit):
                 unit.end_forward()
-            if unit not in stay:
+            if unit not in stay:  # of those `_reshard_after_forward` has decided
                 unit.free()
         for unit in self.shared:  # of several modules, of which this model has called some
             if unit.step.to_run:
                 unit.end_forward()
-                if not unit.step.pending:
+                if not unit.step.pending:  # its own root's backward is not to come
                     unit.free()
         self._idle()
         wait_for_traffic()  # CPU offload
@@ -878,8 +880,8 @@ class Root:
         release_idle_memory(self)
 
     def end_unseen(self) -> None:
-        """An optimizer steps, which all ranks come to: give up what is kept as `UNSEEN`. In the
-        next forward they might judge differently what is out of date.
+        """All ranks come here, as an optimizer steps or an outermost forward begins: give up what
+        is kept as `UNSEEN`. In the next forward they might judge differently what is out of date.
         """
         if self.phase is not Phase.WAITING:
             return

@@ -303,7 +303,9 @@ class Unit:
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
 
         # --- what users have asked for
-        self.kept_by: dict[object, None] = {}  # scopes that ask for it to stay unsharded
+        self.kept_by: dict[
+            object, None
+        ] = {}  # why it stays unsharded: scopes, `EXPLICIT`, `BY_HAND`
         # the scope, if any, in which modules hold whole parameters for the user to edit; they are
         # not computed with
         self.shown_by = ""
@@ -627,9 +629,7 @@ class Unit:
         return call
 
     def end_forward(self) -> None:
-        """The root's forward, or a backward, ends, or raised: modules that have not run do not run
-        any more.
-        """
+        """The root's forward ends, or raised: modules that have not run do not run any more."""
         self.step.to_run = {}
         self.hold_at_rest()
 
@@ -666,7 +666,7 @@ class Unit:
         step = self.step
         if not goes_on:
             step.needed_by.pop(UNSEEN, None)
-            step.pending = 0  # none will come to the forwards that have been
+            step.pending = 0  # none is expected by the forwards that have been
         if not in_forward:
             step.needed_by.pop(ROOT_RUNS, None)
         if self._is_in or step.to_run or step.needed_by:
