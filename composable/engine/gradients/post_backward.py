@@ -220,6 +220,7 @@ class PostBackward:
         if not in_one_order:
             self._agreed.agree_on_leaving(in_one_order=False)
             return
+        (comm,) = comms  # of all units beside shards
         left, waiting, before = due.left, list[int](), dict[int, tuple[int, ...]]()
         for number, index in enumerate(left, start=1):
             unit = self._units[index]

@@ -1021,6 +1021,7 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
     if root.step.running:
         forward = root.step.forward
         assert forward is not None
+        # not `computes`: `join` and `skipped` enter it without a call on the stack
         if forward.module is not module or not computes or _is_called_inside_its_call(module):
             return root
         # Entered again from outside: an interrupt ended the last forward without a word.
