@@ -41,8 +41,9 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from operator import add, attrgetter, is_not, ne, or_
+from operator import add, attrgetter, call, is_not, ne, or_
 from typing import Final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,7 @@ from composable.errors import few
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     as_tensors,
+    local_of,
     locals_of,
     outside_transforms,
     set_versions,
@@ -274,8 +276,10 @@ class ParamGroup(ABC):
         self._seen = self._versions_now()
         self._regather = False  # writes were noted, and the gather is to be repeated
         self._loads = False  # see `expect_load`
-        self._locals = locals_of([param.at_rest for param in self.params])
-        self._addresses = [local.data_ptr() for local in self._locals]
+        locals_ = locals_of([param.at_rest for param in self.params])
+        self._addresses = [local.data_ptr() for local in locals_]
+        # of DTensors, which `model.to()` exchanges; weak, for that is to free memory
+        self._locals = list(map(ref, self._spread_locals()))
         set_versions(self._counters, self._absent)
 
     def _aliased(self, slot: Slot) -> bool:
@@ -303,8 +307,10 @@ class ParamGroup(ABC):
             # moves: hooks in C++, and the label, stay behind
             if label_of(at_rest) is None:
                 set_label(at_rest, param.info, self.unit, "at_rest")
-        locals_ = locals_of([param.at_rest for param in self.params])
-        return changed or any(map(is_not, locals_, self._locals))
+        return changed or any(map(is_not, self._spread_locals(), map(call, self._locals)))
+
+    def _spread_locals(self) -> list[Tensor]:
+        return [local_of(p.at_rest) for p in self.params if isinstance(p.at_rest, DTensor)]
 
     def recast(self) -> list[ManagedParam]:
         """Parameters of which users have cast or moved what modules compute with."""

@@ -126,7 +126,9 @@ class Preparation:
         own = [param.own for param in params if param.own is not None]
         dtyped = [*own, *(param.compute for param in params if param.compute is not param.own)]
         with as_tensors():
-            same = [_as_now(dict.get, tables, names), _as_now(local_of, sharded)]
+            # at rest, also if `torch.func.functional_call` has put tensors of its own there
+            resting = [param.at_rest for param in params for _ in param.info.places]
+            same = [(resting, dict.get, tables, names), _as_now(local_of, sharded)]
             equal = [
                 _as_now(trainability, at_rest),
                 _as_now(trainability, strangers),
@@ -237,6 +239,7 @@ def _look_into(unit: Unit, root: Root, owners: Mapping[int, Holder]) -> bool:
             " scope; to keep parameters unsharded for forwards, use keep_unsharded(model)"
         )
     _refuse_left_alone(unit)
+    _refuse_optimizers_of_torch(unit)
     if not unit.is_sharded and any(
         not isinstance(p.registered, nn.Parameter | None) for p in unit.params
     ):
@@ -373,6 +376,20 @@ def _refuse_left_alone(unit: Unit) -> None:
             " and annotate again; to train on this rank alone, pass mesh=DeviceMesh(device,"
             f" [{dist.get_rank()}])"
         )
+
+
+def _refuse_optimizers_of_torch(unit: Unit) -> None:
+    """They hang on nodes of autograd's: those of parameters at rest never run, and those of
+    replicas step before gradients are reduced.
+    """
+    for param in unit.params:
+        if any(hasattr(each, "_in_backward_optimizers") for each in (param.at_rest, param.compute)):
+            raise PhaseError(
+                f"parameter '{param.fqn}' of unit '{unit.name}' has an optimizer of torch's"
+                " _apply_optimizer_in_backward, which would step before its gradient is reduced,"
+                " or never. Use composable.apply_optimizer_in_backward, or"
+                " register_post_accumulate_grad_hook on the parameter"
+            )
 
 
 def _adopt(unit: Unit, owners: Mapping[int, Holder]) -> bool:

@@ -421,7 +421,7 @@ class Root:
                 if given != UNKNOWN or unit.trains:  # otherwise no rank has computed it
                     forward.compared.append(unit)
             if given != UNKNOWN and forward.with_gradients:
-                unit.note_given(self.training, given)
+                unit.note_given(self, given)
             call.take_place(forward.number, outermost=outermost, inside=inside)
             self._gather(unit, islice(self.order, forward.cursor, None))
             if unit in step.gathered:

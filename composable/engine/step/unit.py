@@ -298,7 +298,7 @@ class Unit:
         # inputs that do. Backward enters it in case 2 only, and must do so on all ranks. A rank
         # that skips the unit (`skipped`) has no inputs to tell by, so ranks that compute it tell
         # the others in the first forward (`Root.enter_forward`).
-        self.given: dict[tuple[bool, ...], int] = {}
+        self.given: dict[tuple[Agreed, tuple[bool, ...]], int] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
 
@@ -690,13 +690,14 @@ class Unit:
         """`root` is told of changes from now on."""
         self.root = root
 
-    def note_given(self, training: tuple[bool, ...], given: int) -> None:
+    def note_given(self, root: Root, given: int) -> None:
         """What ranks have agreed on in a forward, see `given`."""
-        self.given[training] = given
+        self.given[root.agreed, root.training] = given
 
     def known_given(self) -> int:
         """See `given`; UNKNOWN if it was not computed while these units train."""
-        return UNKNOWN if self.root is None else self.given.get(self.root.training, UNKNOWN)
+        root = self.root
+        return UNKNOWN if root is None else self.given.get((root.agreed, root.training), UNKNOWN)
 
     def pass_comparison(self) -> None:
         """All ranks were seen to enter it in one place."""

@@ -39,17 +39,18 @@ _TOLD: Final[WeakSet[Unit]] = WeakSet()  # units whose gradients at rest were to
 class Visit:
     """The bracket around forwards of one unit's modules (`composable.contract.hooks`)."""
 
-    __slots__ = ("unit",)
+    __slots__ = ("_enters", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self._enters = False  # `enter` runs, or has raised, and nothing is to be taken back
 
     @untraced
     def enter(
         self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True
     ) -> tuple[Any, Any]:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
-        unit = self.unit
+        unit, self._enters = self.unit, True
         root = unit.root
         if root is not None and _recomputes(unit, root):
             # Checkpointing runs this forward again: no order is recorded and nothing resharded,
@@ -69,6 +70,7 @@ class Visit:
             for hear in HEARERS.enters:
                 hear(root, call)
             root.enter_forward(call, (args, kwargs) if computes else None)
+        self._enters = False
         unit.compute(call)
         policy, device = unit.spec.mp_policy, unit.mesh_info.device
         if call.outermost and device.type not in ("cpu", "meta"):
@@ -126,9 +128,10 @@ class Visit:
     def on_error(self, module: nn.Module) -> None:
         """Forward, or a hook around it, raised."""
         unit = self.unit
+        raised, self._enters = self._enters, False
         calls = unit.step.calls
-        if not calls or calls[-1].module is not module:
-            # a reset has forgotten the call; or `enter` raised, and what it called has cleaned up
+        # `enter` raised, and what it called has cleaned up; or a reset has forgotten the call
+        if raised or not calls or calls[-1].module is not module:
             return
         root = calls[-1].root
         if root is None:  # checkpointing stops a recomputation by an exception, when it has enough

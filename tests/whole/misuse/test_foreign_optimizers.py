@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import clip_grad_norm_, fully_shard, rebind_optimizer, remove, replicate
-from composable.errors import ClippingError, OptimizerError
+from composable.errors import ClippingError, OptimizerError, PhaseError
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -214,3 +214,16 @@ def test_an_optimizer_made_before_the_users_own_parameters_were_annotated_trains
 ) -> None:
     pool.run(2, _made_before, replicate)
     _made_before(fully_shard)  # without a group
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_torchs_optimizer_in_backward_behind_the_annotation_is_refused(
+    verb: Callable[..., nn.Module],
+) -> None:
+    model = nn.Linear(3, 3).to(current_device())
+    verb(model)
+    for parameter in model.parameters():  # as torch's function marks them
+        parameter._in_backward_optimizers = []  # type: ignore[attr-defined]
+    with pytest.raises(PhaseError, match="_apply_optimizer_in_backward"):
+        model(torch.ones(2, 3, device=current_device()))

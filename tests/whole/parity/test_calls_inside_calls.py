@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from composable import (
     join,
     no_sync,
     register_forward_method,
+    registry,
     replicate,
 )
+from composable.engine.step.root import Root
 from tests.helpers.compare import assert_mean_gradients, full
 from tests.helpers.means import WIDTH, batch_of, twins
 from tests.helpers.world import current_device, spmd
@@ -149,3 +152,46 @@ def test_a_rank_without_data_follows_calls_inside_of_calls(verb: str) -> None:
         reference.step()
     for ours_now, expected in zip(ours.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(ours_now), expected, rtol=1e-9, atol=1e-11)
+
+
+class Retries(nn.Module):
+    """`generate` calls the module again where its forward raised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y
+
+    def generate(self, x: Tensor) -> Tensor:
+        try:
+            y: Tensor = self(x)
+        except MemoryError:
+            y = self(x[:1])
+        return y
+
+
+@spmd(ranks=2)
+def test_a_call_that_could_not_begin_leaves_the_one_around_it() -> None:
+    model = Retries().to(current_device())
+    fully_shard(model)
+    register_forward_method(model, "generate")
+    x = torch.ones(2, WIDTH, device=current_device())
+    with torch.no_grad():
+        expected = model(x[:1])
+    enters = Root.enter_forward
+    calls: list[int] = []
+
+    def second_raises(self: Root, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        enters(self, *args)
+
+    with mock.patch.object(Root, "enter_forward", second_raises), torch.no_grad():
+        found = model.generate(x)
+    assert torch.equal(found, expected)
+    model(x).sum().backward()
+    assert not registry(model)["fully_shard"].state.step.calls
