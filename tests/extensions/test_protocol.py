@@ -100,6 +100,8 @@ def test_it_trains_as_one_process() -> None:
     for kind, hidden in ((Rows, 8), (Rows, 5), (Rows, 1), (PaddingRows, 5), (MeshOnly, 5)):
         alone = Net(Emulated, hidden)
         model = _sharded(with_rows(Net(hidden=hidden), kind))
+        for parameter in model.parameters():  # to which torch would add a warning
+            assert not parameter._local_tensor.requires_grad  # type: ignore[attr-defined]
         fused = True if kind is PaddingRows else None
         torch.testing.assert_close(_train(model, fused=fused), _alone(alone, fused=fused))
         for name, whole in _whole(model).items():

@@ -335,7 +335,7 @@ class ExtendedGroup(ShardedGroup):
     def _shard_of(self, param: ManagedParam) -> Tensor:
         if isinstance(param.current, DTensor):
             return local_of(param.current)
-        return cloned(cut_along(param.current, 0, self.comm.size, self.comm.rank))
+        return cloned(cut_along(param.current.detach(), 0, self.comm.size, self.comm.rank))
 
     @override
     def _local(self, slot: Slot) -> Tensor:
