@@ -62,8 +62,8 @@ def load(
     forward and backward, and before optimizers are made if `dtype` is given.
 
     Args:
-        model: an annotated module, or one that contains some, with memory: on the meta device call
-            `materialize(model, folder=...)`.
+        model: an annotated module, or one that contains some, with memory: on the meta device
+            call `materialize(model)` first.
         folder: with `model.safetensors`, or an index and its files, or any files of safetensors;
             or such a file. Every rank must see it.
         dtype: the model is cast to it first, as by `model.to(dtype)`. None: values are cast to the
@@ -82,8 +82,8 @@ def load(
         PhaseError: inside of a forward or backward.
         FileNotFoundError: no file of safetensors in `folder`, or one that its index names.
         StateError: names or shapes differ, values cannot be cast (integers are no weights: a
-            quantised file), a name is in two files, or a file is cut off. On all ranks, and the
-            model is as it was.
+            quantised file), a name is in two files, two names become one, or a file is cut off. On
+            all ranks, and the model is as it was.
         ImportError: the package `safetensors` is not installed.
 
     Example:
@@ -186,6 +186,7 @@ class _Plan:
         self._direct = {name if rename is None else rename(name): name for name in files.names}
         if rename is None and _is_of_transformers(model):
             self._direct, self._converted = by_transformers(model, state, files.names)
+        self._refuse_overwritten()
         found = {*self._direct, *(target for each in self._converted for target in each.targets)}
         tied = {name: names for names in _tied(model) for name in names}
         self.left_out = Loaded(
@@ -197,6 +198,14 @@ class _Plan:
         )
         self._direct = {target: n for target, n in self._direct.items() if target in state}
         self._converted = [each for each in self._converted if each.fits(state)]
+
+    def _refuse_overwritten(self) -> None:
+        taken = {*self._direct.values(), *(name for each in self._converted for name in each.names)}
+        if left := [name for name in self._files.names if name not in taken]:
+            raise StateError(
+                f"load: {_said(left)} and another tensor of the folder would become one of the"
+                " model. Let rename= tell them apart"
+            )
 
     def check(self, *, strict: bool) -> None:
         """Raise if something does not fit; nothing is read but the heads of files."""

@@ -265,6 +265,9 @@ def test_names_that_differ_are_told_or_renamed(tmp_path: Path) -> None:
     before = full_state_dict(model, rank0_only=False)
     assert load(model, tmp_path, strict=False) == ([*before], [*sorted(state)])
     _agrees(model, before)
+    with pytest.raises(StateError, match="would become one of the model"):
+        load(model, tmp_path, strict=False, rename=lambda _: "up.bias")
+    _agrees(model, before)
     assert load(model, tmp_path, rename=lambda name: name.removeprefix("module.")) == ([], [])
     _agrees(model, expected.state_dict())
 
