@@ -32,6 +32,12 @@ MESSAGE_BYTES: Final = 64 << 20
 _AVERAGING: Final = ("nccl", "fake")
 _DESTROYED: Final = "this rank has destroyed its process group"
 
+# What hears of each launch of this process, before it and when it has been launched: the comm, the
+# label, and the arguments of the call that launches, with the tensors.
+Hears = list[Callable[["GroupComm", str, Sequence[Any]], None]]
+LAUNCHING: Final[Hears] = []
+LAUNCHED: Final[Hears] = []
+
 
 class Work(Protocol):
     """A collective in flight. What it reads and writes must stay as it is until `wait` returns."""
@@ -251,16 +257,22 @@ class GroupComm(ABC):
 
     def _launch(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call what launches a collective. All collectives go through here."""
+        for hear in LAUNCHING:
+            hear(self, label, args)
         self._ledger.note(label, args)
         try:
             if not profiled():  # a context that does nothing would be called, too
-                return call(*args, **kwargs)
-            with range_label(label):
-                return call(*args, **kwargs)
+                launched = call(*args, **kwargs)
+            else:
+                with range_label(label):
+                    launched = call(*args, **kwargs)
         except (torch.OutOfMemoryError, RanksDisagreeError):
             raise  # of this rank alone
         except (RuntimeError, OSError) as error:
             raise self.failure(label, error) from error
+        for hear in LAUNCHED:
+            hear(self, label, args)
+        return launched
 
     def failure(self, label: str, error: Exception) -> CommunicationError:
         """An error of the backend's, at the launch of a collective or while it was waited for, with
