@@ -25,7 +25,7 @@ ENGINE: Final = ROOT / "composable/engine"
 
 # What a feature is called in code and prose, and the file of `engine/` that is its own.
 FEATURES: Final = {
-    "tensor parallel": (r"tensor.parallel|\bModelSpec\b|\.model\b", "params/tensor_parallel.py"),
+    "tensor parallel": (r"tensor.parallel|\bModelSpec\b|\.model\b", "api/spread.py"),
     "bucket views": (r"keeps_buckets|bucket.views?\b", ""),
     "offload": (r"offload|\bhome\b", "edits/host.py"),
     "communication hooks": (

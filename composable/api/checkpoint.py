@@ -8,8 +8,8 @@ from typing import Any, Final
 from torch import nn
 
 from composable.api.brackets import annotate_each
+from composable.api.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.contract.contract import contract
-from composable.engine.step.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.errors import AnnotationError
 from composable.policies import PolicyLike
 

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from composable.api.mesh import Spread, part_of
+from composable.api.spread import spread_of
 from composable.comm import is_distributed
 from composable.contract.contract import add_attribute
 from composable.contract.naming import find_fqn, module_name
@@ -28,7 +29,6 @@ from composable.engine.gradients.sparse import is_sparse_lookup
 from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.param import ParamInfo, label_of
 from composable.engine.params.protocol import has_protocol, pieces_of
-from composable.engine.params.tensor_parallel import spread_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
 from composable.memory.torch_private import hooks_after_accumulation, local_of

@@ -22,12 +22,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from composable.api.spread import spread_of
 from composable.comm import Comm
 from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
 from composable.engine.params.param import copy_attributes
 from composable.engine.params.protocol import plain_parts
-from composable.engine.params.tensor_parallel import spread_of
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 _CHUNK: Final = 1 << 18  # words that are digested at once

@@ -14,17 +14,17 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.mesh import Spread, joint_mesh, part_of
 from composable.api.selection import ids_of_ignored
-from composable.comm import Comm, comm_of
-from composable.contract.tree import Managed, managed_parameters
-from composable.engine.params.dtensors import describe_mesh
-from composable.engine.params.form import PLAIN, ParamForm
-from composable.engine.params.tensor_parallel import (
+from composable.api.spread import (
     PART,
     PartForm,
     SpreadForm,
     spread_like,
     spread_of,
 )
+from composable.comm import Comm, comm_of
+from composable.contract.tree import Managed, managed_parameters
+from composable.engine.params.dtensors import describe_mesh
+from composable.engine.params.form import PLAIN, ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 

@@ -47,6 +47,7 @@ from composable.api.checks import (
     warn_of_gradients,
     warn_of_padding,
 )
+from composable.api.exact import ExactModule
 from composable.api.mesh import (
     Spread,
     check_reshard_after_forward,
@@ -81,7 +82,6 @@ from composable.engine.edits.removal import restore
 from composable.engine.edits.tree import settle
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.param_group import Kind
-from composable.engine.params.precision import ExactModule
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import HEARS, Visit
 from composable.errors import unit_name

@@ -38,6 +38,7 @@ from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.reduction import Reduction
+from composable.engine.params.offloaded import OffloadedGroup
 from composable.engine.step.unit import units_below
 from composable.errors import ForecastError
 from composable.forecast.devices import Device, device_of
@@ -357,7 +358,7 @@ def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
 def _label_resting(machine: Machine, model: nn.Module) -> None:
     for unit in units_below([model]):
         for group in unit.groups:
-            if group.shard is not None and group.home is None:
+            if group.shard is not None and not isinstance(group, OffloadedGroup):
                 machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)
             for buffer in () if group.gather is None else group.gather.buffers:
                 machine.hold_for(buffer.tensor.untyped_storage(), Kind.UNSHARDED)

@@ -17,6 +17,7 @@ from composable.config import grad_reduce_in_words
 from composable.contract.contract import registry
 from composable.contract.tree import REPLICATE, SHARD, annotation_of, managed_parameters
 from composable.engine.gradients.hook_stages import names_of_hooks
+from composable.engine.params.offloaded import OffloadedGroup
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import few, unit_name
 from composable.memory.streams import any_has_streams, has_streams
@@ -208,7 +209,11 @@ def _unit_row(name: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
     parameters = [param.at_rest for param in unit.params]
     offload = ""
     if spec.offload is not None:
-        offload = "host" if any(group.home is not None for group in unit.groups) else "no effect"
+        offload = (
+            "host"
+            if any(isinstance(group, OffloadedGroup) for group in unit.groups)
+            else "no effect"
+        )
     return replace(
         _plain_row(
             name, " + ".join(type(module).__name__ for module in unit.modules), verbs, parameters

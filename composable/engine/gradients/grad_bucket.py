@@ -22,7 +22,7 @@ Memory. A bucket is *in place* if autograd accumulates on the very parameters th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress, repeat
 from operator import is_, is_not, or_
 from typing import Final
@@ -45,7 +45,7 @@ from composable.engine.params.param_hooks import (
     run_post_accumulate_hooks,
 )
 from composable.engine.params.precision import Precision
-from composable.memory.offload import HostHome, wait_for_traffic
+from composable.memory.offload import wait_for_traffic
 from composable.memory.torch_private import (
     as_tensors,
     dtensors_around,
@@ -64,7 +64,7 @@ class GradBucket:
         members: parameters with equal precision, device and mesh, and their slots.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
             what was asked for.
-        home: where reduced gradients rest, if not on the device.
+        to_rest: brings reduced gradients where they rest.
         keeps: gradients live in the bucket from step to step.
 
     Attributes:
@@ -85,7 +85,7 @@ class GradBucket:
         *,
         label: str = "gradient reduction",
         factor: float = 1.0,
-        home: HostHome | None = None,
+        to_rest: Callable[[list[Tensor]], list[Tensor]] = list,
         keeps: bool = False,
     ) -> None:
         self.params = tuple(param for param, _ in members)
@@ -102,7 +102,7 @@ class GradBucket:
             label=label, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
-        self._to_rest = list if home is None else home.take
+        self._to_rest = to_rest
         self.accumulated = Accumulated(self.params, self.reducer)
         # in place, a tensor hook of the unit multiplies what arrives
         self._factor = 1.0 if self.in_place else factor

@@ -251,8 +251,8 @@ class Plan:
         row_start = layout.row_start + layout.flags_start
         self.row_at = slice(row_start, row_start + self.row.numel)
         self.specs: dict[int, Any] = {}
-        home = local_tensor(reducer.at_rest[0]).device  # the host, under CPU offload
-        self.stand_in = torch.empty(0, dtype=precision.gradient, device=home)
+        rests_on = local_tensor(reducer.at_rest[0]).device
+        self.stand_in = torch.empty(0, dtype=precision.gradient, device=rests_on)
         if precision.gradient == precision.original:
             at_rest = [(index, reducer.at_rest[index]) for index in layout.trainable]
             self.specs = {i: each._spec for i, each in at_rest if isinstance(each, DTensor)}

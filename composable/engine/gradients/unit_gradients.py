@@ -142,7 +142,8 @@ class UnitGradients:
             bucket = GradBucket(
                 list(zip(group.params, group.slots, strict=True)),
                 group.precision, group.device, mesh_info,
-                label=f"gradient reduction of unit '{self.name}'", factor=factor, home=group.home,
+                label=f"gradient reduction of unit '{self.name}'", factor=factor,
+                to_rest=group.to_rest,
             )  # fmt: skip
             self.buckets.append(bucket)
             if mesh_info.shard.size > 1 and mesh_info.replicate is not None:

@@ -45,20 +45,18 @@ class OffloadedGather(Gather):
 class OffloadedGroup(ShardedGroup):
     """Parameters whose shards rest on the host, as their gradients do."""
 
-    home: HostHome
-
     def __init__(self, home: HostHome, *args: Any) -> None:
-        self.home = home
+        self._home, self.to_rest = home, home.take
         super().__init__(*args)
 
     @override
     def _make_shard(self) -> Tensor:
-        return self.home.zeros(self.layout.shard_numel, self.precision.original)
+        return self._home.zeros(self.layout.shard_numel, self.precision.original)
 
     @override
     def _make_gather(self) -> Gather:
         return OffloadedGather(
-            ComingShards(self.shard, self.home), self._copied(), self.layout, self.precision,
+            ComingShards(self.shard, self._home), self._copied(), self.layout, self.precision,
             self.device, self.comm, self.shard,
         )  # fmt: skip
 

@@ -65,7 +65,6 @@ from composable.engine.params.param import (
 )
 from composable.engine.params.precision import Precision
 from composable.errors import few
-from composable.memory.offload import HostHome
 from composable.memory.torch_private import (
     as_tensors,
     local_of,
@@ -127,8 +126,8 @@ class ParamGroup(ABC):
 
     Attributes:
         unit: its name, for messages.
+        to_rest: brings what rests beside them, as gradients do, from the device to where they rest.
         extended: its parameters are gathered in a form of their own, see `extension.py`.
-        home: where they rest, if not on the device (`offloaded.py`).
         shard: the memory of shards; None if there is no one buffer of them.
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.
@@ -136,7 +135,7 @@ class ParamGroup(ABC):
     """
 
     extended = False
-    home: HostHome | None = None
+    to_rest: Callable[[list[Tensor]], list[Tensor]] = list
     shard: Tensor | None = None
 
     def __init__(

@@ -500,9 +500,8 @@ class Unit:
         and next to shards for as long as the root computes.
         """
         step = self.step
-        if step.calls or step.to_run or BACKWARD in step.needed_by or ROOT_RUNS in step.needed_by:
-            return
-        if self._is_in and EXPLICIT not in self.kept_by:
+        computes = step.calls or step.to_run or not {BACKWARD, ROOT_RUNS}.isdisjoint(step.needed_by)
+        if self._is_in and not computes and EXPLICIT not in self.kept_by:
             self.swap_out()
 
     # --- unshard and reshard ---------------------------------------------------------------------
@@ -707,7 +706,7 @@ class Unit:
         """What `given` says of a forward with these inputs."""
         if not torch.is_grad_enabled():
             return 0
-        return 2 if any(tensor.requires_grad for tensor in tensors_in(inputs)) else 1
+        return 1 + any(tensor.requires_grad for tensor in tensors_in(inputs))
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
