@@ -30,6 +30,9 @@ class Observer:
     def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
         """It has computed; `keep`: parameters outlive the forward."""
 
+    def raises(self, root: Root, call: UnitCall, error: BaseException) -> None:
+        """It has raised, or one inside of it."""
+
     def opens_backward(self, root: Root) -> None:
         """A backward begins in a root."""
 
@@ -65,6 +68,7 @@ class Hearers:
 
     enters: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
     leaves: list[Callable[[Root, UnitCall, bool], None]] = field(default_factory=list)
+    raises: list[Callable[[Root, UnitCall, BaseException], None]] = field(default_factory=list)
     opens_backward: list[Callable[[Root], None]] = field(default_factory=list)
     comes_back: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
     gradient_came: list[Callable[[Unit], None]] = field(default_factory=list)

@@ -23,7 +23,6 @@ from composable.contract.values import tensors_in
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
-from composable.engine.step.explain import explain
 from composable.engine.step.observer import HEARERS
 from composable.engine.step.outputs import watch
 from composable.engine.step.root import Root, root_for_call
@@ -137,7 +136,10 @@ class Visit:
         if root is None:  # checkpointing stops a recomputation by an exception, when it has enough
             end_call(unit.end(), keep=False)
         else:
-            explain(unit, root.units, module, sys.exception())  # adds a note to torch's error
+            error = sys.exception()
+            assert error is not None
+            for hear in HEARERS.raises:
+                hear(root, calls[-1], error)
             unit.end()
             unit.end_forward()
             root.on_error(unit)

@@ -8,16 +8,23 @@ from typing import Final
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
-from composable.engine.step.unit import Unit
+from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.root import Root
+from composable.engine.step.unit import Unit, UnitCall
 from composable.errors import few
 
 _SEEN: Final = "_composable_seen"  # the attribute of errors that were looked at
 
 
-def explain(
-    unit: Unit, units: Sequence[Unit], module: nn.Module, error: BaseException | None
-) -> None:
+class _Explainer(Observer):
+    @override
+    def raises(self, root: Root, call: UnitCall, error: BaseException) -> None:
+        _explain(call.unit, root.units, call.module, error)
+
+
+def _explain(unit: Unit, units: Sequence[Unit], module: nn.Module, error: BaseException) -> None:
     """Add a note to torch's error if plain and sharded tensors, or tensors of two dtypes, met in
     the forward of `module`, a module of `unit`.
 
@@ -76,3 +83,6 @@ def explain(
                 f" '{unit.name}' does not. What one returns to the other is cast by"
                 " MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
             )
+
+
+HEARERS.add(_Explainer())
