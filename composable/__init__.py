@@ -12,6 +12,7 @@ from composable.algorithms.averaging import (
 from composable.algorithms.join import join, joinable
 from composable.algorithms.outer_steps import LocalSteps, local_steps
 from composable.algorithms.skipped import skipped
+from composable.algorithms.together import together
 from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint
 from composable.api.comm_hooks import register_comm_hook
@@ -99,6 +100,7 @@ __all__ = [
     "skipped",
     "step_on_shards",
     "stream_full",
+    "together",
     "traversal",
     "unshard",
     "unsharded",

@@ -84,6 +84,10 @@ class CommunicationError(ComposableError, RuntimeError):
     """The machine's or another rank's: a collective failed or timed out."""
 
 
+class StepLostError(ComposableError, RuntimeError):
+    """The program's or the machine's: too many steps in a row were lost, on all ranks alike."""
+
+
 class PhaseError(ComposableError, RuntimeError):
     """The caller's: something was asked of a unit at a time when it cannot be done."""
 

@@ -211,7 +211,7 @@ class ExtendedGather(Gather):
             end += nbytes + gap
         self._row = ElasticBuffer(end, torch.uint8, device)
         self._received = ElasticBuffer(comm.size * end, torch.uint8, device)
-        self._pairs = Again([(self._received.tensor.data, self._row.tensor.data)])
+        self.pairs = Again([(self._received.tensor.data, self._row.tensor.data)])
         self.free()
 
     @torch.no_grad()
@@ -258,7 +258,7 @@ class ExtendedGather(Gather):
         for tensor, start in zip(tensors, self._starts, strict=True):
             source = tensor.detach().contiguous().view(-1).view(torch.uint8)
             octets[start : start + source.numel()].copy_(source)
-        return self._comm.all_gather(self._pairs, label)
+        return self._comm.all_gather(self.pairs, label)
 
     @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()

@@ -39,6 +39,7 @@ class Gather:
         late: that of packed ones, which gets its memory when the message has landed; of 0 bytes if
             they are in `full`.
         buffers: those of the two that have a size, or `full` alone.
+        pairs: what a launch sends, and where that arrives.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Gather:
         self._stagings: list[ElasticBuffer] = []
         self._sent = ElasticBuffer(layout.cut_numel if precision.casts else 0, dtype, device)
         self._holds_input = self._sent.nbytes > 0  # what is sent has memory of its own
-        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self.pairs: list[tuple[Tensor, Tensor]] = []
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
         # Of each kernel that copies packed parameters out: rows, their sizes and targets.
         self._columns: list[tuple[Tensor, list[int], list[Tensor]]] = []
@@ -71,7 +72,7 @@ class Gather:
         self._plan_sending(copied, layout)
         found = (*self._stagings, self._sent, self.full)
         self._in_flight = [buffer for buffer in found if buffer.nbytes]
-        self._pairs = Again(self._pairs)
+        self.pairs = Again(self.pairs)
 
     # --- made once -------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class Gather:
         """Let a stretch of all ranks' shard buffers arrive in `into`."""
         sent = self._sent
         mine = sent.stretch(start, numel).data if sent.nbytes else self._read(start, numel)
-        self._pairs.append((into, mine))
+        self.pairs.append((into, mine))
 
     def _plan_sending(self, copied: Sequence[tuple[ManagedParam, Slot]], layout: Layout) -> None:
         for slot in layout.of(Route.DIRECT):
@@ -187,7 +188,7 @@ class Gather:
             buffer.allocate()
         if self._casts[0]:
             torch._foreach_copy_(*self._casts)
-        return self._comm.all_gather(self._pairs, label) if self._pairs else DONE
+        return self._comm.all_gather(self.pairs, label) if self.pairs else DONE
 
     def land(self) -> None:
         """The message is there: put packed parameters where they are computed with."""
@@ -239,7 +240,7 @@ class Neighbours:
         numel = whole.numel() // comm.size
         self._part = ElasticBuffer(numel, whole.dtype, whole.device)
         self._mine = full.stretch(comm.rank * numel, numel).data
-        self._pairs = Again([(whole, self._part.tensor.data)])
+        self.pairs = Again([(whole, self._part.tensor.data)])
 
     def keep(self) -> None:
         """Keep this rank's part of the parameters, and free them."""
@@ -249,7 +250,7 @@ class Neighbours:
 
     def launch(self, label: str) -> Work:
         self._full.allocate()
-        return self._comm.all_gather(self._pairs, label)
+        return self._comm.all_gather(self.pairs, label)
 
     def free(self) -> None:
         """Nothing is in flight."""

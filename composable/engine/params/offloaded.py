@@ -31,10 +31,10 @@ class OffloadedGather(Gather):
         for buffer in self._in_flight:
             buffer.allocate()
         self._coming.bring(*self._casts)
-        if not self._pairs:
+        if not self.pairs:
             return DONE
         with self._coming.here():
-            return self._comm.all_gather(self._pairs, label)
+            return self._comm.all_gather(self.pairs, label)
 
     @override
     def end_sending(self) -> None:

@@ -1,0 +1,391 @@
+"""`together`: a step that one rank loses is lost on all ranks, and the job goes on.
+
+All ranks launch the same collectives in every step. So a rank whose step has raised knows what the
+others wait for: what the last whole step launched, behind what this one has. It gives the step up,
+and makes these launches: it gathers its own shards, so that the others compute with true values,
+and sends zeros in place of gradients. At the end of the scope all ranks vote, and one that lost its
+step says why.
+
+| a rank       | in the scope                             | at its end                         |
+|--------------|------------------------------------------|------------------------------------|
+| has raised   | `reset`, then the launches that are left | votes "lost", and says why         |
+|              | of the step before                       |                                    |
+| has not      | nothing; its gradients get zeros         | votes; if the step is lost, puts   |
+|              |                                          | buffers back                       |
+
+Launches are heard where all are made (`comm/base.py`); nothing in the engine knows of this file.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from composable.algorithms.narration import open_scope
+from composable.api.scopes import units_in
+from composable.comm import Comm
+from composable.comm.base import LAUNCHED, Again, compare_launches
+from composable.comm.ledger import ledger_of
+from composable.compilation import unwrapped
+from composable.engine.step import root as roots
+from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.root import Root
+from composable.engine.step.unit import Unit, UnitCall
+from composable.errors import (
+    CommunicationError,
+    PhaseError,
+    RanksDisagreeError,
+    StepLostError,
+    UnsupportedError,
+    first_line,
+)
+from composable.memory.torch_private import in_backward
+from composable.optim.in_backward import stepped_in_backward
+
+_COMPARISON: Final = "comparison of launches"  # with COMPOSABLE_DEBUG=1, at the end of a backward
+_VOTE: Final = "vote on the step"
+
+
+class _Launch(NamedTuple):
+    """One launch of a step, as far as another step's is the same.
+
+    Attributes:
+        kind: "gather", of a group of parameters; "reduce_scatter", "all_reduce", "broadcast" or
+            "compare"; "" of one that cannot be made again.
+        sizes: of the tensors: numbers of elements and dtypes.
+        group: for "gather", indices of the unit and of its group.
+        source: for "broadcast", the rank that sends.
+    """
+
+    kind: str
+    label: str
+    scale: float = 1.0
+    sizes: tuple[tuple[tuple[int, torch.dtype], ...], ...] = ()
+    group: tuple[int, int] = (-1, -1)
+    source: int = 0
+
+
+# With the comm, and what the launch had at hand: the pairs of a gather, the message of a broadcast.
+_Heard = tuple[Comm, _Launch, Any]
+
+
+@dataclass(eq=False)
+class _Record:
+    """What is known of the steps of one model.
+
+    Attributes:
+        launches: of the last whole step.
+        is_steady: the one before launched the same.
+        lost: steps that were lost since.
+    """
+
+    launches: Sequence[_Heard] = ()
+    is_steady: bool = False
+    lost: int = 0
+
+
+_RECORDS: Final[WeakKeyDictionary[Unit, _Record]] = WeakKeyDictionary()  # by the first unit
+_OPEN: Final[list[together]] = []
+
+
+class _Where(Observer):
+    """Follows what the step does, to say where it raised."""
+
+    def __init__(self, scope: together) -> None:
+        self.now = ""  # where this rank is, in words
+        self._backward = ""
+        self._scope = scope
+
+    @override
+    def enters(self, root: Root, call: UnitCall) -> None:
+        self._scope.refuse_stranger(root)
+        forward = "forward" if call.root is root else "recomputation"
+        self.now = f"in the {forward} of unit '{call.unit.name}'"
+
+    @override
+    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+        outer = root.step.running[:-1] if call.root is root else []
+        self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
+
+    @override
+    def comes_back(self, root: Root, call: UnitCall) -> None:
+        self.now = self._backward = f"in the backward of unit '{call.unit.name}'"
+
+    @override
+    def ends_backward(self, root: Root) -> None:
+        self.now = self._backward = "at the end of backward"
+
+    @override
+    def gradients_landed(self) -> None:
+        self.now = self._backward = ""
+
+
+class together:
+    """Lose a step on all ranks if it raises on one, and go on with the next one.
+
+    In the scope is all of a step up to the last reduction: all micro-batches, forwards and
+    backwards. The optimizer's step, its scaler and scheduler belong behind it. A rank whose step
+    raises gives it up and makes the launches that the other ranks wait for, with its own shards and
+    zeros for gradients; the exception is not raised. At the end the ranks vote, by one message of
+    two integers, for which the host waits.
+
+    After a lost step gradients are of no use: call `zero_grad()` on all ranks. Buffers of the model
+    are as they were before the step, on all ranks; random number generators are not.
+
+    Raised as without the scope are: an error on all ranks, so that a mistake does not skip every
+    step; an exception that is no `Exception`, such as `KeyboardInterrupt`; a collective that
+    failed; and an exception in a step that cannot be followed, with a note that says so. That is a
+    step that launches something else than the two before it: the first two, one with another number
+    of forwards, with another branch of the model, or with parameters frozen since. The other ranks
+    wait for their timeout then.
+
+    Args:
+        model: an annotated model.
+        give_up_after: how many steps in a row may be lost; the last of them is an error.
+
+    Attributes:
+        lost: the step was lost, on all ranks alike. Known when the scope has ended.
+        why: what ranks raised, and where; the same on all ranks.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        PhaseError: the scope is inside of another one, of `join`, or of a step; or another
+            annotated model is called in it.
+        UnsupportedError: the model has collectives that are not the library's, or what cannot be
+            given up: tensor-parallel parameters, units over different ranks (experts),
+            communication hooks, synchronised batch norms, sparse gradients, optimizers in backward,
+            `reshard_after_forward` with a number.
+        StepLostError: `give_up_after` steps in a row were lost, on all ranks.
+
+    Example:
+        >>> for batch in loader:
+        ...     with composable.together(model) as step:
+        ...         loss_of(model, batch).backward()
+        ...     if step.lost:  # on all ranks alike
+        ...         print(step.why)
+        ...     else:
+        ...         optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+
+    def __init__(self, model: nn.Module, *, give_up_after: int = 3) -> None:
+        self.lost, self.why = False, ""
+        self._model, self._give_up_after = unwrapped(model), give_up_after
+        self._units = units_in("together", model)
+        self._comm = self._units[0].mesh_info.all
+        self._refuse()
+
+    def _refuse(self) -> None:
+        for unit in self._units:
+            if unit.gradients.has_unreduced or in_backward():
+                raise PhaseError(
+                    f"together: unit '{unit.name}' is in a backward, or has accumulated gradients"
+                    " under no_sync. Open the scope before the first forward of a step: it holds"
+                    " all micro-batches"
+                )
+            if why := _obstacle(unit, self._comm):
+                raise UnsupportedError(
+                    f"together: unit '{unit.name}' has {why}: the other ranks would wait for what"
+                    " a rank that gave up its step cannot do. Leave the scope out; a step that one"
+                    " rank alone loses ends the job then"
+                )
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UnsupportedError(
+                    f"together: '{name}' is a SyncBatchNorm, whose collectives are torch's: the"
+                    " other ranks would wait for what a rank that gave up its step cannot do. Use"
+                    " a norm without collectives, or leave the scope out"
+                )
+
+    def refuse_stranger(self, root: Root) -> None:
+        """Raise if a forward is not of the scope's model."""
+        if not {*self._units}.issuperset(root.units):
+            raise PhaseError(
+                f"together: a forward of unit '{root.units[0].name}' of another annotated model was"
+                " called in the scope, which knows one model. Pass a module that contains both, or"
+                " call the other model before the scope"
+            )
+
+    def __enter__(self) -> Self:
+        if _OPEN or open_scope() is not None:
+            raise PhaseError(
+                f"together: the scope was opened inside of {'another one' if _OPEN else 'join'}."
+                " One scope holds one whole step; ranks without data are followed by join, and"
+                " cannot stand in for one that raises as well"
+            )
+        self._refuse()  # what has changed since it was made
+        self._record = _RECORDS.setdefault(self._units[0], _Record())
+        self._launched: list[_Heard] = []
+        self._where = _Where(self)
+        self._buffers = [
+            (module, name, buffer.clone())
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._undo = ExitStack()
+        _OPEN.append(self)
+        self._undo.callback(_OPEN.clear)
+        self._undo.callback(HEARERS.add(self._where))
+        LAUNCHED.append(self._hear)
+        self._undo.callback(LAUNCHED.remove, self._hear)
+        return self
+
+    def _hear(self, comm: Comm, label: str, args: Sequence[Any]) -> None:
+        held: object = None
+        match args:
+            case (Again() as held, str()):
+                launch = _Launch("gather", label)
+            case ("reduce_scatter" | "all_reduce" as kind, str(), float() as scale, *tensors):
+                sizes = tuple(tuple((t.numel(), t.dtype) for t in each) for each in tensors)
+                launch = _Launch(kind, label, scale, sizes)
+            case (Tensor() as held, int() as source):
+                launch = _Launch("broadcast", label, source=source)
+            case _:
+                launch = _Launch("compare" if label == _COMPARISON else "", label)
+        self._launched.append((comm, launch, held))
+
+    def _launches(self) -> list[_Heard]:
+        """List what this step has launched.
+
+        Gathers are told by the indices of their groups, which are built anew when users move
+        parameters.
+        """
+        groups = {
+            id(getattr(group.gather, "pairs", None)): (index, number)
+            for index, unit in enumerate(self._units)
+            for number, group in enumerate(unit.groups)
+        }
+        return [
+            (comm, launch._replace(group=groups.get(id(held), (-1, -1))), None)
+            if launch.kind == "gather"
+            else (comm, launch, held)
+            for comm, launch, held in self._launched
+        ]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        launched = self._launches()
+        self._undo.close()
+        if error is not None:
+            roots.reset([self._model])
+            if not isinstance(error, Exception) or isinstance(
+                error, (CommunicationError, RanksDisagreeError)
+            ):
+                return False
+            if why := self._cannot_follow(launched):
+                error.add_note(
+                    f"together: this step was not given up together with the other ranks, since"
+                    f" {why}. They wait for this rank until their timeout"
+                )
+                return False
+            traceback.clear_frames(trace)  # the step's graph and activations
+            for each in self._record.launches[len(launched) :]:
+                self._again(*each)
+        (everywhere,), (anywhere,) = self._comm.min_max([int(error is not None)], _VOTE)
+        if not anywhere:
+            record = self._record
+            same = _told(launched) == _told(record.launches)
+            record.launches, record.is_steady, record.lost = launched, same, 0
+            return False
+        return self._lose(error, everywhere=bool(everywhere))
+
+    def _cannot_follow(self, launched: Sequence[_Heard]) -> str:
+        """Why it is not known what the other ranks go on to launch; empty if it is."""
+        before = _told(self._record.launches)
+        if not self._record.is_steady:
+            return "the two steps before it did not launch the same, as the first two never do"
+        if _told(launched) != before[: len(launched)]:
+            return "it launched something else than the step before"
+        unknown = next((each for each in before if not each.kind), None)
+        if unknown is not None:
+            return f"the {unknown.label} cannot be made without the step"
+        return ""
+
+    @torch.no_grad()
+    def _again(self, comm: Comm, launch: _Launch, held: Any) -> None:
+        """Make a launch that the other ranks wait for, and wait for it."""
+        kind, label, scale, sizes, (index, number), source = launch
+        zeros = [
+            [torch.zeros(numel, dtype=dtype, device=comm.device) for numel, dtype in each]
+            for each in sizes
+        ]
+        match kind:
+            case "gather":
+                group = self._units[index].groups[number]
+                group.unshard()
+                group.wait_for_unshard()
+                self._units[index].free()
+            case "reduce_scatter":
+                comm.reduce_scatter(list(zip(*zeros, strict=True)), label, scale).wait()
+            case "all_reduce":
+                comm.all_reduce(zeros[0], label, scale).wait()
+            case "broadcast":
+                comm.broadcast([held], label, source)
+            case _:
+                assert comm.group is not None
+                compare_launches(ledger_of(comm.group), comm)
+
+    def _lose(self, error: BaseException | None, *, everywhere: bool) -> bool:
+        """Some rank has lost the step. Returns whether the exception of this rank is not raised."""
+        self.lost = True
+        self._put_buffers_back()
+        where = self._where.now or "outside of forward and backward"
+        mine = error and f"{type(error).__name__} {where}: {first_line(error)}"
+        said = self._comm.all_gather_objects(mine, "exchange of why the step is lost")
+        self.why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+        if everywhere:
+            return False
+        self._record.lost += 1
+        if self._record.lost >= self._give_up_after:
+            raise StepLostError(
+                f"together: {self._record.lost} steps in a row were lost. The last one: {self.why}."
+                " Look at what that rank does, or allow more by give_up_after="
+            ) from error
+        return True
+
+    @torch.no_grad()
+    def _put_buffers_back(self) -> None:
+        for module, name, before in self._buffers:
+            buffer = module._buffers.get(name)
+            if buffer is None:
+                module._buffers[name] = before
+            else:
+                buffer.copy_(before)
+
+
+def _told(launches: Sequence[_Heard]) -> list[_Launch]:
+    return [launch for _, launch, _ in launches]
+
+
+def _obstacle(unit: Unit, comm: Comm) -> str:
+    """Why a step with this unit cannot be given up by one rank; empty if it can."""
+    params = unit.params
+    obstacles: list[tuple[Callable[[], object], str]] = [
+        (lambda: not all(p.info.form.is_whole for p in params), "tensor-parallel parameters"),
+        (
+            lambda: unit.mesh_info.all is not comm or not unit.on_one_mesh,
+            "parameters over other ranks than the rest of the model",
+        ),
+        (lambda: unit.gradients.comm_hooks, "a communication hook"),
+        (lambda: unit.gradients.sparse, "sparse gradients"),
+        (
+            lambda: unit.mesh_info.post_forward,
+            "reshard_after_forward with a number of ranks",
+        ),
+        (lambda: stepped_in_backward([p.at_rest for p in params]), "an optimizer in backward"),
+    ]
+    return next((text for is_there, text in obstacles if is_there()), "")

@@ -1,0 +1,448 @@
+"""A step that one rank loses is lost on all ranks, wherever it raises, and the next ones give the
+bits of a run that never had that batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from composable import (
+    MixedPrecisionPolicy,
+    apply_optimizer_in_backward,
+    checkpoint,
+    clip_grad_norm_,
+    fully_shard,
+    join,
+    no_sync,
+    register_comm_hook,
+    replicate,
+    together,
+)
+from composable.comm.base import LAUNCHED, LAUNCHING
+from composable.errors import NotAnnotatedError, PhaseError, StepLostError, UnsupportedError
+from tests.helpers.compare import all_full
+from tests.helpers.world import current_device, spmd
+
+WIDTH: Final = 5  # uneven over 2 and 4 ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.dropout(torch.tanh(self.norm(self.linear(x))))
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def _mixed(model: Model) -> None:
+    replicate(model.blocks[1])
+    fully_shard(model, policy={Block})
+
+
+def _recomputed(model: Model) -> None:
+    checkpoint(model, policy={Block})
+    fully_shard(model, policy={Block})
+
+
+def _hybrid(model: Model) -> None:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(current_device().type, (2, ranks // 2))
+    fully_shard(model, policy={Block}, mesh=mesh)
+
+
+def _low(model: Model) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, full_precision_classes=(nn.BatchNorm1d,)
+    )
+    fully_shard(model, policy={Block}, mp_policy=policy)
+
+
+ANNOTATIONS: Final[dict[str, Callable[[Model], object]]] = {
+    "shards": lambda model: fully_shard(model, policy={Block}),
+    "kept": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=False),
+    "resharded": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=True),
+    "one unit": fully_shard,
+    "hybrid": _hybrid,
+    "mixed": _mixed,
+    "recomputed": _recomputed,
+    "low": _low,
+    "replicate": replicate,
+    "views": lambda model: replicate(model, gradient_as_bucket_view=True),
+    "small buckets": lambda model: replicate(model, bucket_cap_mb=1e-4),
+}
+
+
+def _batch(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator).to(current_device())
+
+
+class Trainer:
+    """A model and its steps; `fails` makes one raise on this rank."""
+
+    def __init__(self, annotate: Callable[[Model], object], *, micro_batches: int = 1) -> None:
+        self.model = Model().to(current_device())
+        annotate(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.micro_batches = micro_batches
+
+    def step(self, number: int, fails: Callable[[Model], Any] = lambda _: nullcontext()) -> str:
+        """Returns why the step was lost; nothing if it was not."""
+        torch.manual_seed(number)
+        with together(self.model, give_up_after=2) as step, fails(self.model):
+            for micro_batch in range(self.micro_batches):
+                last = micro_batch == self.micro_batches - 1
+                with no_sync(self.model, enabled=not last):
+                    loss = self.model(_batch(10 * number + micro_batch)).square().mean()
+                    loss.backward()
+            clip_grad_norm_(self.model.parameters(), 1.0)
+        if not step.lost:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        assert step.lost == bool(step.why)
+        return step.why
+
+    def state(self) -> list[Tensor]:
+        with torch.no_grad():
+            return [*all_full([*self.model.parameters()]), *self.model.buffers()]
+
+
+# --- places where a step raises ------------------------------------------------------------------
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("as planned")
+
+
+@contextmanager
+def _before_launch(number: int) -> Iterator[None]:
+    seen = itertools.count()
+
+    def hear(*_: object) -> None:
+        if next(seen) == number:
+            _fail()
+
+    LAUNCHING.append(hear)
+    try:
+        yield
+    finally:
+        LAUNCHING.remove(hear)
+
+
+def _in_forward(model: Model, block: int) -> Any:
+    return model.blocks[block].linear.register_forward_pre_hook(_fail)
+
+
+@contextmanager
+def _in_backward(model: Model, block: int) -> Iterator[None]:
+    def spoil(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(_fail)
+
+    with model.blocks[block].norm.register_forward_hook(spoil):
+        yield
+
+
+@contextmanager
+def _as_a_gradient_lands(model: Model, block: int) -> Iterator[None]:
+    handle = model.blocks[block].linear.weight.register_post_accumulate_grad_hook(_fail)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _before_anything() -> Iterator[None]:
+    _fail()
+    yield
+
+
+@contextmanager
+def _behind_everything() -> Iterator[None]:
+    yield
+    _fail()
+
+
+PLACES: Final[dict[str, Callable[[Model], Any]]] = {
+    "outside of forward and backward": lambda _: _before_anything(),
+    "in the forward of unit 'blocks.0'": lambda model: _in_forward(model, 0),
+    "in the forward of unit 'blocks.2'": lambda model: _in_forward(model, 2),
+    "in the backward of unit 'blocks.2'": lambda model: _in_backward(model, 2),
+    "in the backward of unit 'blocks.0'": lambda model: _in_backward(model, 0),
+    "as a gradient lands": lambda model: _as_a_gradient_lands(model, 1),
+    "as the last gradient lands": lambda model: _as_a_gradient_lands(model, 0),
+    "outside": lambda _: _behind_everything(),
+}
+
+
+def _launches_of(trainer: Trainer, number: int) -> int:
+    heard: list[object] = []
+    LAUNCHED.append(lambda *_: heard.append(None))
+    try:
+        assert trainer.step(number) == ""
+    finally:
+        LAUNCHED.pop()
+    return len(heard) - 1  # the vote
+
+
+def _check(name: str, micro_batches: int = 1) -> None:
+    annotate = ANNOTATIONS[name]
+    trainer = Trainer(annotate, micro_batches=micro_batches)
+    reference = Trainer(annotate, micro_batches=micro_batches)
+    for number in range(3):  # the first ones agree on orders, and cannot be followed
+        assert trainer.step(number) == reference.step(number) == ""
+    launches = _launches_of(trainer, 3)
+    reference.step(3)
+    faults: list[tuple[str, Callable[[Model], Any]]] = [*PLACES.items()]
+    faults += [("", lambda _, at=at: _before_launch(at)) for at in range(launches)]
+    numbers = itertools.count(4)
+    for (where, fails), rank in itertools.product(faults, range(dist.get_world_size())):
+        mine = fails if rank == dist.get_rank() else lambda _: nullcontext()
+        why = trainer.step(next(numbers), mine)
+        assert why.startswith(f"rank {rank}: MemoryError ")
+        assert why.endswith(": as planned")
+        if where.startswith(("in", "outside")) and name in ("shards", "kept", "resharded"):
+            assert where in why
+        number = next(numbers)
+        assert trainer.step(number) == reference.step(number) == ""
+    for mine, expected in zip(trainer.state(), reference.state(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in ANNOTATIONS if name != "hybrid"])
+@spmd(ranks=[2, 4])
+def test_a_step_is_lost_on_all_ranks_wherever_one_raises(name: str) -> None:
+    _check(name)
+
+
+@spmd(ranks=4)
+def test_on_a_hybrid_mesh() -> None:
+    _check("hybrid")
+
+
+@pytest.mark.parametrize("name", ["shards", "replicate", "mixed"])
+@spmd(ranks=[2, 3])
+def test_a_scope_holds_all_micro_batches(name: str) -> None:
+    _check(name, micro_batches=2)
+
+
+# --- what is raised ------------------------------------------------------------------------------
+
+
+@spmd(ranks=[1, 2])
+def test_an_error_on_all_ranks_is_raised() -> None:
+    trainer = Trainer(ANNOTATIONS["shards"])
+    for number in range(3):
+        trainer.step(number)
+    with pytest.raises(MemoryError, match="as planned"):
+        trainer.step(3, PLACES["in the forward of unit 'blocks.2'"])
+    assert trainer.step(4) == ""
+
+
+@spmd(ranks=2)
+def test_the_last_of_several_lost_steps_is_an_error_on_all_ranks() -> None:
+    trainer = Trainer(ANNOTATIONS["shards"])
+    for number in range(3):
+        trainer.step(number)
+    fails = PLACES["in the forward of unit 'blocks.2'"]
+    mine = fails if dist.get_rank() == 1 else lambda _: nullcontext()
+    assert trainer.step(3, mine)
+    with pytest.raises(StepLostError, match=r"2 steps in a row were lost\. The last one: rank 1"):
+        trainer.step(4, mine)
+    assert trainer.step(5) == ""
+
+
+@spmd(ranks=3)
+def test_ranks_that_raise_at_different_places_are_both_named() -> None:
+    trainer = Trainer(ANNOTATIONS["shards"])
+    for number in range(3):
+        trainer.step(number)
+    first, second = "in the forward of unit 'blocks.2'", "in the backward of unit 'blocks.0'"
+    fails = [PLACES[first], PLACES[second], lambda _: nullcontext()]
+    why = trainer.step(3, fails[dist.get_rank()])
+    assert why == (
+        f"rank 0: MemoryError {first}: as planned; rank 1: MemoryError {second}: as planned"
+    )
+    assert trainer.step(4) == ""
+
+
+class _Interrupted(BaseException):
+    """As KeyboardInterrupt."""
+
+
+@spmd(ranks=2)
+def test_what_is_no_exception_is_raised_on_its_rank() -> None:
+    trainer = Trainer(ANNOTATIONS["shards"])
+
+    def interrupt(*_: object) -> None:
+        raise _Interrupted
+
+    with pytest.raises(_Interrupted):  # on both: the other rank would wait
+        trainer.step(0, lambda model: model.blocks[0].register_forward_pre_hook(interrupt))
+    assert trainer.step(1) == ""
+
+
+@spmd(ranks=2)
+def test_the_first_step_cannot_be_followed() -> None:
+    trainer = Trainer(ANNOTATIONS["shards"])
+    with pytest.raises(MemoryError) as raised:  # on both: the other rank would wait
+        trainer.step(0, PLACES["in the forward of unit 'blocks.2'"])
+    (note,) = [each for each in raised.value.__notes__ if "together" in each]
+    assert note == (
+        "together: this step was not given up together with the other ranks, since the two steps"
+        " before it did not launch the same, as the first two never do. They wait for this rank"
+        " until their timeout"
+    )
+    assert trainer.step(1) == ""
+
+
+@spmd(ranks=2)
+def test_a_step_of_another_kind_cannot_be_followed() -> None:
+    trainer = Trainer(ANNOTATIONS["shards"])
+    for number in range(3):
+        trainer.step(number)
+    trainer.micro_batches = 2
+    with pytest.raises(MemoryError) as raised:
+        trainer.step(3, lambda model: _as_a_gradient_lands(model, 0))
+    assert any("launched something else than the step before" in n for n in raised.value.__notes__)
+    assert trainer.step(4) == ""
+
+
+# --- a good step ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["shards", "replicate"])
+@spmd(ranks=2)
+def test_nothing_but_the_vote_is_sent_in_a_good_step(name: str) -> None:
+    labels: dict[bool, list[str]] = {True: [], False: []}
+    trainer = Trainer(ANNOTATIONS[name])
+    for number in range(3):
+        trainer.step(number)
+    LAUNCHED.append(lambda comm, label, args: labels[True].append(label))
+    trainer.step(3)
+    LAUNCHED.pop()
+    LAUNCHED.append(lambda comm, label, args: labels[False].append(label))
+    trainer.model(_batch(0)).square().mean().backward()
+    clip_grad_norm_(trainer.model.parameters(), 1.0)
+    LAUNCHED.pop()
+    assert labels[True] == [*labels[False], "vote on the step"]
+
+
+# --- misuse --------------------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+def test_a_scope_inside_of_another_one_is_refused() -> None:
+    model = fully_shard(Model().to(current_device()))
+    with (
+        pytest.raises(PhaseError, match="inside of another one"),
+        together(model),
+        together(model),
+    ):
+        pass
+    with together(model) as step:
+        pass
+    assert not step.lost
+
+
+@spmd(ranks=2)
+def test_a_scope_inside_of_join_is_refused() -> None:
+    model = fully_shard(Model().to(current_device()))
+    optimizer = torch.optim.SGD(model.parameters())
+    with join(model, optimizer), pytest.raises(PhaseError, match="inside of join"), together(model):
+        pass
+
+
+@spmd(ranks=2)
+def test_a_scope_in_the_middle_of_a_step_is_refused() -> None:
+    model = fully_shard(Model().to(current_device()))
+    with no_sync(model):
+        model(_batch(0)).sum().backward()
+    with pytest.raises(PhaseError, match="has accumulated gradients"):
+        together(model)
+
+
+@spmd(ranks=2)
+def test_another_model_in_the_scope_is_refused() -> None:
+    model, other = (fully_shard(Model().to(current_device())) for _ in range(2))
+    with pytest.raises(PhaseError, match="another annotated model"), together(model):
+        other(_batch(0))
+
+
+@spmd(ranks=1)
+def test_a_model_without_annotations_is_refused() -> None:
+    with pytest.raises(NotAnnotatedError, match="together"):
+        together(Model())
+
+
+def _with_a_hook(model: Model) -> None:
+    replicate(model)
+    register_comm_hook(model, lambda group, bucket: bucket.buffer())
+
+
+def _with_an_optimizer_in_backward(model: Model) -> None:
+    fully_shard(model)
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+
+
+def _with_tensor_parallelism(model: Model) -> None:
+    mesh = init_device_mesh(
+        current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp")
+    )
+    parallelize_module(model, mesh["tp"], {"blocks.0.linear": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def _with_synchronised_norms(model: Model) -> None:
+    model.blocks[0].norm = nn.SyncBatchNorm(WIDTH)
+    fully_shard(model)
+
+
+def _with_some_neighbours(model: Model) -> None:
+    fully_shard(model, reshard_after_forward=2)
+
+
+REFUSED: Final[dict[str, Callable[[Model], None]]] = {
+    "a communication hook": _with_a_hook,
+    "an optimizer in backward": _with_an_optimizer_in_backward,
+    "tensor-parallel parameters": _with_tensor_parallelism,
+    "is a SyncBatchNorm": _with_synchronised_norms,
+    "reshard_after_forward with a number of ranks": _with_some_neighbours,
+}
+
+
+@pytest.mark.parametrize("what", list(REFUSED))
+@spmd(ranks=4)
+def test_a_step_that_one_rank_cannot_give_up_is_refused(what: str) -> None:
+    model = Model()
+    REFUSED[what](model)
+    with pytest.raises(UnsupportedError, match=what):
+        together(model)
