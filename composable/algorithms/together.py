@@ -84,12 +84,10 @@ class _Record:
 
     Attributes:
         launches: of the last whole step.
-        is_steady: the one before launched the same.
         lost: steps that were lost since.
     """
 
     launches: Sequence[_Heard] = ()
-    is_steady: bool = False
     lost: int = 0
 
 
@@ -144,9 +142,9 @@ class together:
     Raised as without the scope are: an error on all ranks, so that a mistake does not skip every
     step; an exception that is no `Exception`, such as `KeyboardInterrupt`; a collective that
     failed; and an exception in a step that cannot be followed, with a note that says so. That is a
-    step that launches something else than the two before it: the first two, one with another number
-    of forwards, with another branch of the model, or with parameters frozen since. The other ranks
-    wait for their timeout then.
+    step that launches something else than the one before it: the first two, since ranks agree on
+    orders in the first; one with another number of forwards, with another branch of the model, or
+    with parameters frozen since. The other ranks wait for their timeout then.
 
     Args:
         model: an annotated model.
@@ -297,22 +295,20 @@ class together:
                 self._again(*each)
         (everywhere,), (anywhere,) = self._comm.min_max([int(error is not None)], _VOTE)
         if not anywhere:
-            record = self._record
-            same = _told(launched) == _told(record.launches)
-            record.launches, record.is_steady, record.lost = launched, same, 0
+            self._record.launches, self._record.lost = launched, 0
             return False
         return self._lose(error, everywhere=bool(everywhere))
 
     def _cannot_follow(self, launched: Sequence[_Heard]) -> str:
         """Why it is not known what the other ranks go on to launch; empty if it is."""
         before = _told(self._record.launches)
-        if not self._record.is_steady:
-            return "the two steps before it did not launch the same, as the first two never do"
+        if not before:
+            return "no step before it was whole"
+        once = next((each.label for each in before if not each.kind), "")
+        if once:  # as ranks agree, or are compared, in the first step
+            return f"the step before it made the {once}, which others do not make"
         if _told(launched) != before[: len(launched)]:
             return "it launched something else than the step before"
-        unknown = next((each for each in before if not each.kind), None)
-        if unknown is not None:
-            return f"the {unknown.label} cannot be made without the step"
         return ""
 
     @torch.no_grad()

@@ -317,11 +317,14 @@ def test_the_first_step_cannot_be_followed() -> None:
         trainer.step(0, PLACES["in the forward of unit 'blocks.2'"])
     (note,) = [each for each in raised.value.__notes__ if "together" in each]
     assert note == (
-        "together: this step was not given up together with the other ranks, since the two steps"
-        " before it did not launch the same, as the first two never do. They wait for this rank"
-        " until their timeout"
+        "together: this step was not given up together with the other ranks, since no step before"
+        " it was whole. They wait for this rank until their timeout"
     )
     assert trainer.step(1) == ""
+    with pytest.raises(MemoryError) as raised:
+        trainer.step(2, PLACES["in the forward of unit 'blocks.2'"])
+    (note,) = [each for each in raised.value.__notes__ if "together" in each]
+    assert "made the check of the order of units" in note
 
 
 @spmd(ranks=2)

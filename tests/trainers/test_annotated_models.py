@@ -7,9 +7,10 @@ Trainer train it as it is.
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import fully_shard, remove, replicate
+from composable import fully_shard, remove, replicate, together
 from tests.helpers.compare import anatomy, averaged_gradients, full_gradients, full_parameters
 from tests.helpers.launched import environment
 from tests.helpers.refusals import refusal, same_on_all
@@ -243,11 +244,11 @@ def _launched() -> Iterator[None]:
             GradientState._reset_state()
 
 
-def _in_one_process() -> dict[str, Tensor]:
-    """Both ranks' batches together, clipped, as the trainers do below."""
+def _in_one_process(lost: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Both ranks' batches together, clipped, as the trainers do below; without some steps."""
     model, data = Regression(), _data()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for start in range(0, 16, 4):
+    for start in (start for start in range(0, 16, 4) if start // 4 not in lost):
         model(**torch.utils.data.default_collate(data[start : start + 4]))["loss"].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -255,8 +256,8 @@ def _in_one_process() -> dict[str, Tensor]:
     return full_parameters(model)
 
 
-def _assert_trained(model: nn.Module) -> None:
-    expected = _in_one_process()
+def _assert_trained(model: nn.Module, lost: Sequence[int] = ()) -> None:
+    expected = _in_one_process(lost)
     for name, value in full_parameters(model).items():
         torch.testing.assert_close(value, expected[name], msg=lambda text, n=name: f"{n}: {text}")
 
@@ -288,13 +289,37 @@ def test_accelerate_trains_an_annotated_model(pool: Pool, verb: str) -> None:
     pool.run(2, _with_accelerate, verb)
 
 
-def _with_the_trainer(verb: str, folder: str) -> None:
+def _fail_in_step(model: Regression, step: int) -> None:
+    """One rank runs out of memory there."""
+    steps = itertools.count()
+
+    def fail(*_: object) -> None:
+        if next(steps) == step and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("as planned")
+
+    model.head.register_forward_pre_hook(fail)
+
+
+def _with_the_trainer(verb: str, folder: str, lost: Sequence[int] = ()) -> None:
     from transformers import Trainer, TrainingArguments  # noqa: PLC0415, slow, and it warns
 
+    class Patient(Trainer):  # as docs/guides/lost_steps.md has it
+        def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Tensor:
+            with together(model) as step:
+                loss: Tensor = super().training_step(model, inputs, *args)
+            if step.lost:
+                said.append(step.why)
+                model.zero_grad()
+                return torch.zeros((), device=self.args.device)
+            return loss
+
+    said: list[str] = []
     with _launched():
         model = Regression()
         _VERBS[verb](model)
-        trainer = Trainer(
+        for step in lost:
+            _fail_in_step(model, step)
+        trainer = (Patient if lost else Trainer)(
             model=model,
             args=TrainingArguments(
                 output_dir=folder,
@@ -317,7 +342,19 @@ def _with_the_trainer(verb: str, folder: str) -> None:
         )  # type: ignore[method-assign]
         trainer.train()
         assert trainer.model_wrapped is model
-        _assert_trained(model)
+        _assert_trained(model, lost)
+    unit = "(root)" if verb == "replicate" else "head"
+    why = f"rank 1: OutOfMemoryError in the forward of unit '{unit}': as planned"
+    assert said == [why] * len(lost)
+
+
+@pytest.mark.beyond_sim("it knows no such device, and trains on the host")
+@pytest.mark.parametrize("verb", _VERBS)
+def test_the_trainer_loses_a_step_on_all_ranks_that_one_rank_loses(
+    pool: Pool, verb: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    pool.run(2, _with_the_trainer, verb, str(tmp_path), [2])
 
 
 @pytest.mark.beyond_sim("it knows no such device, and trains on the host")
