@@ -279,7 +279,7 @@ def refuse_moment(what: str, unit: Unit) -> None:
 
     How its gradients are reduced may change only between two steps.
     """
-    if unit.in_step or unit.gradients.accumulation.now is not SyncMode.REDUCE:
+    if unit.is_busy or unit.gradients.accumulation.now is not SyncMode.REDUCE:
         raise PhaseError(
             f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward,"
             " between them, or in no_sync, with accumulated gradients. Do it between two steps;"

@@ -54,7 +54,7 @@ def settle(
 
 def leave_tree(unit: Unit) -> None:
     """Replicated units around which there are no shards any more rest as plain parameters again."""
-    for other in unit.relations.leave(unit):
+    for other in unit.relations.end(unit):
         choose_rest(other)
 
 

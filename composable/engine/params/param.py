@@ -307,7 +307,7 @@ class ManagedParam:
         return next(place.registered for place in self.info.places if place.registered is not None)
 
     @property
-    def given(self) -> Tensor | None:
+    def users_local(self) -> Tensor | None:
         """The local tensor of what is registered, as its user made it; None of what rests."""
         registered = self.current
         label = label_of(registered)

@@ -329,7 +329,7 @@ class ParamGroup(ABC):
             if storage_key(compute) != storage_key(view):
                 compute.data = view
 
-    def leave(self, move: Callable[[Tensor], Tensor]) -> None:
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
         """Let at-rest parameters and gradients be elsewhere, where `move` makes copies; the unit
         drops the group.
         """

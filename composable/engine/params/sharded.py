@@ -35,7 +35,7 @@ class ShardedGroup(ParamGroup):
     def _make_memory(self) -> tuple[Tensor, ...]:
         self.shard = self._make_shard()
         for param, slot in zip(self.params, self.slots, strict=True):
-            view, given = self.shard_view(slot).data, param.given
+            view, given = self.shard_view(slot).data, param.users_local
             if given is None:
                 view.copy_(local_of(param.current).reshape(view.shape))  # type: ignore[arg-type]
             else:
@@ -72,7 +72,7 @@ class ShardedGroup(ParamGroup):
         mesh = form.mesh_at_rest(info.mesh)
         assert mesh is not None
         assert info.mesh is not None
-        if param.given is None:
+        if param.users_local is None:
             return at_home(registered, self._local(slot))
         whole = form.like(whole_shape(slot))
         at_rest = dtensor_parameter(
@@ -120,7 +120,7 @@ class ShardedGroup(ParamGroup):
         return elsewhere or (moved and local._base is None) or has_protocol(local)
 
     @override
-    def leave(self, move: Callable[[Tensor], Tensor]) -> None:
+    def move(self, move: Callable[[Tensor], Tensor]) -> None:
         self.shard = move(self.shard)
         for param, slot in zip(self.params, self.slots, strict=True):
             param.move(move, self._local(slot))

@@ -347,7 +347,7 @@ class Root:
 
     def ends_after(self, other: Root) -> bool:
         """Whether it is in a backward around the one that `other` is in."""
-        mine, theirs = self._in_backward(), other._in_backward()
+        mine, theirs = self._backward_iteration(), other._backward_iteration()
         return mine is not None and theirs is not None and mine.end != theirs.end
 
     def agree_anew(self) -> None:
@@ -686,7 +686,7 @@ class Root:
             iteration = self._open_backward()
         return iteration
 
-    def _in_backward(self) -> Iteration | None:
+    def _backward_iteration(self) -> Iteration | None:
         """The iteration, if its backward is under way."""
         return self.step.iteration if self.phase is Phase.BACKWARD else None
 
@@ -772,7 +772,7 @@ class Root:
         batch. It runs the newest nodes first, so it is in the middle if it comes to another unit of
         the same forward afterwards: `enter_backward` looks.
         """
-        iteration = self._in_backward()
+        iteration = self._backward_iteration()
         if iteration is not None:
             iteration.read_at_rest[iteration.in_forward] = unit, param
 
@@ -800,7 +800,7 @@ class Root:
         """
         for hear in HEARERS.ends_backward:
             hear(self)
-        iteration = self._in_backward()
+        iteration = self._backward_iteration()
         if iteration is None:
             return
         with self._streams.on(iteration.stream):
@@ -817,7 +817,7 @@ class Root:
         """
         for hear in HEARERS.lands_backward:
             hear(self)
-        iteration = self._in_backward()
+        iteration = self._backward_iteration()
         if iteration is None:
             return
         if debug_enabled():

@@ -150,7 +150,7 @@ class UnitCall:
         needs = inside and (unit.trains or unit.known_given() == 2)
         self.anchors = needs and unit.mesh_info.all.size > 1
 
-    def wait(self) -> None:
+    def await_backward(self) -> None:
         """Backward will come to its outputs."""
         self.watched = self.waits = True
         self.step.pending += 1
@@ -235,7 +235,7 @@ class Relations:
         for unit in (own, *below):
             unit.relations.around[self.number] = ref(own)
 
-    def leave(self, own: Unit) -> list[Unit]:
+    def end(self, own: Unit) -> list[Unit]:
         """`own` is no unit any more. Returns those around it and below, and what is below these."""
         around, below = self.units_around(), [*self.below]
         self.around, self.below = {}, {}
@@ -749,7 +749,7 @@ class Unit:
             PhaseError: a step is under way, gradients wait to be reduced, or modules hold whole
                 parameters.
         """
-        if self.in_step or self.shown_by:
+        if self.is_busy or self.shown_by:
             _refuse_in_step(f"the communication of unit '{self.name}' was changed")
         mesh_info = self.mesh_info.with_shards_by(exchange)
         self.hide()
@@ -760,7 +760,7 @@ class Unit:
         self.forget_root()
 
     @property
-    def in_step(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether it is in a forward or backward, between them, or has accumulated gradients."""
         in_step = self.root is not None and self.root.in_step
         return in_step or bool(self.step.calls) or in_backward() or self.gradients.has_unreduced
@@ -771,7 +771,7 @@ class Unit:
         Raises:
             PhaseError: a step is under way, or gradients wait to be reduced.
         """
-        if self.in_step:
+        if self.is_busy:
             _refuse_in_step(f"the divisor of gradients of unit '{self.name}' was set")
         self.spec = replace(self.spec, divisor=divisor)
         self.set_mesh_info(self.mesh_info)  # builds the buckets anew
@@ -792,7 +792,7 @@ class Unit:
             return
         self.gradients.clear()
         for group in self.groups:
-            group.leave(lambda tensor: home.take([tensor])[0])
+            group.move(lambda tensor: home.take([tensor])[0])
         self.groups = []
         self._swap = ParameterSwap(())
 

@@ -119,7 +119,7 @@ class Visit:
                 )
             return output, aliases or unit.trains
         if root is not None:
-            call.wait()
+            call.await_backward()
             output = guarded(output, root)
         return output, aliases
 
