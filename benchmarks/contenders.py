@@ -110,6 +110,8 @@ def _ddp(views: bool) -> Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.M
 LOCAL: Final = "un-annotated"
 # for those who time clipping, where the library has a function of its own
 ON_SHARDS: Final = "composable-on-shards"
+# for those who time steps in the scope `together`
+TOGETHER: Final = "composable-together"
 # for those who time the host: what torch's own calls take
 PLAIN_CALLS: Final = "plain-calls"
 
@@ -126,6 +128,7 @@ CONTENDERS: Final[dict[str, Callable[[nn.Module, type[nn.Module], DeviceMesh], n
     "ddp": _ddp(views=False),
     "ddp-views": _ddp(views=True),
     "fsdp1-flat": _fsdp1("FULL_SHARD", original=False),
+    TOGETHER: _composable(reshard=None),
 }
 
 MEANING: Final = {
@@ -158,6 +161,7 @@ MEANING: Final = {
         " group is a fake)"
     ),
     "ddp-views": "the same with `gradient_as_bucket_view=True`",
+    TOGETHER: "composable, each step in the scope `together`",
 }
 
 

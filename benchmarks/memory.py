@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CONTENDERS, add_choice, chosen, scale
+from contenders import CONTENDERS, TOGETHER, add_choice, chosen, scale
 from harness import Measure, Sample, compete, device_of, series, spread, world_of
 from models import SIZES, adamw, add_adamw, task_of
 from options import parse, parser
@@ -43,7 +43,7 @@ PREDICTED = ("un-annotated", "composable", "composable-keep", "composable-replic
 # bytes that a process which trains on a host has above its tensors: workspaces of BLAS, the
 # allocator
 AROUND = 45e6
-DEFAULT = [name for name in CONTENDERS if name != "fsdp1-flat"]
+DEFAULT = [name for name in CONTENDERS if name not in ("fsdp1-flat", TOGETHER)]
 
 
 class Gauge:

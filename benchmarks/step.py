@@ -14,11 +14,23 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, LOCAL, add_choice, against_before, chosen, scale, with_before
+from contenders import (
+    CONTENDERS,
+    LOCAL,
+    TOGETHER,
+    add_choice,
+    against_before,
+    chosen,
+    scale,
+    with_before,
+)
 from harness import (
     ContenderFailed,
     Measure,
@@ -43,12 +55,13 @@ CLAIMS: list[Claim] = [
     ("composable-replicate", "ddp-views", None),
     ("composable-replicate-views", "ddp", None),
     ("composable-replicate-views", "ddp-views", None),
+    (TOGETHER, "composable", 1.02),
 ]
 # of DDP at its better setting
 REPLICATE_LIMITS = {"composable-replicate": 1.0, "composable-replicate-views": 0.95}
 # relative, after the warm-up: Adam magnifies the rounding of different summation orders
 LOSS_TOLERANCE = 1e-3
-DEFAULT = [name for name in CONTENDERS if name != "fsdp1-flat"]
+DEFAULT = [name for name in CONTENDERS if name not in ("fsdp1-flat", TOGETHER)]
 
 
 def build(contender: str, options: argparse.Namespace) -> Measure:
@@ -58,14 +71,20 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     model = scale(contender, task.model, task.units, device=device, world=world_of(options))
     optimizer = adamw(model.parameters(), options.adamw)
     watch = Stopwatch(device)
+    scope: Callable[[], AbstractContextManager[object]] = nullcontext
+    if contender == TOGETHER:
+        from composable import together
+
+        scope = partial(together, model)
     step = 0
 
     def measure() -> Sample:
         nonlocal step
         watch.start()
-        loss = task.loss(model, step)
-        watch.phase("forward")
-        loss.backward()
+        with scope():
+            loss = task.loss(model, step)
+            watch.phase("forward")
+            loss.backward()
         watch.phase("backward")
         optimizer.step()
         optimizer.zero_grad()
