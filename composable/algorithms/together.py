@@ -290,7 +290,11 @@ class together:
                     f" {why}. They wait for this rank until their timeout"
                 )
                 return False
-            traceback.clear_frames(trace)  # the step's graph and activations
+            # Frees activations: frames hold them, by closures of torch's also when cleared.
+            told = "".join(traceback.format_exception(error))
+            error.add_note(f"together: this error was raised so:\n{told}")
+            del trace
+            error.__traceback__ = None
             for each in self._record.launches[len(launched) :]:
                 self._again(*each)
         (everywhere,), (anywhere,) = self._comm.min_max([int(error is not None)], _VOTE)

@@ -5,6 +5,7 @@ bits of a run that never had that batch.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
@@ -337,6 +338,40 @@ def test_a_step_of_another_kind_cannot_be_followed() -> None:
         trainer.step(3, lambda model: _as_a_gradient_lands(model, 0))
     assert any("launched something else than the step before" in n for n in raised.value.__notes__)
     assert trainer.step(4) == ""
+
+
+@spmd(ranks=2)
+def test_activations_are_freed_before_the_others_are_followed() -> None:
+    trainer = Trainer(ANNOTATIONS["shards"])
+    for number in range(3):
+        trainer.step(number)
+    kept: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+
+    @contextmanager
+    def fail(model: Model) -> Iterator[None]:
+        def keep(module: nn.Module, args: object, output: Tensor) -> None:
+            kept.append(weakref.ref(output))
+
+        with (
+            model.blocks[0].linear.register_forward_hook(keep),  # which the norm saves
+            _in_forward(model, 2),
+        ):
+            yield
+
+    def hear(*_: object) -> None:
+        alive.append(bool(kept) and kept[0]() is not None)
+
+    LAUNCHED.append(hear)
+    try:
+        assert trainer.step(3, fail if dist.get_rank() == 0 else lambda _: nullcontext())
+    finally:
+        LAUNCHED.remove(hear)
+    if dist.get_rank() == 0:
+        first = alive.index(True)  # while the step was computed
+        followed = alive[first:].index(False)
+        assert followed < 3
+        assert not any(alive[first + followed :])
 
 
 # --- a good step ---------------------------------------------------------------------------------
