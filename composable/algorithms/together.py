@@ -70,7 +70,7 @@ class _Launch(NamedTuple):
     label: str
     scale: float = 1.0
     sizes: tuple[tuple[tuple[int, torch.dtype], ...], ...] = ()
-    group: tuple[int, int] = (-1, -1)
+    group: tuple[int, int] | None = None
     source: int = 0
 
 
@@ -236,6 +236,7 @@ class together:
         self._undo.callback(HEARERS.add(self._where))
         LAUNCHED.append(self._hear)
         self._undo.callback(LAUNCHED.remove, self._hear)
+        self._undo.callback(self._launched.clear)
         return self
 
     def _hear(self, comm: Comm, label: str, args: Sequence[Any]) -> None:
@@ -263,12 +264,14 @@ class together:
             for index, unit in enumerate(self._units)
             for number, group in enumerate(unit.groups)
         }
-        return [
-            (comm, launch._replace(group=groups.get(id(held), (-1, -1))), None)
-            if launch.kind == "gather"
-            else (comm, launch, held)
-            for comm, launch, held in self._launched
-        ]
+        launches: list[_Heard] = []
+        for comm, launch, held in self._launched:
+            if launch.kind == "gather":
+                # one that was built anew since is not known
+                known = groups.get(id(held))
+                launch, held = launch._replace(kind="gather" if known else "", group=known), None
+            launches.append((comm, launch, held))
+        return launches
 
     def __exit__(
         self,
@@ -287,7 +290,7 @@ class together:
             if why := self._cannot_follow(launched):
                 error.add_note(
                     f"together: this step was not given up together with the other ranks, since"
-                    f" {why}. They wait for this rank until their timeout"
+                    f" {why}. Ranks that did not raise wait for this one until their timeout"
                 )
                 return False
             # Frees activations: frames hold them, by closures of torch's also when cleared.
@@ -298,9 +301,11 @@ class together:
             for each in self._record.launches[len(launched) :]:
                 self._again(*each)
         (everywhere,), (anywhere,) = self._comm.min_max([int(error is not None)], _VOTE)
+        buffers, self._buffers = self._buffers, []
         if not anywhere:
             self._record.launches, self._record.lost = launched, 0
             return False
+        _put_back(buffers)
         return self._lose(error, everywhere=bool(everywhere))
 
     def _cannot_follow(self, launched: Sequence[_Heard]) -> str:
@@ -318,17 +323,19 @@ class together:
     @torch.no_grad()
     def _again(self, comm: Comm, launch: _Launch, held: Any) -> None:
         """Make a launch that the other ranks wait for, and wait for it."""
-        kind, label, scale, sizes, (index, number), source = launch
+        kind, label, scale, sizes, group_at, source = launch
         zeros = [
             [torch.zeros(numel, dtype=dtype, device=comm.device) for numel, dtype in each]
             for each in sizes
         ]
         match kind:
             case "gather":
-                group = self._units[index].groups[number]
+                assert group_at is not None
+                unit = self._units[group_at[0]]
+                group = unit.groups[group_at[1]]
                 group.unshard()
                 group.wait_for_unshard()
-                self._units[index].free()
+                unit.free()
             case "reduce_scatter":
                 comm.reduce_scatter(list(zip(*zeros, strict=True)), label, scale).wait()
             case "all_reduce":
@@ -342,7 +349,6 @@ class together:
     def _lose(self, error: BaseException | None, *, everywhere: bool) -> bool:
         """Some rank has lost the step. Returns whether the exception of this rank is not raised."""
         self.lost = True
-        self._put_buffers_back()
         where = self._where.now or "outside of forward and backward"
         mine = error and f"{type(error).__name__} {where}: {first_line(error)}"
         said = self._comm.all_gather_objects(mine, "exchange of why the step is lost")
@@ -357,14 +363,15 @@ class together:
             ) from error
         return True
 
-    @torch.no_grad()
-    def _put_buffers_back(self) -> None:
-        for module, name, before in self._buffers:
-            buffer = module._buffers.get(name)
-            if buffer is None:
-                module._buffers[name] = before
-            else:
-                buffer.copy_(before)
+
+@torch.no_grad()
+def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+    for module, name, before in buffers:
+        buffer = module._buffers.get(name)
+        if buffer is None:
+            module._buffers[name] = before
+        else:
+            buffer.copy_(before)
 
 
 def _told(launches: Sequence[_Heard]) -> list[_Launch]:

@@ -319,7 +319,7 @@ def test_the_first_step_cannot_be_followed() -> None:
     (note,) = [each for each in raised.value.__notes__ if "together" in each]
     assert note == (
         "together: this step was not given up together with the other ranks, since no step before"
-        " it was whole. They wait for this rank until their timeout"
+        " it was whole. Ranks that did not raise wait for this one until their timeout"
     )
     assert trainer.step(1) == ""
     with pytest.raises(MemoryError) as raised:
