@@ -1,0 +1,105 @@
+"""The `describe` command: how a model would rest on the ranks of a world, without the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from composable.errors import ComposableError
+from composable.forecast.command import (
+    Refused,
+    add_model,
+    blocks_of,
+    check_one_model,
+    configured,
+    function_of,
+    made_of_config,
+    maker_of,
+)
+from composable.forecast.forecast import pretended_model
+from composable.forecast.plans import Plan
+from composable.report.describe import describe
+
+PROGRAM: Final = "python -m composable describe"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "what the function makes")
+    parser.add_argument(
+        "--annotate",
+        help="package.module:function that annotates the model, and may take the mesh (default:"
+        " fully_shard with the units of --policy)",
+    )
+    parser.add_argument(
+        "--mesh",
+        nargs="+",
+        type=dimension_of,
+        metavar="NAME=SIZE",
+        help="dimensions, e.g. replicate=4 shard=16 (default: one over all ranks)",
+    )
+    parser.add_argument("--by", choices=("parameter", "unit"), default="parameter")
+    parser.add_argument("--json", action="store_true", help="plain values in place of a table")
+
+
+def dimension_of(text: str) -> tuple[str, int]:
+    """Read `shard=16`."""
+    found = re.fullmatch(r"(\w+)=([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a name and a size, like shard=16")
+    return found[1], int(found[2])
+
+
+def run(options: Any) -> int:
+    """Print the description; returns the exit status."""
+    try:
+        check_one_model(options)
+        if options.annotate and options.policy:
+            raise Refused("--annotate picks the units itself: leave --policy out")
+        if options.hf is None:
+            make = maker_of(options, None)
+        else:
+            make = partial(made_of_config, *configured(options))
+        annotate = function_of(options.annotate, "annotate") if options.annotate else None
+    except Refused as refused:
+        print(f"{PROGRAM}: {refused}", file=sys.stderr)
+        return 2
+    mesh = dict(options.mesh) if options.mesh else None
+    try:
+        annotate = annotate or _plan_of(make, options.policy)
+        with pretended_model(make, annotate, ranks=options.ranks, mesh=mesh) as model:
+            found = describe(model, by=options.by)
+    except (ComposableError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        _show(found)
+    return 0
+
+
+def _plan_of(make: Callable[[], nn.Module], policy: str | None) -> Callable[..., object]:
+    with torch.device("meta"):
+        return Plan("fully_shard", blocks_of(make(), policy)).annotate
+
+
+def _show(found: object) -> None:
+    """In a terminal as a table of rich, where it is installed."""
+    if sys.stdout.isatty():
+        try:
+            console = import_module("rich.console").Console()
+        except ModuleNotFoundError:
+            pass
+        else:
+            console.print(found)
+            return
+    print(found)
