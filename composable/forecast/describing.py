@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from composable.errors import ComposableError
+from composable.api.fully_shard import fully_shard
+from composable.errors import ComposableError, ForecastError
 from composable.forecast.command import (
     Refused,
     add_model,
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--annotate",
         help="package.module:function that annotates the model, and may take the mesh (default:"
-        " fully_shard with the units of --policy)",
+        " fully_shard with the units of --policy; the model as one unit if nothing repeats)",
     )
     parser.add_argument(
         "--mesh",
@@ -81,7 +82,7 @@ def run(options: Any) -> int:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     if options.json:
-        print(json.dumps(found.to_dict(), indent=1))
+        print(json.dumps(found.to_dict()))
     else:
         _show(found)
     return 0
@@ -89,7 +90,11 @@ def run(options: Any) -> int:
 
 def _plan_of(make: Callable[[], nn.Module], policy: str | None) -> Callable[..., object]:
     with torch.device("meta"):
-        return Plan("fully_shard", blocks_of(make(), policy)).annotate
+        model = make()
+    try:
+        return Plan("fully_shard", blocks_of(model, policy)).annotate
+    except ForecastError:  # nothing repeats
+        return lambda model, mesh: fully_shard(model, mesh=mesh)
 
 
 def _show(found: object) -> None:

@@ -73,8 +73,8 @@ class ParameterRow:
         padding: elements that this rank's part of a message has beyond its shard, since every rank
             sends as many as the first.
         slices: which part of the whole this rank has.
-        parts: what all ranks have, in the order of ranks; none where each process has a tensor of
-            its own, and for placements of classes that torch does not document.
+        parts: what the ranks of its mesh have, in the order of ranks; none where each process has a
+            tensor of its own, and for placements of classes that torch does not document.
         trainable: whether it requires a gradient.
     """
 
@@ -108,7 +108,8 @@ class ParameterDescription:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values.
 
-        They are the same on every rank, except for `slices` and `padding`.
+        They are the same on every rank, except for `slices`, `padding`, and `parts` of parameters
+        whose mesh has some ranks only, as plain ones beside tensor-parallel ones.
         """
         return {"parameters": [asdict(row) for row in self.rows]}
 
@@ -201,8 +202,6 @@ def _row(
 ) -> ParameterRow:
     shape, spread = tuple(at_rest.shape), None
     if held is not None:
-        # a declared part is a plain tensor, of which the whole is larger
-        shape = tuple(held.param.info.form.like(at_rest).shape)
         spread = held.spread
     elif isinstance(at_rest, DTensor):
         spread = at_rest.device_mesh, tuple(at_rest.placements)

@@ -68,6 +68,7 @@ def rich(
             footer="" if total is None else total[index],
             justify="right" if name in right else "left",
             overflow="fold",
+            no_wrap=index == 0,
         )
     for row in rows:
         made.add_row(*map(text.Text, row))  # as they are: [0:2] is no markup
