@@ -170,8 +170,9 @@ def describe(
     rests and in which dtype, in what it is computed with and its gradient reduced, which rows are
     on which ranks, whether it is trained, and whose unit it is.
 
-    Parameters that are neither sharded nor replicated come last, as a unit named "(not annotated)",
-    or "(rest)" if other verbs were applied somewhere; those of `ignored_params` as "(ignored)".
+    Parameters that are neither sharded nor replicated are of a unit named "(not annotated)", or
+    "(rest)" if units are described and other verbs were applied somewhere; those of
+    `ignored_params` of "(ignored)". As units they come last.
     Verbs on modules that are no units are named below the table, and so are modules on which
     `offload_activations` has no effect.
 
