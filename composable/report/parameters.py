@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.contract.tree import SHARD, annotation_of
+from composable.contract.tree import SHARD, Place, annotation_of, registered_parameters
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.param_group import ParamGroup
@@ -128,23 +128,26 @@ def describe_parameters(module: nn.Module) -> ParameterDescription:
     for name, below in module.named_modules():
         if (annotation := annotation_of(below)) is not None:
             units.setdefault(annotation.state, name)
-    names: dict[int, tuple[nn.Parameter, list[str]]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        unit = unit_of(parameter)
-        if unit is not None:  # which may be of a module around `module`
+    registered = list(registered_parameters(module, stop=()))
+    for _, parameter in registered:
+        if (unit := unit_of(parameter)) is not None:  # which may be of a module around `module`
             units.setdefault(unit, unit.name)
-        names.setdefault(id(parameter), (parameter, []))[1].append(name)
-    held = {id(tensor): held for unit in units for tensor, held in _held_by(unit)}
+    held = {place: each for unit in units for each in _held_by(unit) for place in each.places}
     ignored = {id(place.registered) for unit in units for place in unit.spec.left_alone}
+
+    names: dict[object, tuple[nn.Parameter, _Held | None, list[str]]] = {}
+    for place, parameter in registered:
+        # in scopes and calls modules hold something else than what rests
+        managed = held.get(place)
+        key = managed.param if managed else id(parameter)
+        names.setdefault(key, (parameter, managed, []))[2].append(place.fqn)
     parts_of = cache(_parts_of)
     rows = []
-    for parameter, (first, *tied) in names.values():
-        managed = held.get(id(parameter))
-        if managed is None:
-            unit_named = IGNORED if id(parameter) in ignored else NOT_ANNOTATED
-            rows.append(_row(first, tied, unit_named, parameter, None, parts_of))
-        else:
-            rows.append(_row(first, tied, units[managed.unit], managed.at_rest, managed, parts_of))
+    for parameter, managed, fqns in names.values():
+        unit_named = NOT_ANNOTATED if id(parameter) not in ignored else IGNORED
+        if managed is not None:
+            parameter, unit_named = managed.param.at_rest, units[managed.unit]
+        rows.append(_row(fqns, unit_named, parameter, managed, parts_of))
     return ParameterDescription(tuple(rows))
 
 
@@ -158,13 +161,13 @@ class _Held:
     slot: Slot | None = None
 
     @property
-    def at_rest(self) -> nn.Parameter:
-        return self.param.at_rest
+    def places(self) -> tuple[Place, ...]:
+        return self.param.info.places
 
     @property
     def spread(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
         """The mesh of all ranks that have a part or a copy, and the placements there."""
-        info, at_rest = self.param.info, self.at_rest
+        info, at_rest = self.param.info, self.param.at_rest
         mesh = info.form.mesh_at_rest((info.mesh_info or self.unit.mesh_info).mesh)
         if mesh is None:
             return None
@@ -181,20 +184,17 @@ class _Held:
         return self.slot.chunk_numel - self.slot.local_numel(self.group.comm.rank)
 
 
-def _held_by(unit: Unit) -> list[tuple[Tensor, _Held]]:
-    """Return what modules may hold of a unit's parameters: at rest, or while they compute."""
+def _held_by(unit: Unit) -> list[_Held]:
     grouped = {
         param: _Held(unit, param, group, slot)
         for group in unit.groups
         for param, slot in zip(group.params, group.slots, strict=True)
     }
-    held = [grouped.get(param) or _Held(unit, param) for param in unit.params]
-    return [(tensor, each) for each in held for tensor in (each.param.compute, each.at_rest)]
+    return [grouped.get(param) or _Held(unit, param) for param in unit.params]
 
 
 def _row(
-    name: str,
-    tied: Sequence[str],
+    names: Sequence[str],
     unit: str,
     at_rest: nn.Parameter,
     held: _Held | None,
@@ -211,8 +211,8 @@ def _row(
     group = None if held is None else held.group
     local = local_tensor(at_rest)
     return ParameterRow(
-        name=name,
-        tied=tuple(tied),
+        name=names[0],
+        tied=tuple(names[1:]),
         unit=unit,
         annotation="-" if held is None else held.unit.spec.verb,
         shape=shape,

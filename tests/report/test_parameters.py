@@ -26,6 +26,7 @@ from composable import (
     keep_unsharded,
     offload_to_host,
     replicate,
+    unsharded,
 )
 from composable.memory.torch_private import local_tensor
 from composable.report.parameters import ParameterDescription
@@ -347,10 +348,25 @@ def test_rows_are_the_same_while_modules_hold_whole_parameters() -> None:
     with keep_unsharded(model), torch.no_grad():
         model(torch.ones(1, 5, device=current_device()))
         assert describe(model, by="parameter") == before
+    with unsharded(model):
+        assert describe(model, by="parameter") == before
     inside: list[ParameterDescription] = []
     model[1].register_forward_hook(lambda *_: inside.append(describe(model, by="parameter")))
     model(torch.ones(1, 5, device=current_device()))
     assert inside == [before]
+
+
+@spmd(ranks=2)
+def test_a_child_that_has_its_parent_is_described_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].parent = model
+    fully_shard(model, policy={nn.Linear}, sync_module_states="broadcast")
+    assert [(row.name, row.tied, row.unit) for row in describe(model, by="parameter").rows] == [
+        ("0.weight", (), "0"),
+        ("0.bias", (), "0"),
+        ("1.weight", (), "1"),
+        ("1.bias", (), "1"),
+    ]
 
 
 @spmd(ranks=2)
