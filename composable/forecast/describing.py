@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -81,10 +82,11 @@ def run(options: Any) -> int:
     except (ComposableError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
-    if options.json:
-        print(json.dumps(found.to_dict()))
-    else:
-        _show(found)
+    try:
+        _show(json.dumps(found.to_dict()) if options.json else found)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, as `head` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -98,8 +100,8 @@ def _plan_of(make: Callable[[], nn.Module], policy: str | None) -> Callable[...,
 
 
 def _show(found: object) -> None:
-    """In a terminal as a table of rich, where it is installed."""
-    if sys.stdout.isatty():
+    """Print a table, in a terminal as one of rich where it is installed; or text as it is."""
+    if sys.stdout.isatty() and not isinstance(found, str):
         try:
             console = import_module("rich.console").Console()
         except ModuleNotFoundError:

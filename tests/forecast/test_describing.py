@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import MixedPrecisionPolicy, describe, fully_shard
 from composable.__main__ import main
+from docs.generate import ROOT
 from tests.forecast.test_command import Block, config, status  # noqa: F401 - a fixture
 from tests.helpers.world import Pool
 
@@ -156,3 +158,16 @@ def test_a_terminal_gets_a_table_of_rich_where_it_is_installed(
     said = _said(capsys, f"{HERE}:make_layer", "--ranks", "2")
     assert ("─" in said) is installed
     assert "0: [0:1]  1: [1:2]" in said
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "composable", "describe", f"{HERE}:make_layer", "--ranks", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert "BrokenPipeError" not in said
+    assert process.returncode == 0
