@@ -9,6 +9,7 @@ from importlib import import_module
 from composable import __version__
 from composable.demo.options import DemoError, OneLineParser, Options, add_arguments
 from composable.forecast import command as forecast_command
+from composable.forecast import describing as describe_command
 
 
 def main(command_line: Sequence[str]) -> int:
@@ -29,10 +30,16 @@ def main(command_line: Sequence[str]) -> int:
         "forecast", help=about, description=f"{about[0].upper()}{about[1:]}."
     )
     forecast_command.add_arguments(forecast)
-    forecast.set_defaults(forecasts=True)
+    forecast.set_defaults(run=forecast_command.run)
+    about = "say how a model would rest on ranks, without the ranks: which rows are where"
+    described = commands.add_parser(
+        "describe", help=about, description=f"{about[0].upper()}{about[1:]}."
+    )
+    describe_command.add_arguments(described)
+    described.set_defaults(run=describe_command.run)
     options = parser.parse_args(command_line, Options())
-    if getattr(options, "forecasts", False):
-        return forecast_command.run(options)
+    if (run := getattr(options, "run", None)) is not None:
+        return int(run(options))
     try:
         # Imported here, because its dependencies are an extra of the package, and `--help` works
         # without them.

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -32,11 +33,25 @@ class Refused(Exception):
     """Something was asked for that cannot be done; says what, in a line."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """What names a model.
+
+    Args:
+        dtype: of the parameters, where neither the user nor a configuration names one; in words.
+    """
     parser.add_argument("model", nargs="?", help="package.module:function that makes the model")
     parser.add_argument("--hf", type=Path, help="config.json of a transformers model, instead")
     parser.add_argument("--ranks", type=number(int, 1), required=True, help="of the world")
     parser.add_argument("--policy", help="class name of the units (default: what repeats most)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help=f"of the parameters (default: what the configuration names, else {dtype})",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "bfloat16")
     parser.add_argument("--batch", type=number(int, 1), help="sequences per rank (default: 1)")
     parser.add_argument("--tokens", type=number(int, 1), help=f"per sequence (default: {TOKENS})")
     parser.add_argument(
@@ -49,11 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)}")
     parser.add_argument("--memory", type=bytes_of, help="of the device, e.g. 80GB")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="of the parameters (default: what the configuration names, else bfloat16)",
-    )
     parser.add_argument("--plot", type=Path, help="a picture, e.g. forecast.png")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", action="store_true", help="recompute every unit")
@@ -106,8 +116,7 @@ def run(options: Any) -> int:
             _check_picture(options.plot)
         if options.inputs and (options.batch or options.tokens):
             raise Refused("--inputs has the sizes of whole tensors: leave --batch and --tokens out")
-        if (options.model is None) == (options.hf is None):
-            raise Refused("name a function that makes the model, or --hf config.json")
+        check_one_model(options)
         make, make_batch = _of_function(options) if options.hf is None else _of_config(options)
     except Refused as refused:
         print(f"{PROGRAM}: {refused}", file=sys.stderr)
@@ -130,11 +139,16 @@ def run(options: Any) -> int:
     return 0
 
 
+def check_one_model(options: Any) -> None:
+    if (options.model is None) == (options.hf is None):
+        raise Refused("name a function that makes the model, or --hf config.json")
+
+
 def _found(options: Any, make: Callable[[], nn.Module], make_batch: MakeBatch) -> Any:
     device = device_with(options.memory, options.device)
     shared: dict[str, Any] = {"ranks": options.ranks, "device": device, "progress": _say}
     with torch.device("meta"):
-        blocks = _blocks_of(make(), options.policy)
+        blocks = blocks_of(make(), options.policy)
     if options.suggest:
         return suggest(make, make_batch, block=blocks[0] if options.policy else None, **shared)
     if options.compare:
@@ -181,47 +195,65 @@ def _batch_of(options: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _of_function(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
-    module, _, name = options.model.partition(":")
+def function_of(text: str, default: str) -> Callable[..., Any]:
+    """Import `package.module:function`; `default` is the function's name where none is given."""
+    module, _, name = text.partition(":")
     if "/" in module or module.endswith(".py"):
         raise Refused(
-            f"{options.model}: name the module as Python imports it, as in"
-            f" {Path(module).stem}:{name or 'make_model'}, from the directory in which it is"
+            f"{text}: name the module as Python imports it, as in"
+            f" {Path(module).stem}:{name or default}, from the directory in which it is"
         )
     sys.path.insert(0, "")  # as `python -m` of the user's own programs
     try:
-        function = getattr(import_module(module), name or "make_model")
-        if not callable(function):
-            raise Refused(f"{options.model} is no function that makes the model")
-        signature(function).bind()
+        function: Callable[..., Any] = getattr(import_module(module), name or default)
     except (ImportError, AttributeError, ValueError) as error:
         raise Refused(first_line(error)) from error
+    return function
+
+
+def maker_of(options: Any, dtype: torch.dtype | None) -> Callable[[], nn.Module]:
+    """The function that makes the model, in `dtype` unless the user names one."""
+    function = function_of(options.model, "make_model")
+    if not callable(function):
+        raise Refused(f"{options.model} is no function that makes the model")
+    try:
+        signature(function).bind()
     except TypeError as error:
         raise Refused(
             f"{options.model} is called without arguments, and there is {first_line(error)}; name a"
             " function that passes them"
         ) from error
-    dtype = getattr(torch, options.dtype or "bfloat16")
+    except ValueError as error:
+        raise Refused(first_line(error)) from error
+    chosen = getattr(torch, options.dtype) if options.dtype else dtype
 
     def make() -> nn.Module:
         before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
+        torch.set_default_dtype(chosen or before)
         try:
             model: nn.Module = function()
         finally:
             torch.set_default_dtype(before)
         return model
 
+    return make
+
+
+def _of_function(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
+    dtype = getattr(torch, options.dtype or "bfloat16")
+
     def make_batch() -> Any:
         if options.inputs:
             return _batch_of(options, dtype)
         return torch.zeros(options.batch or 1, options.tokens or TOKENS, dtype=torch.int64)
 
-    return make, make_batch
+    return maker_of(options, dtype), make_batch
 
 
-def _of_config(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
-    """A model of transformers: of the class that the configuration names, else a causal one."""
+def configured(options: Any) -> tuple[Any, Any, torch.dtype]:
+    """A class of transformers, that the configuration names, else a causal one; the configuration;
+    and the dtype of the parameters.
+    """
     path = options.hf / "config.json" if options.hf.is_dir() else options.hf
     if not path.is_file():
         raise Refused(f"--hf {options.hf}: there is no such file")
@@ -243,11 +275,17 @@ def _of_config(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
                 ' the class in "architectures" of the configuration'
             )
         kind = mapping[type(config)]
+    return kind, config, dtype
 
-    def make() -> nn.Module:
-        model: nn.Module = kind._from_config(config, dtype=dtype)
-        return model.train()
 
+def made_of_config(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    model: nn.Module = kind._from_config(config, dtype=dtype)
+    return model.train()
+
+
+def _of_config(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
+    kind, config, dtype = configured(options)
+    make = partial(made_of_config, kind, config, dtype)
     if options.inputs:
         return make, lambda: _batch_of(options, dtype)
     wanted = signature(kind.forward).parameters
@@ -267,7 +305,7 @@ def _of_config(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
     return make, make_batch
 
 
-def _blocks_of(model: nn.Module, name: str | None) -> tuple[type[nn.Module], ...]:
+def blocks_of(model: nn.Module, name: str | None) -> tuple[type[nn.Module], ...]:
     if name is None:
         return repeated(model)
     kinds = {type(module).__name__: type(module) for module in model.modules()}

@@ -133,12 +133,7 @@ def forecast(
         stack.enter_context(_pretended(machine))
         if found.accelerator:
             stack.enter_context(_copies_to_the_host(machine))
-        model = _made(make_model)
-        made = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        annotated = annotate(model, made) if _takes_mesh(annotate) else annotate(model)
-        if isinstance(annotated, nn.Module):
-            model = annotated
-        _refuse_torchs_shards(model)
+        model = _annotated(make_model, annotate, sizes)
         if found.accelerator:
             _refuse_offloaded_shards(model)
         values = NoValues(machine, model)
@@ -148,6 +143,36 @@ def forecast(
         note_unknown(*map(local_tensor, (*model.parameters(), *model.buffers())))
         stack.enter_context(_places(machine, model))
         return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
+
+
+@contextmanager
+def pretended_model(
+    make_model: Callable[[], nn.Module],
+    annotate: Callable[..., object],
+    *,
+    ranks: int,
+    mesh: Mapping[str, int] | None = None,
+) -> Iterator[nn.Module]:
+    """Inside, there is the model as rank 0 of `ranks` hosts has annotated it, on the meta device.
+
+    Args:
+        make_model, annotate, ranks, mesh: as of `forecast`.
+    """
+    machine, sizes = Machine(device_of("cpu")), _sizes_of(mesh, ranks, 1)
+    with _world(machine, ranks), _pretended(machine):
+        yield _annotated(make_model, annotate, sizes)
+
+
+def _annotated(
+    make_model: Callable[[], nn.Module], annotate: Callable[..., object], sizes: Mapping[str, int]
+) -> nn.Module:
+    model = _made(make_model)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    annotated = annotate(model, mesh) if _takes_mesh(annotate) else annotate(model)
+    if isinstance(annotated, nn.Module):
+        model = annotated
+    _refuse_torchs_shards(model)
+    return model
 
 
 def _takes_mesh(annotate: Callable[..., object]) -> bool:

@@ -1,4 +1,4 @@
-"""`describe`: the units of an annotated model as a table.
+"""`describe`: the units of an annotated model as a table; `parameters.py` has the other one.
 
 It reads units and the registry, and changes nothing.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Literal, overload
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -22,6 +22,8 @@ from composable.engine.step.unit import Unit, unit_of
 from composable.errors import few, unit_name
 from composable.memory.streams import any_has_streams, has_streams
 from composable.memory.torch_private import locals_of
+from composable.report.parameters import ParameterDescription, describe_parameters
+from composable.report.table import plain, rich
 
 OFFLOAD: Final = "offload_activations"
 _HEADER: Final = (
@@ -108,22 +110,17 @@ class Description:
         return {name: sum(getattr(row, name) for row in self.rows) for name in names}
 
     def __str__(self) -> str:
-        total = self._total()
-        lines = [
-            _HEADER,
-            *map(_cells, self.rows),
-            ("total", "", "", *_numbers(*total.values()), "", "", "", ""),
-        ]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = [
-            "  ".join(
-                cell.rjust(width) if name in _RIGHT_ALIGNED else cell.ljust(width)
-                for name, cell, width in zip(_HEADER, line, widths, strict=True)
-            ).rstrip()
-            for line in lines
-        ]
-        rule = "-" * max(map(len, text))
-        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *self._notes()])
+        rows, total = self._cells()
+        lines = plain(_HEADER, rows, right=_RIGHT_ALIGNED, total=total)
+        return "\n".join([*lines, *self._notes()])
+
+    def __rich__(self) -> Any:
+        rows, total = self._cells()
+        return rich(_HEADER, rows, right=_RIGHT_ALIGNED, total=total, notes=self._notes())
+
+    def _cells(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+        total = ("total", "", "", *_numbers(*self._total().values()), "", "", "", "")
+        return [*map(_cells, self.rows)], total
 
     def _notes(self) -> list[str]:
         notes = [
@@ -156,24 +153,49 @@ def readable_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def describe(module: nn.Module) -> Description:
-    """Describe the units of an annotated model, in order.
+@overload
+def describe(module: nn.Module, *, by: Literal["unit"] = "unit") -> Description: ...
 
-    For each unit, say what it holds, and how it is distributed.
 
-    Parameters that are neither sharded nor replicated come last, as a unit named "(not annotated)",
-    or "(rest)" if other verbs were applied somewhere; those of `ignored_params` as "(ignored)".
+@overload
+def describe(module: nn.Module, *, by: Literal["parameter"]) -> ParameterDescription: ...
+
+
+def describe(
+    module: nn.Module, *, by: Literal["unit", "parameter"] = "unit"
+) -> Description | ParameterDescription:
+    """Describe the units of an annotated model, or its parameters, in order.
+
+    For each unit, say what it holds, and how it is distributed. For each parameter, say how it
+    rests and in which dtype, in what it is computed with and its gradient reduced, which rows are
+    on which ranks, whether it is trained, and whose unit it is.
+
+    Parameters that are neither sharded nor replicated are of a unit named "(not annotated)", or
+    "(rest)" if units are described and other verbs were applied somewhere; those of
+    `ignored_params` of "(ignored)". As units they come last.
     Verbs on modules that are no units are named below the table, and so are modules on which
     `offload_activations` has no effect.
+
+    The result prints as a table, `rich.print` fits it to the terminal, and `to_dict()` returns
+    plain values. Nothing is sent, and nothing changes.
 
     Args:
         module: an annotated model, or any other one. It may be a part of a model, or what
             `torch.compile` returned.
+        by: what a row is: "unit" or "parameter".
+
+    Raises:
+        ValueError: `by` is something else.
 
     Example:
         >>> print(describe(fully_shard(model, policy={Block})))
+        >>> print(describe(model, by="parameter"))
     """
+    if by not in ("unit", "parameter"):
+        raise ValueError(f'describe: by={by!r} must be "unit" or "parameter"')
     module = unwrapped(module)
+    if by == "parameter":
+        return describe_parameters(module)
     rows: dict[Unit, UnitRow] = {}
     elsewhere: dict[str, list[str]] = {}
     not_offloaded = []

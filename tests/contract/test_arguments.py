@@ -58,32 +58,27 @@ def test_a_missing_target_and_a_module_given_twice_are_refused():
     assert_text(text, """mark() got 'up' twice in its list of modules""")
 
 
-def test_an_unknown_argument_is_refused_with_its_equivalent():
+@pytest.mark.parametrize(
+    ("verb", "given", "text"),
+    [
+        (fully_shard, {"auto_wrap_policy": None}, "fully_shard() has no argument 'auto_wrap_policy'; use policy= instead"),
+        (fully_shard, {"sharding_strategy": True}, "fully_shard() has no argument 'sharding_strategy'; use reshard_after_forward= instead"),
+        (fully_shard, {"device_id": 0}, "fully_shard() has no argument 'device_id'; the mesh says which device; leave it out"),
+        (fully_shard, {"foo": 1}, "fully_shard() has no argument 'foo'; it takes: mesh, policy, reshard_after_forward"),
+        (fully_shard, {"reshard_after_foward": 1}, "fully_shard() has no argument 'reshard_after_foward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward"),
+        (replicate, {"foo": 1}, "replicate() has no argument 'foo'; it takes: none"),
+    ],
+)  # fmt: skip
+def test_an_unknown_argument_is_refused_with_its_equivalent(
+    verb: Any, given: dict[str, Any], text: str
+):
     block = Block()
-    assert_text(
-        message(UnknownArgumentError, lambda: fully_shard(block, auto_wrap_policy=None)),
-        """fully_shard() has no argument 'auto_wrap_policy'; use policy= instead""",
-    )
-    assert_text(
-        message(UnknownArgumentError, lambda: fully_shard(block, sharding_strategy=True)),
-        """fully_shard() has no argument 'sharding_strategy'; use reshard_after_forward= instead""",
-    )
-    assert_text(
-        message(UnknownArgumentError, lambda: fully_shard(block, device_id=0)),
-        """fully_shard() has no argument 'device_id'; the mesh says which device; leave it out""",
-    )
-    assert_text(
-        message(UnknownArgumentError, lambda: fully_shard(block, foo=1)),
-        """fully_shard() has no argument 'foo'; it takes: mesh, policy, reshard_after_forward""",
-    )
-    assert_text(
-        message(UnknownArgumentError, lambda: fully_shard(block, reshard_after_foward=1)),
-        """fully_shard() has no argument 'reshard_after_foward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward""",
-    )
-    assert_text(
-        message(UnknownArgumentError, lambda: replicate(block, foo=1)),
-        """replicate() has no argument 'foo'; it takes: none""",
-    )
+    assert message(UnknownArgumentError, lambda: verb(block, **given)) == text
+    assert dict(registry(block)) == {}
+
+
+def test_an_argument_by_position_is_refused_with_the_keywords():
+    block = Block()
     assert_text(
         message(UnknownArgumentError, lambda: fully_shard(block, "mesh")),
         """fully_shard(): too many positional arguments; call it as fully_shard(module, mesh=, policy=, reshard_after_forward=)""",

@@ -1,0 +1,315 @@
+"""`describe(model, by="parameter")`: how each parameter rests, and which rank has which rows.
+
+It reads units and what they manage, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import product
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from composable.contract.tree import SHARD, Place, annotation_of, registered_parameters
+from composable.engine.params.layout import Slot
+from composable.engine.params.param import ManagedParam
+from composable.engine.params.param_group import ParamGroup
+from composable.engine.step.unit import Unit, unit_of
+from composable.errors import unit_name
+from composable.memory.torch_private import local_tensor
+from composable.report.table import plain, rich
+
+NOT_ANNOTATED: Final = "(not annotated)"
+IGNORED: Final = "(ignored)"
+_HEADER: Final = (
+    "parameter", "unit", "shape", "at rest", "dtype", "computes in", "reduced in", "this rank",
+    "on ranks",
+)  # fmt: skip
+_SHOWN: Final = 4  # parts of a parameter, and ranks of a part, in the table
+
+Slices = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What some ranks have of a parameter.
+
+    Attributes:
+        ranks: of the world; several have copies.
+        slices: first index and the one after the last along each dimension of the whole parameter;
+            equal ones where a shard is empty.
+    """
+
+    ranks: tuple[int, ...]
+    slices: Slices
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """One parameter.
+
+    Attributes:
+        name: the FQN, the first one of a tied parameter.
+        tied: its other FQNs.
+        unit: the FQN of its unit, empty for the module that `describe` was given; "(ignored)" for
+            `ignored_params`, "(not annotated)" for parameters of no unit.
+        annotation: the verb of the unit; "-" if there is none.
+        shape: of the whole.
+        placements: at rest, as `DTensor` prints them; none for a plain tensor.
+        local_class: of what is at rest on this rank: "Tensor", or a class with the extension
+            protocol.
+        device: at rest.
+        dtype, computes_in, reduces_in: at rest, while modules compute, and of gradient messages;
+            the last two are empty for a parameter of no unit, and for a unit that rests on the host
+            (`offload_to_host`).
+        padding: elements that this rank's part of a message has beyond its shard, since every rank
+            sends as many as the first.
+        slices: which part of the whole this rank has.
+        parts: what the ranks of its mesh have, in the order of ranks; none where each process has a
+            tensor of its own, and for placements of classes that torch does not document.
+        trainable: whether it requires a gradient.
+    """
+
+    name: str
+    tied: tuple[str, ...]
+    unit: str
+    annotation: str
+    shape: tuple[int, ...]
+    placements: tuple[str, ...]
+    local_class: str
+    device: str
+    dtype: str
+    computes_in: str
+    reduces_in: str
+    padding: int
+    slices: Slices
+    parts: tuple[Part, ...]
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterDescription:
+    """What `describe(model, by="parameter")` returns. Print it for a table, or take `to_dict()`.
+
+    Attributes:
+        rows: the parameters, in the order of `named_parameters()`; tied ones once.
+    """
+
+    rows: tuple[ParameterRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values.
+
+        They are the same on every rank, except for `slices`, `padding`, and `parts` of parameters
+        whose mesh has some ranks only, as plain ones beside tensor-parallel ones.
+        """
+        return {"parameters": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        return "\n".join(plain(_HEADER, [*map(_cells, self.rows)]))
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return rich(_HEADER, [*map(_cells, self.rows)])
+
+
+def describe_parameters(module: nn.Module) -> ParameterDescription:
+    """Describe the parameters of an annotated model, or of any other one."""
+    units: dict[Unit, str] = {}
+    for name, below in module.named_modules():
+        if (annotation := annotation_of(below)) is not None:
+            units.setdefault(annotation.state, name)
+    registered = list(registered_parameters(module, stop=()))
+    for _, parameter in registered:
+        if (unit := unit_of(parameter)) is not None:  # which may be of a module around `module`
+            units.setdefault(unit, unit.name)
+    held = {place: each for unit in units for each in _held_by(unit) for place in each.places}
+    ignored = {id(place.registered) for unit in units for place in unit.spec.left_alone}
+
+    names: dict[object, tuple[nn.Parameter, _Held | None, list[str]]] = {}
+    for place, parameter in registered:
+        # in scopes and calls modules hold something else than what rests
+        managed = held.get(place)
+        key = managed.param if managed else id(parameter)
+        names.setdefault(key, (parameter, managed, []))[2].append(place.fqn)
+    parts_of = cache(_parts_of)
+    rows = []
+    for parameter, managed, fqns in names.values():
+        unit_named = NOT_ANNOTATED if id(parameter) not in ignored else IGNORED
+        if managed is not None:
+            parameter, unit_named = managed.param.at_rest, units[managed.unit]
+        rows.append(_row(fqns, unit_named, parameter, managed, parts_of))
+    return ParameterDescription(tuple(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A parameter of a unit, its group, and its slot there, which a unit on the host has not."""
+
+    unit: Unit
+    param: ManagedParam
+    group: ParamGroup | None = None
+    slot: Slot | None = None
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return self.param.info.places
+
+    @property
+    def spread(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+        """The mesh of all ranks that have a part or a copy, and the placements there."""
+        info, at_rest = self.param.info, self.param.at_rest
+        mesh = info.form.mesh_at_rest((info.mesh_info or self.unit.mesh_info).mesh)
+        if mesh is None:
+            return None
+        if isinstance(at_rest, DTensor) and at_rest.device_mesh == mesh:
+            return mesh, tuple(at_rest.placements)
+        # replicated parameters rest as users made them: also over fewer dimensions
+        kept = tuple(info.form.kept)
+        return mesh, (*kept, *[Replicate()] * (mesh.ndim - len(kept)))
+
+    @property
+    def padding(self) -> int:
+        if self.group is None or self.slot is None:
+            return 0
+        return self.slot.chunk_numel - self.slot.local_numel(self.group.comm.rank)
+
+
+def _held_by(unit: Unit) -> list[_Held]:
+    grouped = {
+        param: _Held(unit, param, group, slot)
+        for group in unit.groups
+        for param, slot in zip(group.params, group.slots, strict=True)
+    }
+    return [grouped.get(param) or _Held(unit, param) for param in unit.params]
+
+
+def _row(
+    names: Sequence[str],
+    unit: str,
+    at_rest: nn.Parameter,
+    held: _Held | None,
+    parts_of: Any,
+) -> ParameterRow:
+    shape, spread = tuple(at_rest.shape), None
+    if held is not None:
+        spread = held.spread
+    elif isinstance(at_rest, DTensor):
+        spread = at_rest.device_mesh, tuple(at_rest.placements)
+    parts = () if spread is None else parts_of(*spread, shape)
+    rank = dist.get_rank() if parts else 0
+    own = next((part.slices for part in parts if rank in part.ranks), tuple((0, n) for n in shape))
+    group = None if held is None else held.group
+    local = local_tensor(at_rest)
+    return ParameterRow(
+        name=names[0],
+        tied=tuple(names[1:]),
+        unit=unit,
+        annotation="-" if held is None else held.unit.spec.verb,
+        shape=shape,
+        placements=tuple(map(str, at_rest.placements)) if isinstance(at_rest, DTensor) else (),
+        local_class="Tensor" if type(local) in (Tensor, nn.Parameter) else type(local).__name__,
+        device=str(local.device),
+        dtype=_name(at_rest.dtype),
+        computes_in="" if group is None else _name(group.precision.compute),
+        reduces_in="" if group is None else _name(group.precision.reduce),
+        padding=0 if held is None else held.padding,
+        slices=own,
+        parts=parts,
+        trainable=at_rest.requires_grad,
+    )
+
+
+def _parts_of(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> tuple[Part, ...]:
+    """Return what the ranks of a mesh have. Placements cut from left to right, as `torch.chunk`."""
+    if any(type(placement) not in (Shard, Replicate) for placement in placements):
+        return ()
+    found: dict[Slices, list[int]] = {}
+    ranks = mesh.mesh.flatten().tolist()
+    for rank, at in zip(ranks, product(*map(range, mesh.shape)), strict=True):
+        slices = [(0, size) for size in shape]
+        for placement, count, index in zip(placements, mesh.shape, at, strict=True):
+            if isinstance(placement, Shard):
+                start, end = slices[placement.dim]
+                rows = -(-(end - start) // count)
+                start = min(start + index * rows, end)
+                slices[placement.dim] = start, min(start + rows, end)
+        found.setdefault(tuple(slices), []).append(rank)
+    parts = [Part(tuple(sorted(ranks)), slices) for slices, ranks in found.items()]
+    return tuple(sorted(parts, key=lambda part: part.ranks))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- as text ------------------------------------------------------------------------------------
+
+
+def _cells(row: ParameterRow) -> tuple[str, ...]:
+    units = (IGNORED, NOT_ANNOTATED)
+    return (
+        " = ".join((row.name, *row.tied)),
+        row.unit if row.unit in units else unit_name(row.unit),
+        " x ".join(map(str, row.shape)) or "scalar",
+        _at_rest(row),
+        row.dtype,
+        row.computes_in or "-",
+        (row.reduces_in or "-") if row.trainable else "frozen",
+        _part_in_words(row.slices, row.shape),
+        _parts_in_words(row),
+    )
+
+
+def _at_rest(row: ParameterRow) -> str:
+    text = f"DTensor {', '.join(row.placements)}" if row.placements else "plain"
+    if row.annotation not in (SHARD, "-") and not row.placements:
+        text += ", replicated"
+    if row.local_class != "Tensor":
+        text += f", {row.local_class}"
+    if row.padding:
+        text += f", padded by {row.padding}"
+    return text
+
+
+def _part_in_words(slices: Slices, shape: tuple[int, ...]) -> str:
+    """As one would cut it out of the whole: `[0:2]`, or `[:, 2:4]` of columns."""
+    cuts = [
+        ":" if (start, end) == (0, size) else f"{start}:{end}"
+        for (start, end), size in zip(slices, shape, strict=True)
+    ]
+    while cuts and cuts[-1] == ":":
+        cuts.pop()
+    if not cuts:
+        return "all"
+    return "none" if any(start == end for start, end in slices) else f"[{', '.join(cuts)}]"
+
+
+def _parts_in_words(row: ParameterRow) -> str:
+    said = [
+        f"{_ranks_in_words(part.ranks)}: {_part_in_words(part.slices, row.shape)}"
+        for part in row.parts
+    ]
+    if len(said) > _SHOWN:
+        said[_SHOWN - 2 : -1] = ["..."]
+    return "  ".join(said) or "-"
+
+
+def _ranks_in_words(ranks: tuple[int, ...]) -> str:
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) > 2 and last - first == len(ranks) - 1:
+        return f"{first}-{last}"
+    if len(ranks) > _SHOWN:
+        return f"{first},{ranks[1]},...,{last}"
+    return ",".join(map(str, ranks))
