@@ -59,6 +59,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
         "clip_grad_norm_",
     ),
     "Ranks that are not alike": ("join", "joinable", "skipped"),
+    "One rank raises": ("together",),
     "Ranks that train apart": (
         "average_parameters",
         "PeriodicAverager",

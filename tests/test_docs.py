@@ -109,6 +109,7 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
 _RUN_ELSEWHERE = {
     "docs/guides/forecast.md": (1, "tests/forecast/test_forecast.py"),
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
+    "docs/guides/lost_steps.md": (2, "tests/trainers/test_annotated_models.py"),
     "docs/guides/pipelines.md": (1, "tests/whole/with_torch/test_pipelines.py"),
     "docs/guides/trainers.md": (
         10,
