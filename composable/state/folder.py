@@ -12,8 +12,8 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -49,9 +49,9 @@ class Loaded(NamedTuple):
 
 
 class Files:
-    """The tensors in a folder's files, by name. A file is open as long as `stack` is."""
+    """The tensors in a folder's files, by name."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path) -> None:
         try:
             from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - an extra
         except ImportError as error:
@@ -59,7 +59,6 @@ class Files:
                 "load needs the package safetensors: pip install 'torch-composable[export]'"
             ) from error
         self._errors, self._safe_open = SafetensorError, safe_open
-        self._stack = stack
         self._open: dict[Path, Any] = {}
         self._at: dict[str, Path] = {}
         index = folder / INDEX
@@ -85,10 +84,9 @@ class Files:
     def _opened(self, path: Path) -> Any:
         if path not in self._open:
             try:
-                file = self._safe_open(path, framework="pt")
+                self._open[path] = self._safe_open(path, framework="pt")
             except self._errors as error:
                 raise StateError(f"load: {path} cannot be read: {error}") from error
-            self._open[path] = self._stack.enter_context(file)
         return self._open[path]
 
     def _slice(self, name: str) -> Any:
@@ -114,6 +112,14 @@ class Files:
         if dtype.startswith("C"):
             return _COMPLEX
         return _INTEGERS if dtype.startswith(("I", "U", "BOOL")) else dtype
+
+    def files_of(self, names: Iterable[str]) -> list[Path]:
+        """List the files of tensors."""
+        return [*dict.fromkeys(self._at[name] for name in names)]
+
+    def close(self, path: Path) -> None:
+        """Give back what is mapped of a file, once no tensor is left that was read from it."""
+        self._open.pop(path, None)
 
     def read(self, name: str, box: Box = ()) -> Tensor:
         """Read a tensor, or the part of it in a box."""
@@ -290,12 +296,27 @@ class Plan:
     def write(self) -> None:
         """Read this rank's part of everything."""
         state = at_rest(self._model)  # it may have been cast, or given memory
-        for item in _in_view([*self._direct.items(), *self._converted]):
+        # the files one after another, each of which is closed when it is done
+        items = sorted(
+            (
+                *(
+                    (self._files.files_of([name]), (target, name))
+                    for target, name in self._direct.items()
+                ),
+                *((self._files.files_of(each.names), each) for each in self._converted),
+            ),
+            key=itemgetter(0),
+        )
+        last = {file: number for number, (files, _) in enumerate(items) for file in files}
+        for number, (files, item) in enumerate(_in_view(items)):
             if isinstance(item, Converted):
                 self._convert(item, state)
             else:
                 target, name = item
                 self._put(target, state[target], partial(self._files.read, name))
+            for file in files:
+                if last[file] == number:
+                    self._files.close(file)
 
     def _convert(self, each: Converted, state: Mapping[str, Tensor]) -> None:
         boxes = [_box_of(state[target]) for target in each.targets]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -240,25 +239,24 @@ def _fill(
     model = unwrapped(model)
     units = units_in(verb, model)
     require_at_rest(verb, units)
-    with ExitStack() as stack:
-        plan = None if folder is None else _plan(model, units, Path(folder), stack, strict, rename)
-        fresh = list(_without_values(model))
-        left = [place for place in fresh if plan is None or not plan.covers(place.fqn)]
-        if plan is None or any(plan.lacks(place.fqn) for place in left):
-            _compare_random_states(units)
-        if dtype is not None:
-            cast(model, dtype)
-        for place in fresh:
-            _UNSET.setdefault(place.module, {})[place.name] = None
-        give_memory(model, units[0].mesh_info.device)
-        if plan is None or fresh or dtype is not None:
-            refresh(model)
-        if left:
-            _initialise(model, units, init, fresh, left)
-        if plan is not None:
-            all_or_none(verb, comms_of_model(units), plan.write)
-        for place in fresh:
-            _UNSET.pop(place.module, None)
+    plan = None if folder is None else _plan(model, units, Path(folder), strict, rename)
+    fresh = list(_without_values(model))
+    left = [place for place in fresh if plan is None or not plan.covers(place.fqn)]
+    if plan is None or any(plan.lacks(place.fqn) for place in left):
+        _compare_random_states(units)
+    if dtype is not None:
+        cast(model, dtype)
+    for place in fresh:
+        _UNSET.setdefault(place.module, {})[place.name] = None
+    give_memory(model, units[0].mesh_info.device)
+    if plan is None or fresh or dtype is not None:
+        refresh(model)
+    if left:
+        _initialise(model, units, init, fresh, left)
+    if plan is not None:
+        all_or_none(verb, comms_of_model(units), plan.write)
+    for place in fresh:
+        _UNSET.pop(place.module, None)
     return Loaded([], []) if plan is None else plan.left_out
 
 
@@ -266,14 +264,13 @@ def _plan(
     model: nn.Module,
     units: Sequence[Unit],
     folder: Path,
-    stack: ExitStack,
     strict: bool,
     rename: Rename | None,
 ) -> Plan:
     plans: list[Plan] = []
 
     def look() -> None:
-        plans.append(Plan(model, Files(folder, stack), rename))
+        plans.append(Plan(model, Files(folder), rename))
         plans[0].check(strict=strict)
 
     all_or_none("load", comms_of_model(units), look)
