@@ -4,7 +4,6 @@ transformers safetensors`.
 torchrun --standalone --nproc-per-node=2 examples/finetune.py
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -34,11 +33,11 @@ def words_of(rows):
     return (start + torch.arange(24)) % 256  # counting is what it is to learn
 
 
-def main():
+def main(folder):
     dist.init_process_group("gloo")
-    folder = [sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    pretrained, tuned = Path(folder[0]) / "pretrained", Path(folder[0]) / "tuned"
+    where = [folder]
+    dist.broadcast_object_list(where)  # that of rank 0
+    pretrained, tuned = Path(where[0]) / "pretrained", Path(where[0]) / "tuned"
     if dist.get_rank() == 0:
         write_folder(pretrained)
     dist.barrier()
@@ -71,8 +70,10 @@ def main():
     if dist.get_rank() == 0:
         print(f"read back, it computes the same: {same}")
         print(describe(model))
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        main(folder)

@@ -1,10 +1,9 @@
-"""Train by the Trainer of transformers from weights of a folder, which no rank has whole; needs `pip
-install transformers accelerate safetensors`.
+"""Train by the Trainer of transformers from weights of a folder, which no rank has whole; needs
+`pip install transformers accelerate safetensors`.
 
 torchrun --standalone --nproc-per-node=2 examples/trainer.py
 """
 
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    PrinterCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -43,23 +43,22 @@ class PrintLoss(TrainerCallback):
             print(f"step {state.global_step:2}: loss {float(logs['loss']):.3f}")
 
 
-def main():
-    where = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
+def main(folder):
     args = TrainingArguments(  # makes the process group
-        output_dir=where,
+        output_dir=folder,
         per_device_train_batch_size=8,
-        learning_rate=3e-3,
-        max_steps=12,
-        logging_steps=4,
+        learning_rate=5e-3,
+        max_steps=24,
+        logging_steps=8,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
         ddp_backend="gloo",
     )
-    folder = [where]
-    dist.broadcast_object_list(folder)
-    pretrained, tuned = Path(folder[0]) / "pretrained", Path(folder[0]) / "tuned"
+    where = [folder]
+    dist.broadcast_object_list(where)  # that of rank 0
+    pretrained, tuned = Path(where[0]) / "pretrained", Path(where[0]) / "tuned"
     if dist.get_rank() == 0:
         write_folder(pretrained)
     dist.barrier()
@@ -71,6 +70,7 @@ def main():
     start = torch.randint(0, 256, (200, 1), generator=torch.Generator().manual_seed(0))
     dataset = [{"input_ids": row, "labels": row} for row in (start + torch.arange(24)) % 256]
     trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[PrintLoss()])
+    trainer.remove_callback(PrinterCallback)
     # the model communicates by itself: the Trainer is to leave it as it is
     wrap = trainer.accelerator.prepare_model
     trainer.accelerator.prepare_model = partial(wrap, evaluation_mode=True)
@@ -85,8 +85,10 @@ def main():
     if dist.get_rank() == 0:
         print(f"read back, it computes the same: {same}")
         print(describe(model))
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder:
+        main(folder)
