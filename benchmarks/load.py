@@ -44,8 +44,9 @@ from torch.distributed.tensor import DTensor
 
 MB: Final = 1e6
 CLAIMS: Final[list[Claim]] = [
-    ("composable", "fsdp2-dcp", 1.05),
-    ("composable", "fsdp2-whole", 0.70),
+    ("composable", "fsdp2-dcp", 1.00),
+    ("composable", "fsdp2-broadcast", 1.00),
+    ("composable", "fsdp2-whole", 0.50),
 ]
 
 

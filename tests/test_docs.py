@@ -111,7 +111,7 @@ _RUN_ELSEWHERE = {
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
     "docs/guides/pipelines.md": (1, "tests/whole/with_torch/test_pipelines.py"),
     "docs/guides/trainers.md": (
-        10,
+        11,
         "tests/trainers/test_beside_fsdp2.py",
     ),
 }
