@@ -184,7 +184,8 @@ class Plan:
             self._direct, self._converted = by_transformers(model, state, files.names)
         self._refuse_overwritten()
         found = {*self._direct, *(target for each in self._converted for target in each.targets)}
-        tied = {name: names for names in _tied(model) for name in names}
+        self._tied = _tied(model)
+        tied = {name: names for names in self._tied for name in names}
         self._covered = {name for name in state if not found.isdisjoint(tied.get(name, (name,)))}
         self.left_out = Loaded(
             [name for name in state if name not in self._covered],
@@ -245,6 +246,7 @@ class Plan:
                 wrong += self._unlike(target, tuple(value.shape), _kind(value))
         if wrong:
             raise StateError(f"load: the folder does not fit the model: {'; '.join(wrong)}")
+        self._refuse_untied()
 
     def _refuse_quantised(self) -> None:
         parts = [
@@ -258,6 +260,21 @@ class Plan:
                 " Load the folder that was quantised, or what from_pretrained(...).dequantize()"
                 " saves"
             )
+
+    def _refuse_untied(self) -> None:
+        """Raise if the folder has other values for one name of a tensor than for another one."""
+        for names in self._tied:
+            sources = {name: self._direct[name] for name in names if name in self._direct}
+            if len(sources) < 2:
+                continue
+            box = _box_of(self._state[names[0]]) or ()
+            first, *others = (self._files.read(source, box) for source in sources.values())
+            if not all(torch.equal(first, other.to(first.dtype)) for other in others):
+                raise StateError(
+                    f"load: {_said([*sources])} are one tensor in the model, and the folder has"
+                    " other values for each of them. Untie them before the annotation"
+                    " (tie_word_embeddings=False in a config of transformers)"
+                )
 
     def agree(self) -> None:
         """Raise on all ranks if some have a tensor that others lack who have parts of it, too."""

@@ -316,9 +316,9 @@ def _initialise(
     if missing:
         raise PhaseError(
             f"materialize: no initialiser wrote to {few(list(map(repr, missing)))}, so that it"
-            " holds what was in memory before. Pass init= with a function that fills it, also"
-            " buffers that __init__ computes (rotary embeddings), or build that module on a real"
-            " device"
+            " holds what was in memory before. Pass materialize(init=) a function that fills it,"
+            " also buffers that __init__ computes (rotary embeddings), or build that module on a"
+            " real device"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,6 +93,26 @@ def _without_ties(model: Net) -> dict[str, Tensor]:
     state = model.state_dict()
     del state["head.weight"]
     return {name: value.cpu() for name, value in state.items()}
+
+
+@spmd(ranks=2)
+def test_of_tied_tensors_a_folder_has_one_or_the_same_values_for_all(tmp_path: Path) -> None:
+    expected, model = plain(0).state_dict(), plain(1)
+    fully_shard(model, policy={Block})
+    _written_by_rank_0(
+        lambda: save_file(
+            {n: t.clone() for n, t in expected.items()}, tmp_path / "both.safetensors"
+        )
+    )
+    load(model, tmp_path)
+    _agrees(model, expected)
+    expected["head.weight"] = expected["head.weight"].clone()
+    expected["head.weight"][-1, -1] += 1  # on the last rank
+    _written_by_rank_0(lambda: save_file(expected, tmp_path / "both.safetensors"))
+    before = full_state_dict(model, rank0_only=False)
+    with pytest.raises((StateError, RanksDisagreeError), match=r"'head\.weight' are one tensor in"):
+        load(model, tmp_path)
+    _agrees(model, before)
 
 
 @contextmanager
@@ -571,6 +592,12 @@ def _gptq(folder: Path) -> None:
     _save(folder, up_weight=None, up_qweight=torch.zeros(1, 10).int(), **more)
 
 
+def _four_bit_floats(folder: Path) -> None:
+    head = json.dumps({"up.bias": {"dtype": "F4", "shape": [10], "data_offsets": [0, 5]}}).encode()
+    (folder / "one.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(5))
+    _save(folder, "others.safetensors", up_bias=None)
+
+
 QUANTISED: Final[dict[str, tuple[Callable[[Path], object], str]]] = {
     "4 bits of bitsandbytes": (_four_bits, r"quantised weights \('up\.weight\.absmax', "),
     "8 bits of bitsandbytes": (
@@ -595,6 +622,7 @@ MISFITS: Final[dict[str, tuple[Callable[[Path], object], str]]] = {
         lambda f: _save(f, up_bias=torch.zeros(10, dtype=torch.complex64)),
         "of complex numbers there and of floating-point numbers in the model",
     ),
+    "numbers that torch has not": (_four_bit_floats, "cannot be read|is of F4 there"),
     "cut off": (_cut_off, "cannot be read"),
     "of another format": (
         lambda folder: (folder / "model.safetensors").write_text("weights"),
