@@ -168,6 +168,7 @@ _QUANTISED: Final = (
     (re.compile(r"\.(qweight|SCB)$"), ".weight"),  # GPTQ and AWQ; 8 bits of bitsandbytes
     (re.compile(r"_(scale|scale_inv|packed|blocks)$"), ""),  # fp8, compressed-tensors, MXFP4
     (re.compile(r"\.(absmax|quant_map|quant_state\..+)$"), ""),  # 4 bits of bitsandbytes
+    (re.compile(r"\.(_weight_|weight:)_?(qdata|scale|zero_point)$"), ".weight"),  # torchao
 )
 
 
@@ -249,10 +250,16 @@ class Plan:
         self._refuse_untied()
 
     def _refuse_quantised(self) -> None:
+        made = (name for each in self._converted for name in each.names)
+        weights = {*self._state, *self._direct.values(), *made}
         parts = [
             name
             for name in self.left_out.unexpected_keys
-            if any(pattern.sub(own, name) in self._state for pattern, own in _QUANTISED)
+            if any(
+                pattern.sub(own, name) in weights
+                for pattern, own in _QUANTISED
+                if pattern.search(name)
+            )
         ]
         if parts:
             raise StateError(

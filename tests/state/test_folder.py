@@ -592,6 +592,10 @@ def _gptq(folder: Path) -> None:
     _save(folder, up_weight=None, up_qweight=torch.zeros(1, 10).int(), **more)
 
 
+def _torchao(folder: Path) -> None:
+    _save(folder, up_weight=None, up__weight_qdata=torch.zeros(1), up__weight_scale=torch.ones(1))
+
+
 def _four_bit_floats(folder: Path) -> None:
     head = json.dumps({"up.bias": {"dtype": "F4", "shape": [10], "data_offsets": [0, 5]}}).encode()
     (folder / "one.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(5))
@@ -605,6 +609,7 @@ QUANTISED: Final[dict[str, tuple[Callable[[Path], object], str]]] = {
         r"quantised weights \('up\.SCB'\)",
     ),
     "GPTQ": (_gptq, r"quantised weights \('up\.qweight'\)"),
+    "torchao": (_torchao, r"quantised weights \('up\._weight_qdata', 'up\._weight_scale'\)"),
     "fp8 with scales": (_fp8, r"quantised weights \('up\.weight_scale_inv'\)"),
 }
 MISFITS: Final[dict[str, tuple[Callable[[Path], object], str]]] = {
@@ -687,6 +692,14 @@ def test_quantised_weights_are_refused_also_where_names_may_differ(
     model = _pair()
     with pytest.raises(StateError, match=message):
         load(model, tmp_path, strict=False)
+
+
+@spmd(ranks=2)
+def test_scales_of_renamed_weights_are_seen(tmp_path: Path) -> None:
+    state = {"body.up.weight": torch.zeros(10, 6), "body.up.weight_scale": torch.ones(1)}
+    _written_by_rank_0(lambda: save_file(state, tmp_path / "model.safetensors"))
+    with pytest.raises(StateError, match=r"quantised weights \('body\.up\.weight_scale'\)"):
+        load(_pair(), tmp_path, strict=False, rename=lambda name: name.removeprefix("body."))
 
 
 @spmd(ranks=2)
