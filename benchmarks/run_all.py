@@ -141,6 +141,7 @@ JOBS = (
     Job("timeline", "timeline.py", selected=False),
     # the larger model takes minutes for each bandwidth: --limit 3600
     Job("plans", "plans.py", selected=False),
+    Job("load", "load.py"),
     Job("local-steps", "local_steps.py", selected=False),
     Job("constants", "constants.py", ("--rounds", "5", "--steps", "2"), selected=False),
     Job(

@@ -37,10 +37,9 @@ from composable.policies import (
 )
 from composable.report.describe import describe
 from composable.state.ema import EMA
-from composable.state.folder import load
 from composable.state.full import export, full_state_dict, stream_full
 from composable.state.host import HostOffload, offload_to_host
-from composable.state.materialize import materialize, refresh
+from composable.state.materialize import load, materialize, refresh
 from composable.state.optimizers import rebind_optimizer
 from composable.state.unsharded import unsharded
 

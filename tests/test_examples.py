@@ -17,8 +17,9 @@ from tests.helpers.launched import launched
 from tests.helpers.world import Pool
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TRAIN, RESUME, LORA, TRAIN_2D = (
-    ROOT / "examples" / f"{name}.py" for name in ("train", "resume", "lora", "train_2d")
+TRAIN, RESUME, LORA, TRAIN_2D, *FROM_FOLDERS = (
+    ROOT / "examples" / f"{name}.py"
+    for name in ("train", "resume", "lora", "train_2d", "finetune", "trainer")
 )
 
 
@@ -53,6 +54,7 @@ def test_an_example_learns_and_describes_its_model(pool: Pool, example: Path) ->
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.85 * losses[0]
     assert "(root) " in printed
+    assert ("read back, it computes the same: True" in printed) == (example in FROM_FOLDERS)
 
 
 def test_the_example_with_peft_says_so_where_that_is_missing() -> None:

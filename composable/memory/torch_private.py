@@ -196,6 +196,13 @@ CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Exchange all parameters, gradients and buffers for what `function` makes of them, as
+    `Module.to` does, which takes one dtype for all.
+    """
+    module._apply(function)
+
+
 def view_without_memory(
     start: Tensor, shape: Sequence[int], strides: Sequence[int]
 ) -> Tensor | None:

@@ -1,9 +1,10 @@
 """What a model of transformers calls the tensors of a folder, and what it makes of them.
 
 `from_pretrained` renames tensors of older models, and puts experts together that a folder has one
-by one. Which, and how, is in modules of transformers that are not part of its documented interface:
-`conversion_mapping` and `core_model_loading`, which PEFT reads as well. Checked on transformers
-5.23.
+by one; it reports no names of former buffers, and keeps in float32 what the model declares so.
+Which, and how, is in parts of transformers that are not of its documented interface: the modules
+`conversion_mapping` and `core_model_loading`, which PEFT reads as well, and two methods of models.
+Checked on transformers 5.23.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Read = Callable[[str], Tensor]
@@ -40,11 +43,38 @@ class Converted:
         """Whether the model has all that is made."""
         return all(target in state for target in self.targets)
 
-    def convert(self, model: nn.Module, read: Read) -> dict[str, Tensor]:
-        """Make the model's tensors of what `read` gives for names in the folder."""
+    @property
+    def stacks(self) -> bool:
+        """Whether row i of what is made comes of the i-th tensor of each pattern, as an expert."""
+        from transformers.core_model_loading import (  # noqa: PLC0415
+            Concatenate,
+            MergeModulelist,
+            Transpose,
+        )
+
+        first, *more = self.converter.operations
+        return (
+            isinstance(first, MergeModulelist)
+            and first.dim == 0
+            and all(
+                (isinstance(each, Concatenate) and each.dim > 0)
+                or (isinstance(each, Transpose) and min(each.dim0, each.dim1) > 0)
+                for each in more
+            )
+        )
+
+    def convert(self, model: nn.Module, read: Read, rows: slice | None = None) -> dict[str, Tensor]:
+        """Make the model's tensors of what `read` gives for names in the folder.
+
+        With `rows` make these of what `stacks`, and read no others.
+        """
         converter = copy.deepcopy(self.converter)
+        by_pattern: dict[str, list[str]] = {}
         for name, pattern in self.sources:
-            converter.add_tensor(self.targets[0], name, pattern, read(name))
+            by_pattern.setdefault(pattern, []).append(name)
+        for pattern, names in by_pattern.items():
+            for name in names if rows is None else names[rows]:
+                converter.add_tensor(self.targets[0], name, pattern, read(name))
         made = converter.convert(self.targets[0], model=model, config=model.config)
         return {
             name: value[0] if isinstance(value, list) else value for name, value in made.items()
@@ -87,3 +117,28 @@ def by_transformers(
         targets = [target, *(target.replace(first, each) for each in more)]
         converted.setdefault(target, Converted(converter, targets)).sources.append((name, pattern))
     return direct, [*converted.values()]
+
+
+def ignored(model: Any, missing: list[str], unexpected: list[str]) -> tuple[list[str], list[str]]:
+    """Leave out of names those that `from_pretrained` does not report, as former buffers."""
+    names = SimpleNamespace(missing_keys={*missing}, unexpected_keys={*unexpected})
+    model._adjust_missing_and_unexpected_keys(names)
+    return (
+        [name for name in missing if name in names.missing_keys],
+        [name for name in unexpected if name in names.unexpected_keys],
+    )
+
+
+def kept_dtypes(model: Any, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Find the dtypes of what the model declares to have another one than `dtype` then."""
+    from transformers.core_model_loading import build_glob_alternation  # noqa: PLC0415
+
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
+    if not plan:
+        return {}
+    pattern, by_group, _ = build_glob_alternation([*plan])
+    return {
+        name: plan[by_group[str(match.lastgroup)]]
+        for name in names
+        if (match := pattern.search(name)) is not None
+    }

@@ -1,6 +1,8 @@
-"""`materialize`: give memory and values to a model on the meta device.
+"""`materialize` and `load`: memory and values for a model, by initialisers or from a folder.
 
-The model was built and annotated there.
+A model on the meta device was built and annotated there. Of a folder of safetensors each rank
+reads its own part (`folder.py`), and initialisers fill only what the folder does not have. Nothing
+is sent but whether every rank can read what it needs, before anything is written.
 
 Initialisers are written for whole plain parameters and draw random numbers in one order. So each
 module's initialiser runs once, with whole parameters, on every rank alike, module by module in the
@@ -11,8 +13,10 @@ gathers its values if it has some. The memory is freed when the initialiser is d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -31,11 +35,19 @@ from composable.engine.params.dtensors import whole_of
 from composable.engine.params.param_hooks import move_hooks
 from composable.engine.step.root import planned_roots
 from composable.engine.step.unit import Unit, unit_of
-from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
+from composable.errors import (
+    ForeignParameterError,
+    PhaseError,
+    RanksDisagreeError,
+    UnknownArgumentError,
+    few,
+)
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.torch_private import local_tensor
+from composable.state.folder import Files, Loaded, Plan, Rename, cast
 from composable.state.whole import (
     Managed,
+    all_or_none,
     comms_of_model,
     follow_whole,
     managed_in,
@@ -94,7 +106,15 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
-def materialize(model: nn.Module, init: Init | None = None) -> None:
+def materialize(
+    model: nn.Module,
+    init: Init | None = None,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> Loaded:
     """Give memory to parameters and buffers on the meta device, and run initialisers.
 
     The result is one process's weights, sharded.
@@ -104,6 +124,11 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     the mesh and the policy. Above the shards no more than the parameters of the largest unit are
     whole at a time. All ranks call this together, after the annotation.
 
+    With a folder this is `load`, and initialisers run only for modules with something on the meta
+    device that the folder does not have, and for modules around them: buffers that are in no state
+    dict, and with `strict=False` parameters, as of a new head. Where these are random, set the
+    seed on all ranks before.
+
     Args:
         model: an annotated module, or one that contains some. Modules without anything on the meta
             device, at any depth, are not initialised.
@@ -111,6 +136,14 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
             transformers' models, and else the module's own `reset_parameters`. An initialiser that
             reads or writes the parameters of units below its module, as one for a whole model does,
             has these whole at once, too.
+        folder: of safetensors, from which values come; see `load`.
+        dtype: the model is cast to it first; see `load`.
+        strict: as for `load`; only with a folder.
+        rename: as for `load`; only with a folder.
+
+    Returns:
+        Names of the model that the folder has nothing for, which were initialised, and names in the
+        folder that were left out; empty if `strict`, and without a folder.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
@@ -121,6 +154,8 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         RanksDisagreeError: the random states of the ranks differ; or initialisers gave the ranks
             different values, because they draw from NumPy, `random` or a generator with another
             seed on each rank.
+        UnknownArgumentError: `strict` or `rename` without a folder.
+        FileNotFoundError, StateError, ImportError: as of `load`.
 
     After an error call it again, with the seed set again: everything that was on the meta device is
     initialised anew.
@@ -133,14 +168,129 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         >>> materialize(model)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
+    if folder is None and not (strict and rename is None):
+        raise UnknownArgumentError(
+            "materialize: strict= and rename= say how a folder is read, and there is no folder="
+        )
+    return _fill("materialize", model, init, folder, dtype, strict, rename)
+
+
+def load(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> Loaded:
+    """Read weights from a folder of Hugging Face safetensors into an annotated model.
+
+    Each rank reads its own part; nobody has the whole model. It is the inverse of `export`, and
+    reads what `save_pretrained` writes. All ranks call this together, outside of forward and
+    backward, and before optimizers are made if `dtype` is given or the model is on the meta device.
+
+    What is on the meta device gets memory. Buffers that are in no state dict, and with
+    `strict=False` what the folder does not have, are initialised there, as by `materialize`.
+
+    Args:
+        model: an annotated module, or one that contains some.
+        folder: with `model.safetensors`, or an index and its files, or any files of safetensors;
+            or such a file. Every rank must see it.
+        dtype: parameters and buffers of floating-point numbers are cast to it first, as
+            `from_pretrained` does: not buffers that are in no state dict, and not what a model of
+            transformers keeps in float32. None: values are cast to the dtypes that the model has.
+        strict: refuse a folder whose names are not those of the model. Of tied tensors one name is
+            enough.
+        rename: what a tensor of the folder is called in the model. None: for a model of
+            transformers what `from_pretrained` does, experts that it stacks included; else the
+            names as they are.
+
+    Returns:
+        Names that were missing and unexpected; empty if `strict`.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        PhaseError: inside of a forward or backward; or no initialiser wrote to a buffer that is in
+            no state dict, and was on the meta device.
+        FileNotFoundError: no file of safetensors in `folder`, or one that its index names.
+        StateError: names or shapes differ, values cannot be cast (integers are no weights), the
+            folder is of quantised weights, a name is in two files, two names become one, or a file
+            is cut off. On all ranks, and the model is as it was.
+        RanksDisagreeError: the folder of another rank does not fit, or has other tensors.
+        ImportError: the package `safetensors` is not installed.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> load(model, "models/llama")
+        Loaded(missing_keys=[], unexpected_keys=[])
+    """
+    return _fill("load", model, None, folder, dtype, strict, rename)
+
+
+def _fill(
+    verb: str,
+    model: nn.Module,
+    init: Init | None,
+    folder: str | os.PathLike[str] | None,
+    dtype: torch.dtype | None,
+    strict: bool,
+    rename: Rename | None,
+) -> Loaded:
     model = unwrapped(model)
-    units = units_in("materialize", model)
-    require_at_rest("materialize", units)
-    _compare_random_states(units)
+    units = units_in(verb, model)
+    require_at_rest(verb, units)
+    plan = None if folder is None else _plan(model, units, Path(folder), strict, rename)
     fresh = list(_without_values(model))
+    left = [place for place in fresh if plan is None or not plan.covers(place.fqn)]
+    if plan is None or any(plan.lacks(place.fqn) for place in left):
+        _compare_random_states(units)
+    if dtype is not None:
+        cast(model, dtype)
     for place in fresh:
         _UNSET.setdefault(place.module, {})[place.name] = None
-    owners = {id(place.module) for place in fresh}
+    give_memory(model, units[0].mesh_info.device)
+    if plan is None or fresh or dtype is not None:
+        refresh(model)
+    if left:
+        _initialise(model, units, init, fresh, left)
+    if plan is not None:
+        all_or_none(verb, comms_of_model(units), plan.write)
+    for place in fresh:
+        _UNSET.pop(place.module, None)
+    return Loaded([], []) if plan is None else plan.left_out
+
+
+def _plan(
+    model: nn.Module,
+    units: Sequence[Unit],
+    folder: Path,
+    strict: bool,
+    rename: Rename | None,
+) -> Plan:
+    plans: list[Plan] = []
+
+    def look() -> None:
+        plans.append(Plan(model, Files(folder), rename))
+        plans[0].check(strict=strict)
+
+    all_or_none("load", comms_of_model(units), look)
+    plans[0].agree()
+    return plans[0]
+
+
+def _initialise(
+    model: nn.Module,
+    units: Sequence[Unit],
+    init: Init | None,
+    fresh: Sequence[Place],
+    left: Sequence[Place],
+) -> None:
+    """Run initialisers of modules with places that are `left`, and of those around them.
+
+    All of `fresh` have memory and no values. Those that are not left are written to later, whatever
+    initialisers do.
+    """
+    owners = {id(place.module) for place in left}
     order: list[nn.Module] = []
     model.apply(order.append)
     modules = [
@@ -148,9 +298,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         for module in dict.fromkeys(order)
         if any(id(below) in owners for below in module.modules())
     ]
-    give_memory(model, units[0].mesh_info.device)
-    refresh(model)
-    state = _Materialization(model, fresh)
+    state = _Materialization(model, fresh, left)
     around = _transformers_around(model) if init is None else {}
     try:
         for module in modules:
@@ -168,12 +316,10 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     if missing:
         raise PhaseError(
             f"materialize: no initialiser wrote to {few(list(map(repr, missing)))}, so that it"
-            " holds what was in memory before. Pass init= with a function that fills it, also"
-            " buffers that __init__ computes (rotary embeddings), or build that module on a real"
-            " device"
+            " holds what was in memory before. Pass materialize(init=) a function that fills it,"
+            " also buffers that __init__ computes (rotary embeddings), or build that module on a"
+            " real device"
         )
-    for place in fresh:
-        _UNSET.pop(place.module, None)
 
 
 @untraced
@@ -259,7 +405,11 @@ class _Whole:
 class _Materialization:
     """Registers whole parameters of all units, and keeps the shards of what initialisers write."""
 
-    def __init__(self, model: nn.Module, fresh: Sequence[Place]) -> None:
+    def __init__(self, model: nn.Module, fresh: Sequence[Place], left: Sequence[Place]) -> None:
+        # what is written to later, by id
+        self._given = {id(_tensor_at(place)) for place in fresh} - {
+            id(_tensor_at(place)) for place in left
+        }
         # by id, which tied places share: what nothing was written to yet, and its storage
         self._unset: dict[int, tuple[Place, Tensor, int]] = {}
         for place in fresh:
@@ -350,7 +500,11 @@ class _Materialization:
         for comm in dict.fromkeys(
             unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1
         ):
-            members = [each for each in self._managed if each.unit.mesh_info.all is comm]
+            members = [
+                each
+                for each in self._managed
+                if each.unit.mesh_info.all is comm and id(each.param.at_rest) not in self._given
+            ]
             sums = [self._sums.get(id(each.param.at_rest), 0) for each in members]
             lowest, highest = comm.min_max(sums, "comparison of initialised parameters")
             differ = [
@@ -370,7 +524,9 @@ class _Materialization:
         return [
             place.fqn
             for place, tensor, key in self._unset.values()
-            if _tensor_at(place) is tensor and _storage(tensor) == key
+            if id(tensor) not in self._given
+            and _tensor_at(place) is tensor
+            and _storage(tensor) == key
         ]
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composable import full_state_dict, fully_shard, materialize, stream_full, unsharded
+from composable import full_state_dict, fully_shard, load, materialize, stream_full, unsharded
 from tests.helpers.world import spmd
 
 WIDTH, UNITS = 64, 16
@@ -85,6 +87,20 @@ def test_whole_parameters_come_one_unit_at_a_time() -> None:
     with Peak() as peak:
         full_state_dict(model)
     assert peak.bytes <= (UNITS * UNIT if dist.get_rank() == 0 else 0) + FEW
+
+
+@spmd(ranks=[2, 4])
+def test_a_folder_is_read_into_the_shards(tmp_path: Path) -> None:
+    model, shards = _model(), UNITS * UNIT // dist.get_world_size()
+    if dist.get_rank() == 0:
+        tensors = {f"{number}.weight": torch.ones(WIDTH, WIDTH) for number in range(UNITS)}
+        save_file(tensors, tmp_path / "model.safetensors")
+    dist.barrier()
+    with Peak() as peak:
+        load(model, tmp_path)
+    # Memory that the shards come from is given back when units are built around it.
+    assert shards <= peak.bytes <= 2 * shards + UNIT
+    assert all(bool((each.to_local() == 1).all()) for each in model.parameters())  # type: ignore[attr-defined]
 
 
 @spmd(ranks=2)
