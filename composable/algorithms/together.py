@@ -35,6 +35,7 @@ from composable.api.scopes import units_in
 from composable.comm import Comm
 from composable.comm.base import LAUNCHED, Again, compare_launches
 from composable.comm.ledger import ledger_of
+from composable.comm.supplied import SuppliedComm
 from composable.compilation import unwrapped
 from composable.engine.step import root as roots
 from composable.engine.step.observer import HEARERS, Observer
@@ -51,7 +52,8 @@ from composable.errors import (
 from composable.memory.torch_private import in_backward
 from composable.optim.in_backward import stepped_in_backward
 
-_COMPARISON: Final = "comparison of launches"  # with COMPOSABLE_DEBUG=1, at the end of a backward
+# With COMPOSABLE_DEBUG=1, at the end of a backward: what a launch by these labels is.
+_COMPARISONS: Final = {"comparison of launches": "compare", "comparison of forwards": "forwards"}
 _VOTE: Final = "vote on the step"
 
 
@@ -59,8 +61,8 @@ class _Launch(NamedTuple):
     """One launch of a step, as far as another step's is the same.
 
     Attributes:
-        kind: "gather", of a group of parameters; "reduce_scatter", "all_reduce", "broadcast" or
-            "compare"; "" of one that cannot be made again.
+        kind: "gather", of a group of parameters; "reduce_scatter", "all_reduce", "broadcast";
+            "compare", "forwards"; "" of one that cannot be made again.
         sizes: of the tensors: numbers of elements and dtypes.
         group: for "gather", indices of the unit and of its group.
         source: for "broadcast", the rank that sends.
@@ -250,7 +252,7 @@ class together:
             case (Tensor() as held, int() as source):
                 launch = _Launch("broadcast", label, source=source)
             case _:
-                launch = _Launch("compare" if label == _COMPARISON else "", label)
+                launch = _Launch(_COMPARISONS.get(label, ""), label)
         self._launched.append((comm, launch, held))
 
     def _launches(self) -> list[_Heard]:
@@ -342,6 +344,8 @@ class together:
                 comm.all_reduce(zeros[0], label, scale).wait()
             case "broadcast":
                 comm.broadcast([held], label, source)
+            case "forwards":  # a rank that counts none agrees with every count
+                comm.all_gather_ints([0, 0], label)
             case _:
                 assert comm.group is not None
                 compare_launches(ledger_of(comm.group), comm)
@@ -392,6 +396,10 @@ def _obstacle(unit: Unit, comm: Comm) -> str:
         (
             lambda: unit.mesh_info.post_forward,
             "reshard_after_forward with a number of ranks",
+        ),
+        (
+            lambda: isinstance(unit.mesh_info.shard, SuppliedComm),
+            "messages in memory that somebody supplies",
         ),
         (lambda: stepped_in_backward([p.at_rest for p in params]), "an optimizer in backward"),
     ]

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from composable import (
     together,
 )
 from composable.comm.base import LAUNCHED, LAUNCHING
+from composable.engine.step import root
 from composable.errors import NotAnnotatedError, PhaseError, StepLostError, UnsupportedError
 from tests.helpers.compare import all_full
 from tests.helpers.world import current_device, spmd
@@ -253,6 +255,17 @@ def test_on_a_hybrid_mesh() -> None:
 @spmd(ranks=[2, 3])
 def test_a_scope_holds_all_micro_batches(name: str) -> None:
     _check(name, micro_batches=2)
+
+
+@mock.patch.object(root, "debug_enabled", return_value=True)
+def _while_ranks_are_compared(name: str, _: object) -> None:
+    _check(name)
+
+
+@pytest.mark.parametrize("name", ["shards", "replicate"])
+@spmd(ranks=2)
+def test_while_ranks_are_compared(name: str) -> None:
+    _while_ranks_are_compared(name)
 
 
 # --- what is raised ------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ class AgreedOrder:
         buckets: parameters in the order of buckets; None before the first backward that reduces.
         repeat: those on which autograd accumulates several times in a backward.
         in_one_order: whether all ranks leave the units in one order in backward; None before the
-            first backward that reduces.
+            first backward that reduces. False also where nothing is replicated next to shards.
         before: of a unit with shards, the replicated ones that backward left before it, and after
             the unit with shards before that.
     """

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import compress, repeat
 from operator import is_, is_not, or_
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.reduction import Reducer, Reduction
-from composable.engine.gradients.row import Counts, counts_of
+from composable.engine.gradients.row import counts_of
 from composable.engine.gradients.unreduced import Accumulated, SyncMode
 from composable.engine.params.dtensors import gradient_like, is_unreduced
 from composable.engine.params.layout import Slot
@@ -53,8 +52,6 @@ from composable.memory.torch_private import (
     local_of,
     placed_alike,
 )
-
-_NO_COUNTS: Final = Counts()
 
 
 class GradBucket:
@@ -111,7 +108,7 @@ class GradBucket:
         # Under no_sync users' post-accumulate hooks wait for its end, also where gradients land
         # before: on one rank, or by level="replicate" on a mesh without replicas.
         self._hooks_wait = False
-        self._unhooked: dict[int, None] = {}  # parameters whose hooks wait
+        self._hooks_due: dict[int, None] = {}  # parameters whose hooks wait
         # sums that have landed, whose rows were not read yet, and parameters that need it
         self._undecided: list[tuple[Reduction, list[int]]] = []
         # tables to which users add hooks, see `has_post_accumulate_hooks`
@@ -197,8 +194,8 @@ class GradBucket:
         Args:
             absent: in place, indices of parameters that this backward brought no gradient for.
         """
-        reducer, left = self.reducer, self.accumulated
-        if not left.backwards and not any(self.trainable):
+        reducer, waiting = self.reducer, self.accumulated
+        if not waiting.backwards and not any(self.trainable):
             return
         self._hooks_wait = mode is not SyncMode.REDUCE
         if reducer.is_alone:
@@ -207,30 +204,30 @@ class GradBucket:
         if mode is SyncMode.HOLD_SHARDS and reducer.shard_comm is None:
             mode = SyncMode.HOLD
         if mode is SyncMode.HOLD:
-            left.begin(self.trainable)
+            waiting.begin(self.trainable)
             if not self.in_place:  # there autograd has added them
-                left.add(self._take(), self.trainable)
+                waiting.add(self._take(), self.trainable)
             return
         assert self.reduction is None
         shards_only = mode is SyncMode.HOLD_SHARDS and reducer.mesh_info.replicate is not None
-        trainable = tuple(map(or_, left.wanted, self.trainable)) if left.wanted else self.trainable
-        counts = _NO_COUNTS
-        if reducer.compares:
-            counts = counts_of(reducer.label, left.backwards)
+        trainable = (
+            tuple(map(or_, waiting.wanted, self.trainable)) if waiting.wanted else self.trainable
+        )
+        counts = counts_of(reducer.label, waiting.backwards)
         carried: Sequence[tuple[int, Tensor]] = ()
         gradients = self._take()
-        if left.backwards:
+        if waiting.backwards:
             absent = ()  # what waits is part of the sum
             if not self.in_place:
-                gradients, carried = left.take(gradients)
+                gradients, carried = waiting.take(gradients)
         if shards_only:
             carried = ()  # what is reduced over the shard dimension stays, and this is added to it
-            left.begin(self.trainable)
+            waiting.begin(self.trainable)
         else:
             for index, _ in carried:
                 self.at_rest[index].grad = None
-            if left.backwards:
-                left.end()
+            if waiting.backwards:
+                waiting.end()
         plan = reducer.plan_of(trainable)
         self.reduction = Reduction(
             reducer, plan, gradients, counts,
@@ -268,7 +265,8 @@ class GradBucket:
         undecided, self._undecided = self._undecided, []
         for reduction, missing in undecided:
             used = reduction.used()
-            self._deliver(reduction, [index for index in missing if used[index]])
+            if found := [index for index in missing if used[index]]:
+                self._deliver(reduction, found)
 
     # --- landing ---------------------------------------------------------------------------------
 
@@ -309,15 +307,15 @@ class GradBucket:
         if merges:
             self._merge(parameters, grads, gradients, hooked=hooked)
         if after:
-            self._unhooked.update(dict.fromkeys(indices))
-        if self._unhooked and not self._hooks_wait:
+            self._hooks_due.update(dict.fromkeys(indices))
+        if self._hooks_due and not self._hooks_wait:
             self.run_hooks()
 
     def run_hooks(self) -> None:
         """Call post-accumulate hooks of users for what has landed, under `no_sync`, too. No message
         depends on them: other ranks may have none.
         """
-        due, self._unhooked = self._unhooked, {}
+        due, self._hooks_due = self._hooks_due, {}
         for index in due:
             run_post_accumulate_hooks(self.at_rest[index])
 
@@ -371,7 +369,7 @@ class GradBucket:
         finally:
             local = self.in_place and (begun or reduction is not None)
             lost = local or (self.accumulated.marks and self.accumulated.backwards)
-            self._undecided, self._unhooked = [], {}
+            self._undecided, self._hooks_due = [], {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:

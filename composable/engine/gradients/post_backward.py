@@ -10,7 +10,8 @@
 | what `no_sync` has left on the ranks | at the end of the next backward outside, or `launch_held` |
 | replicated units below a root without shards | all in each backward, by arrival: `arrival.py` |
 
-A sharded unit that no backward came to is not launched: no rank has a gradient of it.
+A sharded unit that no backward came to is not launched: backward must come to it on all ranks or
+on none (docs/failures.md).
 
 One reduction stays in flight while backward goes through the next unit. At the end all are launched
 before any lands. `land` puts gradients on at-rest parameters, in the order of launches.
@@ -136,7 +137,7 @@ class PostBackward:
         due.to_reduce.pop(unit, None)
         mode = unit.accumulation.now
         unit.hear()
-        if unit.unhooked and mode is SyncMode.REDUCE:
+        if unit.hooks_due and mode is SyncMode.REDUCE:
             unit.run_hooks()
         if due.builds_graph:
             if unit.are_there:
@@ -161,7 +162,7 @@ class PostBackward:
         held = [
             unit
             for unit in self._units
-            if unit.accumulation.now is SyncMode.REDUCE and (unit.unhooked or unit.backwards)
+            if unit.accumulation.now is SyncMode.REDUCE and (unit.hooks_due or unit.backwards)
         ]
         sent = [*due.in_flight, *due.over_replicas]
         rest = [
@@ -173,7 +174,7 @@ class PostBackward:
         beside = dict.fromkeys(unit for unit in self.beside if unit not in due.reduced)
         order: dict[UnitGradients, None] = {}
         for unit in rest:
-            if unit not in beside:  # it is left now
+            if unit not in beside:  # backward leaves it now, and these before it
                 for before in self._agreed.before.get(self._indices[unit], ()):
                     if self._units[before] in beside:
                         order[self._units[before]] = None
@@ -228,6 +229,7 @@ class PostBackward:
                 continue  # left again; or tied: complete when all readers have been left
             if unit in beside:
                 waiting.append(index)
+            # backward left it once: behind it, what waits has come on all ranks
             elif left.count(index) == 1 and unit.mesh_info.all.size >= comm.size:  # on all ranks
                 before[index], waiting = tuple(waiting), []
         self._agreed.agree_on_leaving(in_one_order=True, before=before)

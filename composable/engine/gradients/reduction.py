@@ -491,7 +491,7 @@ class Reduction:
             pairs.append((flat[start : start + slot.chunk_numel], term))
         plan.message.allocate()
         plan.copy_in(gradients, self.missing, row, plan.rows)
-        pairs.append((flat[layout.row_start :] if layout.row_start else flat, plan.sent))
+        pairs.append((flat[layout.row_start :], plan.sent))
         return reducer.shard_comm.reduce_scatter(pairs, reducer.label, scales.first)
 
     def advance(self) -> bool:

@@ -69,7 +69,7 @@ class UnitGradients:
         accumulation: `no_sync`.
         comm_hooks: of users, by the stage that they replace.
         prefixes: by stage, what precedes the FQNs of parameters for the hook.
-        unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are
+        hooks_due: with one rank only: parameters with a gradient whose post-accumulate hooks are
             still to be called.
     """
 
@@ -83,7 +83,7 @@ class UnitGradients:
         self.accumulation = Accumulation()
         self.comm_hooks: dict[str, CommHook] = {}
         self.prefixes: dict[str, str] = {}
-        self.unhooked: dict[ManagedParam, None] = {}
+        self.hooks_due: dict[ManagedParam, None] = {}
         self._undo: list[Callable[[], object]] = []
         self.clear()
 
@@ -133,12 +133,13 @@ class UnitGradients:
             # autograd itself adds to what users see
             multiply = traceable(lambda gradient: gradient * factor)
             self._undo += hook_gradients([param.compute for param in group.params], multiply)
+        if in_place and mesh_info.all.size == 1:
+            return  # autograd does everything
         if sparse:
             self.sparse.append(
                 SparseGradients(group.params, group.precision, self.mesh_info.all, self.name)
             )
-        elif kind is not Kind.ARRIVAL and not (in_place and mesh_info.all.size == 1):
-            # others are in buckets of all units, or autograd has done everything
+        elif kind is not Kind.ARRIVAL:  # others are in buckets of all units
             bucket = GradBucket(
                 list(zip(group.params, group.slots, strict=True)),
                 group.precision, group.device, mesh_info,
@@ -223,7 +224,7 @@ class UnitGradients:
             # nothing
             return
         if param.compute is param.at_rest and self.mesh_info_of(param).all.size == 1:
-            self.unhooked[param] = None
+            self.hooks_due[param] = None
         for sparse in self.sparse:
             sparse.arrived(param)
         self.on_gradient(param)
@@ -246,7 +247,7 @@ class UnitGradients:
         """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished
         their gradients.
         """
-        due, self.unhooked = self.unhooked, {}
+        due, self.hooks_due = self.hooks_due, {}
         for param in due:
             run_post_accumulate_hooks(param.at_rest)
 
@@ -268,7 +269,7 @@ class UnitGradients:
     @property
     def holds(self) -> bool:
         """Whether anything waits for the end of `no_sync`."""
-        waits = bool(self.unhooked) or self.backwards > 0
+        waits = bool(self.hooks_due) or self.backwards > 0
         return waits or any(sparse.holds for sparse in self.sparse)
 
     @property
@@ -303,7 +304,7 @@ class UnitGradients:
 
     def drop_step(self) -> None:
         """The step is lost; buckets and sparse gradients are dropped by themselves."""
-        self.unhooked = {}
+        self.hooks_due = {}
         self.hear()
 
     # --- communication hooks of users ------------------------------------------------------------

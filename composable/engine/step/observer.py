@@ -1,5 +1,5 @@
-"""Where others hear of steps, and answer for the engine: `join`, reductions that a compiler makes,
-optimizers in backward, pipelines.
+"""Where others hear of steps, and answer for the engine: `join`, `together`, reductions that a
+compiler makes, optimizers in backward, pipelines, notes on errors.
 
 An `Observer` hears what the engine is about to do. A decision has an ordinary answer, and may be
 answered by somebody else while a scope is open. Both are of the process.

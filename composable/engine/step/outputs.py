@@ -68,7 +68,7 @@ def watch(
     Args:
         since: the number of autograd's next node when the call began.
         aliases: whether a tensor lies in the memory of a compute parameter.
-        counted: it is a forward, and no recomputation.
+        counted: it is a forward of a unit with parameters, and no recomputation.
         anchors: an output that needs no gradient gets a node, too (a constant, where other ranks
             computed something).
     """

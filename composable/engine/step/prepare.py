@@ -238,7 +238,7 @@ def _look_into(unit: Unit, root: Root, owners: Mapping[int, Holder]) -> bool:
             " modules hold whole parameters to look at and to edit. Call it outside of the"
             " scope; to keep parameters unsharded for forwards, use keep_unsharded(model)"
         )
-    _refuse_left_alone(unit)
+    _refuse_without_group(unit)
     _refuse_optimizers_of_torch(unit)
     if not unit.is_sharded and any(
         not isinstance(p.registered, nn.Parameter | None) for p in unit.params
@@ -248,11 +248,11 @@ def _look_into(unit: Unit, root: Root, owners: Mapping[int, Holder]) -> bool:
         return False
     _refuse_cast_in_forward(unit)
     if _adopt(unit, owners):
-        if not root.in_step:
+        if not root.in_step:  # what an open forward has saved stays
             unit.reshard()
         unit.build()
     for group in unit.groups:
-        if group.device.type == "meta" and group.params:
+        if group.device.type == "meta":
             raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
     unit.follow()
     root.post_backward.buckets.follow()
@@ -346,6 +346,7 @@ def _refuse_cast_in_forward(unit: Unit) -> None:
     for group in unit.groups:
         for param in group.recast():
             dtype, expected = param.compute.dtype, group.precision.compute
+            # not `model.half()` of what is computed with as it is: that is adopted
             if param.compute is not param.own and dtype != expected:
                 unit.reshard()
                 unit.build()
@@ -367,7 +368,7 @@ def _refuse_cleared_hooks(unit: Unit) -> None:
             )
 
 
-def _refuse_left_alone(unit: Unit) -> None:
+def _refuse_without_group(unit: Unit) -> None:
     if unit.mesh_info.mesh is None and is_distributed() and dist.get_world_size() > 1:
         verb = unit.spec.verb
         raise MeshError(

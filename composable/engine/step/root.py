@@ -103,7 +103,7 @@ from composable.memory.torch_private import (
 
 logger = logging.getLogger("composable")
 
-# Entries of `Iteration.finished` and `Step.calls` at most: forwards without a backward (rollouts
+# Entries of `Iteration.finished` and `Step.history` at most: forwards without a backward (rollouts
 # with gradients on) must not fill the memory. Older ones are not gathered ahead, and a checkpoint
 # that runs one of so many calls again does not enter the units around it first.
 REMEMBERED: Final = 4096
@@ -187,15 +187,15 @@ class Step:
         running: units whose forward is under way, outermost first.
         gathered: units whose gather was launched since this forward began, and that it has not
             entered since.
-        calls: of units with gradients, as they began, from the first on whose backward has not
-            come. Recomputation looks for them.
+        history: calls of units with gradients, as they began, from the first on whose backward has
+            not come. Recomputation looks for them.
     """
 
     iteration: Iteration | None = None
     forward: Forward | None = None
     running: list[Unit] = field(default_factory=list)
     gathered: dict[Unit, None] = field(default_factory=dict)
-    calls: deque[UnitCall] = field(default_factory=partial(deque, maxlen=REMEMBERED))
+    history: deque[UnitCall] = field(default_factory=partial(deque, maxlen=REMEMBERED))
 
 
 class BackwardEnd:
@@ -346,7 +346,7 @@ class Root:
         return self.units[0].name
 
     def ends_after(self, other: Root) -> bool:
-        """Whether it is in a backward around the one that `other` is in."""
+        """Whether both are in backwards, and not in the same one; that of `other` ends now."""
         mine, theirs = self._backward_iteration(), other._backward_iteration()
         return mine is not None and theirs is not None and mine.end != theirs.end
 
@@ -397,8 +397,8 @@ class Root:
         forward = step.forward
         assert forward is not None
         for outer in step.running if forward.with_gradients else ():
-            if outer is not unit and unit not in outer.relations.ran_around:
-                outer.relations.run_around(unit)
+            if outer is not unit and unit not in outer.relations.ran_inside:
+                outer.relations.note_inside(unit)
         # Backward must enter the call on all ranks or on none. Buckets go without an entrance.
         inside = not outermost and unit.kind is not Kind.ARRIVAL
         inside = inside or self._is_called_by_another(unit)
@@ -431,7 +431,7 @@ class Root:
             self.on_error(unit)
             raise
         if torch.is_grad_enabled():
-            step.calls.append(call)
+            step.history.append(call)
 
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
@@ -439,9 +439,7 @@ class Root:
         grad = torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
         self.step.gathered = {}
-        if self.in_step and not any(
-            unit.step.pending > 0 or GRAPH in unit.step.needed_by for unit in self.units
-        ):
+        if not any(unit.step.pending > 0 or GRAPH in unit.step.needed_by for unit in self.units):
             # outputs were detached; what that forward has kept may have been written to since
             self.end_unseen()
         iteration = self.step.iteration
@@ -451,7 +449,8 @@ class Root:
                     grad or any(group.is_stale for group in unit.groups)
                 ):
                     unit.end_need(GRAPH)
-        for unit in self.units:  # a call of one module of several, by itself
+        # a shared `[norm, head]`, between the two: `prepare` looks at what is registered
+        for unit in self.units:
             if unit.step.to_run:
                 unit.swap_out()
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
@@ -730,9 +729,9 @@ class Root:
         # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
         # at the end of backward. Ranks that enter an expert leave the units before it earlier than
         # ranks that do not, and both must launch in the same order.
-        ran_around = unit.relations.ran_around
+        ran_inside = unit.relations.ran_inside
         for other in [*reversed(iteration.active)]:
-            if other in ran_around or unit in other.relations.ran_around:
+            if other in ran_inside or unit in other.relations.ran_inside:
                 continue
             fewer_run = unit.mesh_info.all.size < other.mesh_info.all.size
             if other.step.pending > 0 and (fewer_run or unit.kind is Kind.BESIDE):
@@ -746,7 +745,7 @@ class Root:
         unit.need(BACKWARD)
         self.post_backward.enter(unit.gradients, iteration.due)
         finished = iteration.finished
-        if unit.gathers and unit in finished:
+        if unit in finished:
             while finished.pop() is not unit:
                 pass
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
@@ -837,7 +836,7 @@ class Root:
         """`replicate` launches nothing in forward: no comparison of launches tells that a rank has
         left a backward out. Ranks may run other numbers of forwards, if a backward comes to all.
         """
-        waiting = [call.number for call in self.step.calls if call.outermost and call.waits]
+        waiting = [call.number for call in self.step.history if call.outermost and call.waits]
         mine = [len(self._trained), len({*waiting} & {*self._trained})]
         replicas = [unit.mesh_info.all for unit in self.units if unit.kind is Kind.ARRIVAL]
         for comm in dict.fromkeys(replicas):
@@ -862,7 +861,7 @@ class Root:
             following = Iteration(iteration.stream)
             following.finished, following.last = iteration.finished, iteration.last
         self.step.iteration = following
-        calls = self.step.calls
+        calls = self.step.history
         while calls and not calls[0].waits:
             calls.popleft()
         for unit in self.units:
@@ -898,7 +897,7 @@ class Root:
         """A forward of `unit`'s module raised; called from the innermost annotated module
         outwards.
         """
-        if unit in self.step.running:
+        if unit in self.step.running:  # not if `_begin` raised, or `leave` after it took it out
             self.step.running.pop()
         if not self.step.running:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")
@@ -1052,6 +1051,7 @@ def prepare(units: Sequence[Unit]) -> None:
     """
     with torch.no_grad():
         for root in planned_roots(units):
+            # what is shown, asleep or between two of its modules holds other tensors, on purpose
             if root.phase in (Phase.IDLE, Phase.WAITING) and not any(
                 unit.kept_by or unit.shown_by or unit.asleep or unit.step.to_run
                 for unit in root.units

@@ -201,7 +201,7 @@ class Relations:
         around: annotated around it, and it itself, by number; of dropped ones the numbers stay.
         below: annotated before it, in its modules.
         readers: whose modules read parameters of it.
-        ran_around: whose forward began at some time while one of it was running.
+        ran_inside: whose forward began at some time while one of it was running.
         is_shared: it lies below several annotated models, see `Root.shared`.
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
     """
@@ -210,13 +210,13 @@ class Relations:
     around: dict[int, ref[Unit]] = field(default_factory=dict)
     below: dict[Unit, None] = field(default_factory=dict)
     readers: dict[Unit, None] = field(default_factory=dict)
-    ran_around: dict[Unit, None] = field(default_factory=dict)
+    ran_inside: dict[Unit, None] = field(default_factory=dict)
     is_shared: bool = False
     model_group: ref[dist.ProcessGroup] | None = None
 
-    def run_around(self, unit: Unit) -> None:
+    def note_inside(self, unit: Unit) -> None:
         """The forward of `unit` began while one of this one was running."""
-        self.ran_around[unit] = None
+        self.ran_inside[unit] = None
 
     def share(self) -> None:
         """It lies below several annotated models."""
@@ -243,7 +243,7 @@ class Relations:
             unit.relations.around.pop(self.number, None)
         for unit in around:
             unit.relations.below.pop(own, None)
-            unit.relations.ran_around.pop(own, None)
+            unit.relations.ran_inside.pop(own, None)
         return [
             *dict.fromkeys((*below, *around, *(each for u in around for each in u.relations.below)))
         ]

@@ -72,7 +72,8 @@ class Visit:
         self._enters = False
         unit.compute(call)
         policy, device = unit.spec.mp_policy, unit.mesh_info.device
-        if call.outermost and device.type not in ("cpu", "meta"):
+        # also where torch's checkpoint around the root runs it again
+        if (call.outermost or unit is root.top) and device.type not in ("cpu", "meta"):
             args, kwargs = moved((args, kwargs), device)
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
@@ -195,15 +196,15 @@ def _before_recomputation(root: Root, again: UnitCall) -> UnitCall | None:
     Returns:
         The call that is run again; None if it ran without gradients (reentrant checkpointing).
     """
-    calls, inside = root.step.calls, list[UnitCall]()  # the last call, and those around it
+    calls, entered = root.step.history, list[UnitCall]()  # the last call, and those around it
     for index in range(bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1):
         call = calls[index]
-        if call.watched and (not inside or inside[-1].unit in call.unit.relations.ran_around):
-            inside.append(call)
+        if call.watched and (not entered or entered[-1].unit in call.unit.relations.ran_inside):
+            entered.append(call)
         if call.unit is again.unit:
             with torch.no_grad():  # of the backward; recomputations have gradients
-                for entered in reversed(inside):
-                    come_back(entered)
+                for each in reversed(entered):
+                    come_back(each)
             return call
     return None
 

@@ -56,6 +56,15 @@ def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SparseAdam(sparse, lr=0.1), torch.optim.SGD(dense, lr=0.1)]
 
 
+@spmd(ranks=1)
+def test_hooks_of_users_run_once_where_one_rank_trains_alone() -> None:
+    model = replicate(nn.Embedding(ROWS, 4, sparse=True).to(current_device()))
+    calls: list[bool] = []
+    model.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.is_sparse))
+    model(_batch(0)).sum().backward()
+    assert calls == [True]
+
+
 @spmd(ranks=2)
 def test_sparse_adam_trains_as_with_ddp() -> None:
     ours = Lookups().to(current_device())
