@@ -1,0 +1,183 @@
+"""Mixtures of experts of transformers train as in one process: as they are, tensor parallel and
+expert parallel by the plans of their configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import DataParallelMeshDims
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from composable import fully_shard, replicate
+from composable.api import arguments
+from composable.fsdp2 import fully_shard as face
+from tests.helpers.world import spmd
+from tests.tensor_parallel.models import mesh_of
+from tests.tensor_parallel.transformers_models import (
+    KINDS,
+    assert_trains_beside,
+    concrete,
+    made,
+    mesh_of_experts,
+    saved,
+)
+
+# --- as they are --------------------------------------------------------------------------------
+
+
+def _without_padding(model: Any) -> None:
+    with mock.patch.object(arguments, "PADDING", 1):  # these parameters are small
+        fully_shard(model, policy=model)
+    few = dist.get_world_size() > 3
+    assert model.model.layers[1].mlp.experts.down_proj.placements == (Shard(int(few)),)
+
+
+_VERBS: Final[dict[str, Callable[[Any], Any]]] = {
+    "fully_shard": lambda model: fully_shard(model, policy=model),
+    "fully_shard along other dimensions": _without_padding,
+    "replicate": replicate,
+    "FSDP2's": lambda model: [face(each) for each in (*model.model.layers, model)],
+}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("verb", _VERBS)
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(ranks=[2, 4])
+def test_experts_train_as_in_one_process(kind: str, verb: str, implementation: str) -> None:
+    # 3 experts leave one of 4 ranks empty
+    model, alone = (made(kind, 3, implementation=implementation) for _ in range(2))
+    _VERBS[verb](model)
+    assert_trains_beside(model, alone, dist.get_rank(), dist.get_world_size())
+
+
+# --- as transformers loads them -----------------------------------------------------------------
+
+
+def _loaded(alone: Any, **sizes: Any) -> Any:
+
+    folder = saved(alone)
+    # what `install` does, in a process where torch's may be in use, too
+    with mock.patch("transformers.distributed.fsdp.fully_shard", face):
+        return AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=DistributedConfig(**sizes)
+        )
+
+
+_ON_TWO: Final = (
+    {"fsdp_size": 2},
+    {"fsdp_size": 2, "ep_size": 2},
+    {"dp_replicate_size": 2},
+)
+_ON_FOUR: Final = (
+    {"fsdp_size": 4, "ep_size": 2},
+    {"fsdp_size": 4, "ep_size": 4},
+    {"fsdp_size": 2, "tp_size": 2},
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 2},
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"},
+    {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+    {"dp_replicate_size": 2, "tp_size": 2},
+    {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
+)
+
+
+def _train_loaded(kind: str, sizes: dict[str, Any]) -> Any:
+    alone = made(kind)
+    model = _loaded(alone, **sizes)
+    replicas = sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1)
+    replica = dist.get_rank() // sizes.get("tp_size", 1)
+    assert_trains_beside(model, alone, replica, replicas)
+    return model
+
+
+@pytest.mark.parametrize("sizes", _ON_TWO, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(ranks=2)
+def test_a_model_that_transformers_spreads_over_two_ranks_trains_as_in_one_process(
+    kind: str, sizes: dict[str, Any]
+) -> None:
+    _train_loaded(kind, sizes)
+
+
+@pytest.mark.parametrize("sizes", _ON_FOUR, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(ranks=4)
+def test_a_model_that_transformers_spreads_trains_as_in_one_process(
+    kind: str, sizes: dict[str, Any]
+) -> None:
+    model = _train_loaded(kind, sizes)
+    experts = model.model.layers[1].mlp.experts.gate_up_proj
+    names = experts.device_mesh.mesh_dim_names
+    assert ("ep" in names) == ("ep_size" in sizes)
+
+
+# --- under the verbs ----------------------------------------------------------------------------
+
+
+def _tensor_parallel(model: Any, tp: Any) -> None:
+    apply_tensor_parallelism(model, tp, concrete(model, model.tp_plan))
+
+
+_OF_TENSOR_PARALLEL: Final[dict[str, Callable[..., Any]]] = {
+    "fully_shard": lambda model, mesh: fully_shard(model, policy=model, mesh=mesh),
+    "columns": lambda model, mesh: fully_shard(
+        model, policy=model, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1)
+    ),
+    "replicate": lambda model, mesh: replicate(model, mesh=mesh),
+}
+
+
+@pytest.mark.parametrize("verb", _OF_TENSOR_PARALLEL)
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(ranks=4)
+def test_a_tensor_parallel_model_trains_as_in_one_process(kind: str, verb: str) -> None:
+    mesh, model, alone = mesh_of(2, 2), made(kind), made(kind)
+    _tensor_parallel(model, mesh["tp"])
+    _OF_TENSOR_PARALLEL[verb](model, mesh["dp"])
+    assert_trains_beside(model, alone, mesh["dp"].get_local_rank(), 2)
+
+
+def _experts_of(model: Any) -> list[nn.Module]:
+    return [each for name, each in model.named_modules() if name.endswith("mlp.experts")]
+
+
+def _expert_parallel(model: Any, mesh: Any) -> None:
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], concrete(model, model.ep_plan))
+
+
+def _sharded_experts(model: Any, mesh: Any) -> None:
+    for experts in _experts_of(model):
+        fully_shard(experts, mesh=mesh["efsdp"], grad_reduce=4.0)
+    every = DataParallelMeshDims(shard=("efsdp", "ep"))
+    fully_shard(model, policy=model, mesh=mesh, dp_mesh_dims=every)
+
+
+def _replicated_experts(model: Any, mesh: Any) -> None:
+    for experts in _experts_of(model):
+        replicate(experts, mesh=mesh["efsdp"], grad_reduce=4.0)
+    replicate(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate=("efsdp", "ep")))
+
+
+@pytest.mark.parametrize("annotate", [_sharded_experts, _replicated_experts])
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(ranks=4)
+def test_an_expert_parallel_model_trains_as_in_one_process(
+    kind: str, annotate: Callable[..., None]
+) -> None:
+    mesh, model, alone = mesh_of_experts(2, 2), made(kind, 6), made(kind, 6)
+    _expert_parallel(model, mesh)
+    annotate(model, mesh)
+    experts = _experts_of(model)[0].gate_up_proj
+    assert isinstance(experts, DTensor)
+    assert "ep" in (experts.device_mesh.mesh_dim_names or ())
+    assert_trains_beside(model, alone, dist.get_rank(), 4)
