@@ -18,13 +18,14 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from composable import fully_shard, replicate
+from composable import fully_shard, load, replicate
 from composable.api import arguments
 from composable.fsdp2 import fully_shard as face
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import mesh_of
 from tests.tensor_parallel.transformers_models import (
     KINDS,
+    assert_same_values,
     assert_trains_beside,
     concrete,
     made,
@@ -38,7 +39,7 @@ from tests.tensor_parallel.transformers_models import (
 def _without_padding(model: Any) -> None:
     with mock.patch.object(arguments, "PADDING", 1):  # these parameters are small
         fully_shard(model, policy=model)
-    few = dist.get_world_size() > 3
+    few = dist.get_world_size() > 2
     assert model.model.layers[1].mlp.experts.down_proj.placements == (Shard(int(few)),)
 
 
@@ -55,18 +56,27 @@ _VERBS: Final[dict[str, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @spmd(ranks=[2, 4])
 def test_experts_train_as_in_one_process(kind: str, verb: str, implementation: str) -> None:
-    # 3 experts leave one of 4 ranks empty
-    model, alone = (made(kind, 3, implementation=implementation) for _ in range(2))
+    # 3 experts leave one of 4 ranks empty, 2 of them two
+    experts = 2 if _VERBS[verb] is _without_padding else 3
+    model, alone = (made(kind, experts, implementation=implementation) for _ in range(2))
     _VERBS[verb](model)
     assert_trains_beside(model, alone, dist.get_rank(), dist.get_world_size())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(ranks=4)
+def test_a_rank_without_an_expert_loads_what_transformers_saved(kind: str) -> None:
+    alone, model = made(kind, 3), fully_shard(made(kind, 3, seed=1))
+    assert model.model.layers[1].mlp.experts.down_proj.placements == (Shard(0),)
+    load(model, saved(alone))
+    assert_same_values(model, alone)
 
 
 # --- as transformers loads them -----------------------------------------------------------------
 
 
-def _loaded(alone: Any, **sizes: Any) -> Any:
-
-    folder = saved(alone)
+def _loaded(alone: Any, folder: str = "", **sizes: Any) -> Any:
+    folder = folder or saved(alone)
     # what `install` does, in a process where torch's may be in use, too
     with mock.patch("transformers.distributed.fsdp.fully_shard", face):
         return AutoModelForCausalLM.from_pretrained(
@@ -119,6 +129,19 @@ def test_a_model_that_transformers_spreads_trains_as_in_one_process(
     experts = model.model.layers[1].mlp.experts.gate_up_proj
     names = experts.device_mesh.mesh_dim_names
     assert ("ep" in names) == ("ep_size" in sizes)
+
+
+@spmd(ranks=4)
+def test_what_transformers_saves_of_such_a_model_loads_into_other_sizes() -> None:
+    alone = made("Mixtral")
+    model = _loaded(alone, fsdp_size=2, tp_size=2)
+    folders = saved(alone), saved(alone)
+    model.save_pretrained(folders[0], distributed_checkpoint=True)
+    model.save_pretrained(folders[1], is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    for folder in folders:
+        for sizes in ({"fsdp_size": 4, "ep_size": 2}, {"fsdp_size": 2, "tp_size": 2}):
+            assert_same_values(_loaded(made("Mixtral", seed=1), folder, **sizes), alone)
 
 
 # --- under the verbs ----------------------------------------------------------------------------
