@@ -126,7 +126,6 @@ def test_what_is_suggested_trains_as_pasted(pool: Pool, name: str, ranks: int) -
     styles = STYLES if name == "a plan of torch's" else None
     ask = partial(suggest, MODELS[name], _batch, ranks=ranks, half=False, tp_plan=styles)
     roomy = ask()
-    assert any("tensor parallel" in tried for tried in roomy.comparison.forecasts)
     device = roomy.forecast.device
     tried = sorted(each.peak for each in roomy.comparison.forecasts.values())
     found = [roomy]

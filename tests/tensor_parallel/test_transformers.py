@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from composable import fully_shard, load, replicate
+from composable import apply_tp_plan, fully_shard, load, replicate
 from composable.api import arguments
 from composable.fsdp2 import fully_shard as face
 from tests.helpers.world import spmd
@@ -147,10 +146,6 @@ def test_what_transformers_saves_of_such_a_model_loads_into_other_sizes() -> Non
 # --- under the verbs ----------------------------------------------------------------------------
 
 
-def _tensor_parallel(model: Any, tp: Any) -> None:
-    apply_tensor_parallelism(model, tp, concrete(model, model.tp_plan))
-
-
 _OF_TENSOR_PARALLEL: Final[dict[str, Callable[..., Any]]] = {
     "fully_shard": lambda model, mesh: fully_shard(model, policy=model, mesh=mesh),
     "columns": lambda model, mesh: fully_shard(
@@ -160,12 +155,15 @@ _OF_TENSOR_PARALLEL: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("verb", _OF_TENSOR_PARALLEL)
 @pytest.mark.parametrize("kind", KINDS)
 @spmd(ranks=4)
-def test_a_tensor_parallel_model_trains_as_in_one_process(kind: str, verb: str) -> None:
+def test_a_tensor_parallel_model_trains_as_in_one_process(
+    kind: str, verb: str, experts: bool
+) -> None:
     mesh, model, alone = mesh_of(2, 2), made(kind), made(kind)
-    _tensor_parallel(model, mesh["tp"])
+    apply_tp_plan(model, mesh["tp"], experts=experts)
     _OF_TENSOR_PARALLEL[verb](model, mesh["dp"])
     assert_trains_beside(model, alone, mesh["dp"].get_local_rank(), 2)
 
