@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
@@ -14,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from composable import apply_tp_plan, fully_shard
-from composable.errors import AnnotationError, ForecastError
+from composable.errors import ForecastError
 from composable.forecast import Plan, suggest
 from composable.forecast.plans import repeated
-from tests.helpers.compare import full
-from tests.helpers.world import Pool, spmd
+from tests.helpers.world import Pool
 from tests.tensor_parallel import transformers_models
-from tests.tensor_parallel.models import mesh_of
-from tests.tensor_parallel.transformers_models import VOCABULARY, assert_trains_beside, made
+from tests.tensor_parallel.transformers_models import (
+    VOCABULARY,
+    assert_trains_beside,
+    llama,
+    made,
+)
 
 MLP: Final = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
 STYLES: Final = {**MLP, "head": ColwiseParallel(output_layouts=Replicate())}
@@ -61,15 +61,10 @@ class Decoder(nn.Module):
         return _Output(nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
 
 
-def _llama(*, tied: bool) -> nn.Module:
-    sizes: dict[str, Any] = {**transformers_models._COMMON, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied))
-
-
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {
     "a plan of torch's": Decoder,
-    "Llama": partial(_llama, tied=False),
-    "Llama, tied": partial(_llama, tied=True),
+    "Llama": partial(llama, tied=False),
+    "Llama, tied": partial(llama, tied=True),
     **{kind: partial(made, kind) for kind in transformers_models.KINDS},
 }
 
@@ -159,22 +154,6 @@ def test_ranks_that_do_not_divide_a_model_are_not_proposed() -> None:
         "fully_shard, tensor parallel over 4, bf16 does not run: suggest: 4 ranks do not divide"
         " 'up.weight', (22, 11)"
     )
-
-
-@spmd(ranks=2)
-def test_a_plan_that_is_not_there_and_a_model_that_is_annotated_are_refused() -> None:
-    mesh = mesh_of(1, 2)
-    with pytest.raises(AnnotationError, match="the Decoder has no tp_plan, as many models"):
-        apply_tp_plan(Decoder(), mesh["tp"])
-    with pytest.raises(AnnotationError, match="the LlamaForCausalLM has no ep_plan"):
-        apply_tp_plan(_llama(tied=False), mesh["tp"], experts=True)
-    model: Any = copy.deepcopy(_llama(tied=False))
-    fully_shard(model.lm_head, mesh=mesh["dp"])
-    with pytest.raises(AnnotationError, match="'lm_head' is annotated already"):
-        apply_tp_plan(model, mesh["tp"])
-    model = apply_tp_plan(_llama(tied=True), mesh["tp"])
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert full(model.lm_head.weight).shape == (VOCABULARY, 16)
 
 
 def test_a_model_without_a_plan_is_not_spread() -> None:

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from tests.helpers.compare import full
 
@@ -81,6 +88,11 @@ def made(kind: str, experts: int = 4, seed: int = 0, implementation: str | None 
     if implementation is not None:
         model.set_experts_implementation(implementation)
     return model
+
+
+def llama(*, tied: bool = False) -> Any:
+    """Without experts."""
+    return LlamaForCausalLM(LlamaConfig(**_COMMON, num_key_value_heads=2, tie_word_embeddings=tied))
 
 
 def saved(model: Any) -> str:
