@@ -9,6 +9,7 @@ from typing import Any, Final
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import DataParallelMeshDims
@@ -17,15 +18,17 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-from composable import apply_tp_plan, fully_shard, load, replicate
+from composable import apply_tp_plan, fully_shard, load, no_sync, replicate
 from composable.api import arguments
 from composable.fsdp2 import fully_shard as face
+from tests.helpers.compare import full
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import mesh_of
 from tests.tensor_parallel.transformers_models import (
     KINDS,
     assert_same_values,
     assert_trains_beside,
+    batches,
     concrete,
     made,
     mesh_of_experts,
@@ -166,6 +169,25 @@ def test_a_tensor_parallel_model_trains_as_in_one_process(
     apply_tp_plan(model, mesh["tp"], experts=experts)
     _OF_TENSOR_PARALLEL[verb](model, mesh["dp"])
     assert_trains_beside(model, alone, mesh["dp"].get_local_rank(), 2)
+
+
+@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+@spmd(ranks=4)
+def test_norms_between_heads_accumulate(verb: str) -> None:
+    # a hook of transformers sums all of `.grad` over tp, which plain accumulation gets wrong
+    mesh, model, alone = mesh_of(2, 2), made("Qwen3-MoE"), made("Qwen3-MoE")
+    apply_tp_plan(model, mesh["tp"])
+    _OF_TENSOR_PARALLEL[verb](model, mesh["dp"])
+    start = 2 * mesh["dp"].get_local_rank()
+    for number, tokens in enumerate(batches(2)):
+        with no_sync(model, enabled=number < 2):
+            rows = tokens[start : start + 2]
+            model(input_ids=rows, labels=rows).loss.backward()
+        alone(input_ids=tokens, labels=tokens).loss.backward()
+    for layer, expected in zip(model.model.layers, alone.model.layers, strict=True):
+        for name in ("q_norm", "k_norm"):
+            found, norm = (getattr(each.self_attn, name).weight for each in (layer, expected))
+            torch.testing.assert_close(full(found.grad), norm.grad, rtol=1e-4, atol=1e-5)
 
 
 def _experts_of(model: Any) -> list[nn.Module]:
