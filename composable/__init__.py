@@ -14,6 +14,7 @@ from composable.algorithms.outer_steps import LocalSteps, local_steps
 from composable.algorithms.skipped import skipped
 from composable.algorithms.together import together
 from composable.api.accumulation import no_sync, reduce_gradients
+from composable.api.apply_tp_plan import apply_tp_plan
 from composable.api.checkpoint import checkpoint
 from composable.api.comm_hooks import register_comm_hook
 from composable.api.fully_shard import fully_shard
@@ -66,6 +67,7 @@ __all__ = [
     "SizePolicy",
     "__version__",
     "apply_optimizer_in_backward",
+    "apply_tp_plan",
     "average_parameters",
     "checkpoint",
     "clip_grad_norm_",

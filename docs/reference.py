@@ -14,6 +14,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Verbs": (
         "fully_shard",
         "replicate",
+        "apply_tp_plan",
         "declare_part",
         "checkpoint",
         "offload_activations",

@@ -8,17 +8,18 @@ refused by name unless it has its default: no setting is dropped silently.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from composable.api.mesh import Spread
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
@@ -26,9 +27,14 @@ from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers,
 from composable.engine.params.precision import BufferHolder
 from composable.errors import AnnotationError, what_is_there
 from composable.memory.streams import has_streams
+from composable.memory.torch_private import local_tensor
 from composable.policies.base import by_all_names, kind_of
 
 logger = logging.getLogger("composable")
+
+# Bytes that a parameter takes for nothing, from which on another dimension than 0 is sharded: those
+# of small ones are not worth the copies that it costs.
+PADDING: Final = 1 << 20
 
 MixedPrecision = MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | torch.dtype | str | None
 Offload = CPUOffloadPolicy | fsdp.OffloadPolicy | None
@@ -213,14 +219,42 @@ def prefetch_of(value: Any) -> int:
     return value
 
 
+def dim_without_padding(
+    shape: Sequence[int], dim: int, ranks: int, itemsize: int
+) -> tuple[int, float] | None:
+    """The dimension to shard in place of `dim`, if that leaves ranks empty at a cost of a mebibyte
+    or more; and how many times its size a tensor takes along `dim`.
+
+    Every rank reserves as much as the largest shard, in gathered parameters and in messages.
+    """
+    numel = math.prod(shape)
+    if not shape or not numel:
+        return None
+    reserved = [numel // size * -(size // -ranks) * ranks for size in shape]
+    best = min(range(len(shape)), key=reserved.__getitem__)
+    here = reserved[dim]
+    if (here - numel) * itemsize < PADDING or 2 * here < 3 * reserved[best]:
+        return None  # another dimension does not save much
+    return best, here / numel
+
+
 def placement_of(
-    managed: Managed[nn.Parameter], choose: Placement | None
+    managed: Managed[nn.Parameter], choose: Placement | None, ranks: int
 ) -> tuple[int | None, DeviceMesh | Spread | None]:
     """The dimension along which a parameter is sharded, and its mesh if that is not the unit's.
 
-    The dimension is None for a parameter without dimensions. `choose`: `shard_placement_fn`.
+    The dimension is None for a parameter without dimensions.
+
+    Args:
+        choose: `shard_placement_fn`. None: dimension 0, unless a large parameter would leave ranks
+            empty, as experts that are stacked in one and are fewer than ranks.
+        ranks: that shard together.
     """
     parameter = managed.tensor
+    if choose is None and (type(parameter) is nn.Parameter or isinstance(parameter, DTensor)):
+        local = local_tensor(parameter)
+        found = dim_without_padding(local.shape, 0, ranks, local.element_size())
+        return (0 if parameter.ndim else None) if found is None else found[0], None
     mesh: Any = None
     placement: Any = choose(parameter) if choose is not None else None
     if hasattr(placement, "mesh_info"):  # torch's `ShardPlacementResult`

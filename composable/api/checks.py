@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from composable.api.arguments import dim_without_padding
 from composable.api.mesh import Spread, part_of
 from composable.api.spread import spread_of
 from composable.comm import is_distributed
@@ -34,9 +35,6 @@ from composable.errors import AnnotationError, ClashError, TiedParametersError, 
 from composable.memory.torch_private import hooks_after_accumulation, local_of
 
 logger = logging.getLogger("composable")
-
-# Bytes that a parameter takes for nothing, from which on `warn_of_padding` tells of it.
-PADDING_TOLD: Final = 1 << 20
 
 _DONE: Final = {SHARD: "sharded", REPLICATE: "replicated"}
 
@@ -184,10 +182,10 @@ def refuse_spread(verb: str, managed: Managed[nn.Parameter], over: Spread | None
             f"{spread}, over {describe_mesh(own_mesh)}, of which this rank is none."
             " Leave it out with ignored_params"
         )
-    if any(type(placement) not in (Shard, Replicate) for placement in placements):
+    if any(placement.is_partial() for placement in placements):
         raise AnnotationError(
-            f"{spread}; a tensor-parallel parameter is Shard or Replicate over each dimension of"
-            " its mesh. Redistribute it before, or leave it out with ignored_params"
+            f"{spread}; a tensor-parallel parameter is cut or Replicate over each dimension of its"
+            " mesh. Redistribute it before, or leave it out with ignored_params"
         )
     beside, mesh = part_of(own_mesh, over.dims_beside(own_mesh, placements)), over.mesh
     own = [dist.get_rank()] if beside is None else beside.mesh.flatten().tolist()
@@ -325,32 +323,30 @@ def warn_of_gradients(parameters: Sequence[Managed[nn.Parameter]]) -> None:
 
 def warn_of_padding(units: Iterable[Unit]) -> None:
     """Log the first large parameter that leaves ranks empty, and what to write: experts that are
-    stacked in one parameter have fewer rows than there are ranks.
-
-    Every rank reserves as much as the largest shard, in gathered parameters and in messages.
+    stacked in one parameter, and that `shard_placement_fn` or FSDP2's defaults shard by experts.
     """
     groups = [(unit, group) for unit in units for group in unit.groups]
     for unit, group in groups:
-        for slot in group.slots if group.shard is not None else ():
-            shape, ranks = slot.shape, slot.num_shards
-            if not shape or not slot.numel:
-                continue
-            reserved = [slot.numel // size * -(size // -ranks) * ranks for size in shape]
-            here, best = reserved[slot.dim], reserved.index(min(reserved))
-            nbytes = (here - slot.numel) * group.precision.compute.itemsize
-            if nbytes < PADDING_TOLD or 2 * here < 3 * reserved[best]:
-                continue  # another dimension does not save much
-            order = slot.order or tuple(range(len(shape)))
-            logical = tuple(shape[order.index(dim)] for dim in range(len(shape)))
-            logger.warning(
-                "fully_shard: parameter '%s' of unit '%s', %s, is sharded along dimension %d, which"
-                " leaves some of %d ranks empty: gathered, and in messages, it takes %.1f times its"
-                " size. Shard it along dimension %d: shard_placement_fn=lambda parameter: Shard(%d)"
-                " if parameter.shape == %s else None",
-                slot.name, unit.name, logical, slot.cut_dim, ranks, here / slot.numel,
-                order[best], order[best], logical,
-            )  # fmt: skip
-            return
+        if group.shard is None:
+            continue
+        for param, slot in zip(group.params, group.slots, strict=True):
+            order = slot.order or tuple(range(len(slot.shape)))
+            shape = tuple(slot.shape[order.index(dim)] for dim in range(len(order)))
+            found = dim_without_padding(
+                shape, slot.cut_dim, slot.num_shards, group.precision.compute.itemsize
+            )
+            if found is not None:
+                best, times = found
+                whole = tuple(param.at_rest.shape)
+                logger.warning(
+                    "fully_shard: parameter '%s' of unit '%s', %s, is sharded along dimension %d,"
+                    " which leaves some of %d ranks empty: gathered, and in messages, it takes %.1f"
+                    " times its size. Shard it along dimension %d: shard_placement_fn=lambda"
+                    " parameter: Shard(%d) if parameter.shape == %s else None",
+                    slot.name, unit.name, whole, slot.cut_dim, slot.num_shards, times, best, best,
+                    whole,
+                )  # fmt: skip
+                return
 
 
 # --- wrappers and verbs of torch ----------------------------------------------------------------

@@ -108,9 +108,12 @@ def fully_shard(
         offload_policy: a `CPUOffloadPolicy`, composable's or torch's: shards, their gradients and
             the optimizer's state rest in the host's memory. It has no effect on a mesh of CPUs,
             which is logged.
-        shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0. It may
-            return a pair, (`Shard` or None, `DeviceMesh`), or torch's `ShardPlacementResult`: the
-            parameter is on that mesh then, and the rest of the unit on `mesh`.
+        shard_placement_fn: `fn(parameter) -> Shard | None`: which dimension is sharded; None stands
+            for dimension 0. It may return a pair, (`Shard` or None, `DeviceMesh`), or torch's
+            `ShardPlacementResult`: the parameter is on that mesh then, and the rest of the unit on
+            `mesh`. Without such a function dimension 0 is sharded, except where that leaves ranks
+            empty and costs a mebibyte or more, as of experts that are stacked in one parameter and
+            are fewer than ranks: these are sharded along the first dimension that leaves least.
         grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides
             it by their number, "sum" leaves it, a positive number divides it by that number.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave

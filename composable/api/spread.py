@@ -33,7 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
 from composable.comm import Comm, comm_of
-from composable.engine.params.dtensors import on_device_of_mesh, whole_of, wrap
+from composable.engine.params.dtensors import whole_of, wrap
 from composable.engine.params.form import ParamForm
 from composable.memory.torch_private import (
     local_of,
@@ -140,10 +140,11 @@ class SpreadForm(ParamForm):
             return whole_of(tensor)
         if self.owns(tensor):  # replicated parameters rest so
             return local_of(tensor).clone()
-        tensor = on_device_of_mesh(tensor)
-        placements = [*self.kept, *[Replicate()] * (tensor.device_mesh.ndim - self.ndim)]
-        whole = waited_for(local_of(tensor.redistribute(placements=placements)))
-        return whole.clone() if whole.data_ptr() == local_of(tensor).data_ptr() else whole
+        # as if it were the same on all tensor-parallel ranks: along them nothing is sent
+        like, placements = local_of(self.spread), [*tensor.placements]
+        placements[: self.ndim] = [Replicate()] * self.ndim
+        local = local_of(tensor)
+        return whole_of(wrap(local, tensor.device_mesh, placements, like.shape, like.stride()))
 
     @override
     def laid_out(self, value: Tensor, at_rest: nn.Parameter) -> Tensor:

@@ -272,7 +272,8 @@ def _plan(
     for managed in share:
         dim = own = None
         if verb == SHARD:
-            dim, given = placement_of(managed, options["shard_placement_fn"])
+            ranks = 1 if spread is None else spread.rows.shape[-1]
+            dim, given = placement_of(managed, options["shard_placement_fn"], ranks)
             if given is not None and spread is not None:
                 own = own_spread(verb, managed.fqn, given, spread)
                 check_reshard_after_forward(own, after)

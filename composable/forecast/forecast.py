@@ -57,7 +57,7 @@ from composable.forecast.result import Collective, Forecast, Subject, by_name
 from composable.forecast.tensors import Functions, NoValues
 from composable.fsdp2.module import TORCHS
 from composable.memory.elastic import with_own_storage
-from composable.memory.torch_private import local_tensor
+from composable.memory.torch_private import forget_meshes, local_tensor
 from composable.state.materialize import give_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -245,6 +245,7 @@ def _world(machine: Machine, ranks: int) -> Iterator[None]:
             yield
         finally:
             gc.collect()  # what holds the group
+            forget_meshes()
             dist.destroy_process_group()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -14,19 +14,24 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from composable.api.apply_tp_plan import apply_tp_plan, plans_of
 from composable.api.checkpoint import checkpoint
 from composable.api.fully_shard import fully_shard
 from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
 from composable.config import MixedPrecisionPolicy
-from composable.errors import ForecastError
+from composable.errors import ForecastError, first_line
 from composable.forecast.devices import Device, amount, device_of, milliseconds, unit_for
 from composable.forecast.forecast import forecast
 from composable.forecast.result import Forecast, aligned
+from composable.memory.torch_private import SHARDS
 
 WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
 SHOWN: Final = 8  # rows of a table
+NOT_SHARED: Final[Mapping[str, int]] = {}
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,12 @@ class Comparison:
 
     Attributes:
         forecasts: by the name of the plan.
+        shares: of tensor-parallel plans that are compared with others, how many ranks share their
+            rows. As many of their steps count as one, so that all plans take as many rows.
     """
 
     forecasts: Mapping[str, Forecast]
+    shares: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def best(self) -> str | None:
@@ -45,18 +53,24 @@ class Comparison:
         name, found = next(iter(self.forecasts.items()))
         return name if found.fits else None
 
+    def times(self, name: str) -> tuple[float, float]:
+        """Seconds of a step of a plan, and of these exposed ones."""
+        found, share = self.forecasts[name], self.shares.get(name, 1)
+        return found.seconds * share, found.exposed * share
+
     def __str__(self) -> str:
         found = list(self.forecasts.values())
         size, unit = unit_for(max(each.peak for each in found))
         rows = [("", f"peak, {unit}", "step, ms", "waits, ms", "messages", "")]
-        fastest = min(each.seconds for each in found)
+        fastest = min(self.times(name)[0] for name in self.forecasts)
         for name, each in list(self.forecasts.items())[:SHOWN]:
+            seconds, exposed = self.times(name)
             note = "best" if name == self.best else "" if each.fits else "does not fit"
             rows.append(
                 (
                     name, amount(each.peak, (size, unit)).split()[0],
-                    milliseconds(each.seconds, fastest), milliseconds(each.exposed, fastest),
-                    str(each.messages), note,
+                    milliseconds(seconds, fastest), milliseconds(exposed, fastest),
+                    str(each.messages * self.shares.get(name, 1)), note,
                 )
             )  # fmt: skip
         lines = aligned(rows)
@@ -122,12 +136,14 @@ def device_with(memory: float | None, device: str | Device) -> Device:
     return replace(found, capacity=int(memory))
 
 
-def _ranked(found: Mapping[str, Forecast]) -> Comparison:
+def _ranked(found: Mapping[str, Forecast], shares: Mapping[str, int] = NOT_SHARED) -> Comparison:
+    unsorted = Comparison(found, shares)
+
     def order(item: tuple[str, Forecast]) -> tuple[bool, float]:
         fits = item[1].fits
-        return (not fits, item[1].seconds if fits else float(item[1].peak))
+        return (not fits, unsorted.times(item[0])[0] if fits else float(item[1].peak))
 
-    return Comparison(dict(sorted(found.items(), key=order)))
+    return Comparison(dict(sorted(found.items(), key=order)), shares)
 
 
 # --- a search -----------------------------------------------------------------------------------
@@ -145,6 +161,9 @@ class Plan:
         recomputed: how many of the blocks, the first ones, recompute their forward.
         offloaded: how many of them, evenly spaced, keep their activations in host memory.
         half: compute in bfloat16.
+        tp: ranks that share rows, each with a part of the weights.
+        experts: each of these has whole experts, in place of a part of every one.
+        tp_plan: torch's styles by name, for `parallelize_module`; None: the model's own plan.
     """
 
     verb: str
@@ -154,14 +173,26 @@ class Plan:
     recomputed: int = 0
     offloaded: int = 0
     half: bool = False
+    tp: int = 1
+    experts: bool = False
+    tp_plan: Mapping[str, ParallelStyle] | None = field(default=None, compare=False, repr=False)
 
     def mesh(self, ranks: int) -> dict[str, int]:
-        if self.shards is None:
-            return {"ranks": ranks}
-        return {"replicate": ranks // self.shards, "shard": self.shards}
+        """Names and sizes of its dimensions, those of the verb first."""
+        copies, dims = ranks // self.tp, {"tp": self.tp} if self.tp > 1 else {}
+        if self.shards is not None:
+            return {"replicate": copies // self.shards, "shard": self.shards, **dims}
+        return {"dp" if dims else "ranks": copies, **dims}
 
     def annotate(self, model: nn.Module, mesh: Any) -> None:
         """Do what `code` says; a test compares them."""
+        if self.tp > 1:
+            if self.tp_plan is None:
+                apply_tp_plan(model, mesh["tp"], experts=self.experts)
+            else:
+                parallelize_module(model, mesh["tp"], dict(self.tp_plan))
+            self._refuse_uneven(model)
+            mesh = mesh["dp"] if self.shards is None else mesh["replicate", "shard"]
         blocks = [module for module in model.modules() if isinstance(module, self.blocks)]
         if self.recomputed:
             first = blocks[: self.recomputed]
@@ -179,14 +210,41 @@ class Plan:
             options["reshard_after_forward"] = False
         fully_shard(model, policy=set(self.blocks), **options)
 
+    def _refuse_uneven(self, model: nn.Module) -> None:
+        """Raise for blocks of which ranks have parts of other sizes: only this rank's are known."""
+        blocks = [module for module in model.modules() if isinstance(module, self.blocks)]
+        for name, parameter in (named for each in blocks for named in each.named_parameters()):
+            for placement in parameter.placements if isinstance(parameter, DTensor) else ():
+                if isinstance(placement, SHARDS) and parameter.shape[placement.dim] % self.tp:
+                    raise ForecastError(
+                        f"suggest: {self.tp} ranks do not divide '{name}', {tuple(parameter.shape)}"
+                    )
+
     def code(self, ranks: int, device_type: str = "cuda") -> str:
-        """What to write for it, where `model` is the model. It imports what it needs but classes
-        of the program itself.
+        """What to write for it, where `model` is the model, and `tp_plan` what was passed. It
+        imports what it needs but classes of the program itself.
         """
         names = ", ".join(block.__qualname__ for block in self.blocks)
         imports, uses, lines, options = [], [self.verb], [], ""
+        sizes = self.mesh(ranks)
+        if len(sizes) > 1:
+            imports.append("from torch.distributed.device_mesh import init_device_mesh")
+            lines += [
+                f"names = {tuple(sizes)}".replace("'", '"'),
+                f'mesh = init_device_mesh("{device_type}", {tuple(sizes.values())},'
+                " mesh_dim_names=names)",
+            ]
+            of_verb = [name for name in sizes if name != "tp"]
+            options = f", mesh=mesh{_index(of_verb)}" if self.tp > 1 else ", mesh=mesh"
+        if self.tp > 1 and self.tp_plan is None:
+            uses.append("apply_tp_plan")
+            whole = ", experts=True" if self.experts else ""
+            lines.append(f'apply_tp_plan(model, mesh["tp"]{whole})')
+        elif self.tp > 1:
+            imports.append("from torch.distributed.tensor.parallel import parallelize_module")
+            lines.append('parallelize_module(model, mesh["tp"], tp_plan)')
         if self.half:
-            imports.append("import torch")
+            imports.insert(0, "import torch")
             uses.append("MixedPrecisionPolicy")
             lines.append("bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
             options += ", mp_policy=bf16"
@@ -203,14 +261,6 @@ class Plan:
                 f" for k in range({self.offloaded})]",
                 "offload_activations(model, policy=lambda m: m in spaced)",
             ]
-        if self.shards is not None:
-            imports.append("from torch.distributed.device_mesh import init_device_mesh")
-            sizes = f"({ranks // self.shards}, {self.shards})"
-            lines += [
-                'names = ("replicate", "shard")',
-                f'mesh = init_device_mesh("{device_type}", {sizes}, mesh_dim_names=names)',
-            ]
-            options += ", mesh=mesh"
         if self.verb == "fully_shard":
             kept = ", reshard_after_forward=False" if self.keep else ""
             options = f", policy={{{names}}}{options}{kept}"
@@ -222,6 +272,8 @@ class Plan:
 
     def __str__(self) -> str:
         parts = [self.verb]
+        if self.tp > 1:
+            parts.append(f"tensor parallel over {self.tp}{' by experts' if self.experts else ''}")
         if self.shards is not None:
             parts.append(f"in groups of {self.shards}")
         if self.keep:
@@ -233,6 +285,11 @@ class Plan:
         if self.half:
             parts.append("bf16")
         return ", ".join(parts)
+
+
+def _index(names: Sequence[str]) -> str:
+    """How dimensions of a mesh are written."""
+    return str(list(names)).replace("'", '"')
 
 
 def _import_of(block: type[nn.Module]) -> str:
@@ -273,6 +330,7 @@ def suggest(
     device: str | Device = "h100",
     block: type[nn.Module] | None = None,
     half: bool | None = None,
+    tp_plan: Mapping[str, ParallelStyle] | None = None,
     progress: Callable[[str], object] | None = None,
     **options: Any,
 ) -> Suggestion:
@@ -289,6 +347,9 @@ def suggest(
         block: the class of the units; None: those of the largest modules of which there
             are several.
         half: compute in bfloat16. None: on accelerators, where parameters are float32.
+        tp_plan: torch's styles by name, as `parallelize_module` takes them. None: the plan that a
+            model of transformers has, for its weights and for its experts. Tensor parallel over
+            two ranks or more of a node is tried where nothing fits, or messages are waited for.
         progress: is told each plan before it is tried, and every few seconds what runs.
         options: as for `forecast`.
 
@@ -316,8 +377,20 @@ def suggest(
         )  # fmt: skip
 
     search = _Search(run, found.usable, count)
-    search.find(Plan("fully_shard", blocks, half=half), ranks, found, whole)
-    comparison = _ranked({str(plan): each for plan, each in search.tried.items()})
+    lean = Plan("fully_shard", blocks, half=half, tp_plan=tp_plan)
+    search.find(lean, ranks, found.per_node, whole)
+    for each in _tensor_parallel(lean, model, ranks, found):
+        if not search.waits:
+            break
+        try:
+            search.find(each, ranks // each.tp, found.per_node // each.tp, whole // each.tp)
+        except (RuntimeError, ValueError, AssertionError) as error:  # as it would on the device
+            if progress is not None:
+                progress(f"{each} does not run: {first_line(error)}")
+    comparison = _ranked(
+        {str(plan): each for plan, each in search.tried.items()},
+        {str(plan): plan.tp for plan in search.tried},
+    )
     plan = search.best
     if plan is None:
         least = min(each.peak for each in search.tried.values())
@@ -328,6 +401,19 @@ def suggest(
         )
     code = plan.code(ranks, "cuda" if found.accelerator else "cpu")
     return Suggestion(code, plan, search.tried[plan], comparison)
+
+
+def _tensor_parallel(lean: Plan, model: nn.Module, ranks: int, device: Device) -> Iterator[Plan]:
+    """Plans over ranks of one node, for models that have a plan."""
+    by_model, of_experts = plans_of(model)
+    if lean.tp_plan is None and not by_model:
+        return
+    tp = 2
+    while tp <= min(device.per_node, ranks):
+        if ranks % tp == 0:
+            for experts in (False, True) if lean.tp_plan is None and of_experts else (False,):
+                yield replace(lean, tp=tp, experts=experts)
+        tp *= 2
 
 
 class _Search:
@@ -359,20 +445,34 @@ class _Search:
     @property
     def best(self) -> Plan | None:
         fitting = [plan for plan, found in self.tried.items() if found.peak <= self.limit]
-        return min(fitting, key=lambda plan: self.tried[plan].seconds, default=None)
+        return min(fitting, key=self.seconds, default=None)
 
-    def find(self, lean: Plan, ranks: int, device: Device, whole: int) -> None:
+    @property
+    def waits(self) -> bool:
+        """Whether nothing fits, or the best plan waits for messages."""
+        best = self.best
+        return best is None or self.tried[best].exposed > WORTHWHILE * self.tried[best].seconds
+
+    def seconds(self, plan: Plan) -> float:
+        """Of as many rows as there are without tensor parallel."""
+        return self.look(plan).seconds * plan.tp
+
+    def find(self, lean: Plan, ranks: int, per_node: int, whole: int) -> None:
         """Try plans until none can be faster than `best`.
 
         Args:
             lean: shards everything and keeps nothing.
+            ranks: that have rows of their own.
+            per_node: such ranks of a node.
             whole: bytes of all parameters while modules compute.
         """
         found = self.look(lean)
+        if lean.tp > 1 and not self._may_win(lean, -found.exposed * lean.tp):
+            return
         rests = sum(found.at_rest.values()) * ranks
         bases = [lean]
         waits = found.exposed > WORTHWHILE * found.seconds
-        for shards in (None, *_groups(ranks, device)) if waits else (None,):
+        for shards in (None, *_groups(ranks, per_node)) if waits else (None,):
             for keep in (True, False):
                 least = rests // (shards or ranks) + (whole if keep else 0)
                 if least <= self.limit:
@@ -388,12 +488,12 @@ class _Search:
                 self.look(replace(plan, offloaded=self._count))
             return
         saved = (found.peak - self.look(every).peak) / self._count
-        cost = (self.look(every).seconds - found.seconds) / self._count
+        cost = (self.seconds(every) - self.seconds(lean)) / self._count
 
         def needed(base: Plan) -> float:
             return (self.look(base).peak - self.limit) / max(saved, 1.0)
 
-        tight.sort(key=lambda base: self.look(base).seconds + needed(base) * cost)
+        tight.sort(key=lambda base: self.seconds(base) + needed(base) * cost)
         for base in tight:
             if self._may_win(base, needed(base) * cost):
                 self._recompute(base, saved)
@@ -407,7 +507,7 @@ class _Search:
 
     def _may_win(self, base: Plan, more: float) -> bool:
         best = self.best
-        return best is None or self.look(base).seconds + more < self.look(best).seconds
+        return best is None or self.seconds(base) + more < self.seconds(best)
 
     def _recompute(self, base: Plan, saved: float) -> None:
         """Find the fewest blocks that make `base` fit if each saves about as much."""
@@ -423,10 +523,10 @@ class _Search:
             saved = following
 
 
-def _groups(ranks: int, device: Device) -> list[int]:
+def _groups(ranks: int, per_node: int) -> list[int]:
     """Sizes of groups of whole nodes that are less than all ranks."""
-    nodes = [device.per_node << k for k in range(ranks.bit_length())]
-    return [size for size in nodes if size < ranks and ranks % size == 0]
+    nodes = [per_node << k for k in range(ranks.bit_length())]
+    return [size for size in nodes if 1 < size < ranks and ranks % size == 0]
 
 
 def repeated(model: nn.Module) -> tuple[type[nn.Module], ...]:

@@ -342,6 +342,9 @@ def _like(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     # experts side by side: kernels take more dtypes than torch's function for the meta device
     a, b, *ends = args
+    for each in (a, b):
+        if max(each.stride()[-2:]) * each.element_size() % 16:  # as the kernels
+            raise RuntimeError("strides should be multiple of 16 bytes")
     rows, columns = a.shape[-2], b.shape[-1]
     experts = [] if a.dim() != b.dim() else [len(ends[0] if a.dim() == 2 else a)]
     return a.new_empty([*experts, rows, columns])

@@ -54,7 +54,8 @@ def fully_shard(
         mesh: of one dimension, or of two for hybrid sharding over the second one.
         reshard_after_forward: None reshards all units but the outermost one. True, False and a
             number are as for `composable.fully_shard`.
-        shard_placement_fn: `fn(parameter) -> Shard | ShardPlacementResult | None`.
+        shard_placement_fn: `fn(parameter) -> Shard | ShardPlacementResult | None`. None, of it or
+            in place of it, stands for `Shard(0)`, as for torch, also where that leaves ranks empty.
         mp_policy: torch's policy of dtypes.
         offload_policy: torch's policy of offload.
         ignored_params: parameters to leave alone.
@@ -96,7 +97,7 @@ def fully_shard(
         module,
         mesh=over,
         reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
+        shard_placement_fn=shard_placement_fn or _along_rows,
         **options,
     )
     unit: Unit = registry(modules[0])[SHARD].state
@@ -110,6 +111,10 @@ def fully_shard(
     if reshard_after_forward is None:
         AUTOMATIC.add(unit)
     return module
+
+
+def _along_rows(parameter: nn.Parameter) -> None:
+    """FSDP2's default: dimension 0 of each parameter is sharded."""
 
 
 def _may_be_outermost(units: list[Unit]) -> None:

@@ -38,9 +38,10 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     ReduceScatterOptions,
 )
 from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import debug as dtensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -278,6 +279,28 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
     """The local tensors of DTensors, and other tensors as they are. A loop in C."""
     return list(map(getattr, tensors, repeat("_local_tensor"), tensors))
+
+
+# Placements that cut a dimension. transformers spreads weights that hold several ("packed", as the
+# gate and the up projection of experts) by the second one, and torch has no public name for it.
+SHARDS: Final = (Shard, _StridedShard)
+
+
+def cut_by(placement: Placement, cut: Callable[..., Tensor], whole: Tensor) -> Tensor:
+    """`cut(whole, dim=...)` along the dimension of one of `SHARDS`: all of it, or each of the parts
+    into which a `_StridedShard` divides it first, side by side.
+    """
+    dim, parts = placement.dim, getattr(placement, "split_factor", 1)  # type: ignore[attr-defined]
+    if parts == 1:
+        return cut(whole, dim=dim)
+    return torch.cat([cut(part, dim=dim) for part in whole.chunk(parts, dim)], dim)
+
+
+def forget_meshes() -> None:
+    """Let torch forget what it found for operations on DTensors. Their results keep the mesh of the
+    first ones; one with equal ranks, made after its process groups were destroyed, is taken for it.
+    """
+    dtensor_debug._clear_sharding_prop_cache()
 
 
 def waited_for(tensor: Tensor) -> Tensor:

@@ -476,7 +476,16 @@ def test_plans_that_fit_come_first_and_the_fastest_of_them_is_the_best() -> None
     assert str(tight).splitlines()[-1].endswith("does not fit")
 
 
+STYLES = {
+    "layers.*.up": ColwiseParallel(),
+    "layers.*.down": RowwiseParallel(),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+
 PLANS = [
+    Plan("fully_shard", (Block,), tp=2, tp_plan=STYLES, recomputed=1, half=True),
+    Plan("fully_shard", (Block,), tp=2, tp_plan=STYLES, shards=2, keep=True),
+    Plan("replicate", (Block,), tp=2, tp_plan=STYLES),
     Plan("replicate", (Block,)),
     Plan("fully_shard", (Block,), keep=True, half=True),
     Plan("fully_shard", (Block,), shards=2, recomputed=2),
@@ -492,10 +501,10 @@ def test_code_to_paste_does_what_was_forecast(plan: Plan) -> None:
     options: dict[str, Any] = {"ranks": 4, "mesh": plan.mesh(4)}
 
     def pasted(model: nn.Module) -> None:
-        exec(plan.code(4, "cpu"), {"model": model})
+        exec(plan.code(4, "cpu"), {"model": model, "tp_plan": STYLES})
 
     # one that is told its mesh makes none
-    options_of_code = options if plan.shards is None else {"ranks": 4}
+    options_of_code = options if len(plan.mesh(4)) == 1 else {"ranks": 4}
     told = forecast(Decoder, plan.annotate, large_batch, **options)
     found = forecast(Decoder, pasted, large_batch, **options_of_code)
     assert {**told.to_dict(), "mesh": None} == {**found.to_dict(), "mesh": None}
@@ -549,7 +558,7 @@ def test_a_search_finds_nearly_the_best_plan_by_few_forecasts(
 ) -> None:
     run = Pretended(network, moves)
     search, lean = _Search(run, limit, 20), Plan("fully_shard", (Block,))
-    search.find(lean, 64, DEVICES["h100"], 2000)
+    search.find(lean, 64, DEVICES["h100"].per_node, 2000)
     tried = run.count
     every = [
         replace(lean, shards=shards, keep=keep, recomputed=recomputed, offloaded=offloaded)

@@ -91,16 +91,7 @@ def test_placements_that_are_no_cut_are_refused() -> None:
     mesh = mesh_of(2, 2)
     model = made(MLP)
     _given(model, mesh["tp"], [Partial()])
-    _refused(model, AnnotationError, "is Shard or Replicate over each dimension", mesh=mesh["dp"])
-    model = made(MLP)
-    strided = DTensor.from_local(
-        torch.ones(4, 6, dtype=torch.float64),
-        mesh["tp"],
-        [_StridedShard(0, split_factor=2)],
-        run_check=False,
-    )
-    model.up.weight = nn.Parameter(strided)
-    _refused(model, AnnotationError, "is Shard or Replicate over each dimension", mesh=mesh["dp"])
+    _refused(model, AnnotationError, "is cut or Replicate over each dimension", mesh=mesh["dp"])
     model = made(MLP)
     model.up.weight = nn.Parameter(
         DTensor.from_local(

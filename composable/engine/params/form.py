@@ -9,18 +9,19 @@ parameter rests is its group's matter (`param_group.py`), and how it travels its
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm.base import Comm
 from composable.engine.params.dtensors import whole_of, wrap
 from composable.engine.params.protocol import cut_along
-from composable.memory.torch_private import can_take_data
+from composable.memory.torch_private import SHARDS, can_take_data, cut_by
 
 
 class ParamForm:
@@ -89,8 +90,9 @@ class ParamForm:
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
         for axis, placement in enumerate(placements):
-            if isinstance(placement, Shard) and axis >= self.uncut(parameter):
-                local = cut_along(local, placement.dim, mesh.size(axis), coordinate[axis])
+            if isinstance(placement, SHARDS) and axis >= self.uncut(parameter):
+                cut = partial(cut_along, ranks=mesh.size(axis), rank=coordinate[axis])
+                local = cut_by(placement, cut, local)
         if not local.is_meta:
             local = local.to(device)
         return wrap(local, mesh, placements, parameter.shape, parameter.stride())

@@ -41,6 +41,7 @@ OPTIONS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "Seq2SeqTrainer": ("with_transformers", "encoder_decoder", {"tied": False}),
     "Seq2SeqTrainer, sharded before": ("with_transformers", "encoder_decoder", {"tied": True}),
     "transformers, sharded while loading": ("with_transformers", "loaded_sharded", {}),
+    "transformers, experts": ("with_transformers", "loaded_sharded", {"experts": True}),
     "DPOTrainer": ("with_trl", "dpo", {}),
     "Fabric, one file": ("with_fabric", "run", {"shards": False}),
     "calls of torchtitan, bf16": ("as_torchtitan_calls", "run", {"chunked": False, "bf16": True}),

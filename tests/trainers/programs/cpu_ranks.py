@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 _init = PartialState.__init__
 
@@ -32,6 +32,17 @@ def tiny_llama(*, tied: bool = False) -> LlamaForCausalLM:
             vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
             tie_word_embeddings=tied, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def tiny_mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+            num_local_experts=4, use_cache=False,
         )
     )  # fmt: skip
 

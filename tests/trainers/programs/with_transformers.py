@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from tests.trainers.programs.cpu_ranks import Rows, rows, tiny_llama
+from tests.trainers.programs.cpu_ranks import Rows, rows, tiny_llama, tiny_mixtral
 from tests.trainers.programs.recording import Record, digest, exported
 
 transformers.logging.set_verbosity_error()
@@ -168,15 +168,19 @@ def encoder_decoder(record: Record, folder: str, *, tied: bool) -> None:
     record.note("resumed", digest(again.model))
 
 
-def loaded_sharded(record: Record, folder: str) -> None:
-    """Load by transformers' own distribution, which shards while it loads; train and export."""
+def loaded_sharded(record: Record, folder: str, *, experts: bool = False) -> None:
+    """Load by transformers' own distribution, which shards while it loads, experts over the same
+    ranks; train and export.
+    """
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        tiny_llama().save_pretrained(f"{folder}/saved")
+        (tiny_mixtral() if experts else tiny_llama()).save_pretrained(f"{folder}/saved")
     dist.barrier()
     model = AutoModelForCausalLM.from_pretrained(
-        f"{folder}/saved", distributed_config=DistributedConfig(fsdp_size=2), dtype=torch.float32
+        f"{folder}/saved",
+        distributed_config=DistributedConfig(fsdp_size=2, ep_size=1 + experts),
+        dtype=torch.float32,
     )
     options = TrainingArguments(
         output_dir=folder,

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable import checkpoint, describe, fully_shard, offload_activations, registry, replicate
+from composable.fsdp2 import fully_shard as face
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.odd import Layer, Nested
 from tests.helpers.battery.transformers import Block, Transformer
@@ -222,31 +223,58 @@ class _Experts(nn.Module):
         return torch.einsum("bi,eoi->beo", x, self.up) + self.bias[:, None]
 
 
-def _told_of(*shape: int, dim: int | None = None) -> list[str]:
+def _sharded(*shape: int, dim: int | None = None, verb: Any = None) -> tuple[list[str], list[int]]:
+    """What is logged, and along which dimensions the large parameters are sharded."""
     model = nn.Sequential(_Experts(*shape), _Experts(*shape))
     placement = None if dim is None else (lambda p: Shard(dim) if p.ndim == 3 else None)
     with logged() as lines:
-        fully_shard(model, policy={_Experts}, shard_placement_fn=placement)
-    return lines
+        if verb is None:
+            fully_shard(model, policy={_Experts}, shard_placement_fn=placement)
+        else:
+            verb(model, shard_placement_fn=placement)
+    return lines, [unit.up.placements[0].dim for unit in model]  # type: ignore[union-attr]
 
 
 @spmd(ranks=4)
-def test_a_large_parameter_that_leaves_ranks_empty_is_told_once_with_what_to_write() -> None:
-    assert _told_of(2, 512, 600) == [
-        "WARNING: fully_shard: parameter 'up' of unit '0', (2, 512, 600), is sharded along dimension"
-        " 0, which leaves some of 4 ranks empty: gathered, and in messages, it takes 2.0 times its"
-        " size. Shard it along dimension 1: shard_placement_fn=lambda parameter: Shard(1) if"
-        " parameter.shape == (2, 512, 600) else None"
-    ]
-    (line,) = _told_of(5, 512, 600)  # two, two, one and none
-    assert "1.6 times" in line
-    # experts for all ranks; as the warning says; small
-    for silent in (
-        _told_of(4, 512, 600),
-        _told_of(2, 512, 600, dim=1),
-        _told_of(2, 64, 64),
-    ):
-        assert silent == []
+def test_a_large_parameter_that_would_leave_ranks_empty_is_sharded_along_another_dimension() -> (
+    None
+):
+    assert _sharded(2, 512, 600) == ([], [1, 1])
+    assert _sharded(5, 512, 600) == ([], [1, 1])  # two, two, one and none
+    assert _sharded(2, 3, 200_000) == ([], [2, 2])
+    for shape in ((4, 512, 600), (7, 512, 600), (2, 64, 64)):  # for all ranks; nearly; small
+        assert _sharded(*shape) == ([], [0, 0])
+
+
+@spmd(ranks=4)
+def test_a_large_parameter_that_is_made_to_leave_ranks_empty_is_told_once_with_what_to_write() -> (
+    None
+):
+    told = (
+        "WARNING: fully_shard: parameter '{}' of unit '{}', (2, 512, 600), is sharded along"
+        " dimension 0, which leaves some of 4 ranks empty: gathered, and in messages, it takes 2.0"
+        " times its size. Shard it along dimension 1: shard_placement_fn=lambda parameter: Shard(1)"
+        " if parameter.shape == (2, 512, 600) else None"
+    )
+    assert _sharded(2, 512, 600, dim=0) == ([told.format("up", "0")], [0, 0])
+    assert _sharded(2, 512, 600, verb=face) == ([told.format("0.up", "(root)")], [0, 0])
+    assert _sharded(2, 512, 600, dim=1, verb=face) == ([], [1, 1])
+    assert _sharded(2, 64, 64, verb=face) == ([], [0, 0])
+
+
+@spmd(ranks=4)
+def test_tensor_parallel_experts_are_told_of_with_the_shape_that_they_have() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for verb, dim in ((fully_shard, 1), (face, 0)):
+        unit = _Experts(2, 512, 1200)
+        spread = distribute_tensor(unit.up.detach(), mesh["tp"], [Shard(0)], src_data_rank=None)
+        unit.up = nn.Parameter(spread)
+        with logged() as lines:
+            verb(unit, mesh=mesh["dp"])
+        assert unit.up.placements == (Shard(0), Shard(dim))  # type: ignore[attr-defined]
+        assert [line.count("parameter.shape == (2, 512, 1200)") for line in lines] == [1] * (
+            not dim
+        )
 
 
 class _CallableList(nn.ModuleList):

@@ -1,0 +1,123 @@
+"""Tensor parallel by the plan that a model of transformers has.
+
+`from_pretrained(distributed_config=...)` is transformers' own way to it, for all ranks there are.
+Its parts are in `transformers.distributed`, which its guides name, and how a plan is written for
+the layers of one model in a method that is not public. Checked on transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Final
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.api.mesh import communication_device, device_of
+from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
+from composable.comm import comm_of
+from composable.contract.contract import registry
+from composable.contract.tree import (
+    REPLICATE,
+    SHARD,
+    managed_buffers,
+    managed_parameters,
+)
+from composable.errors import AnnotationError
+
+_NAME: Final = "apply_tp_plan"
+
+
+def apply_tp_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    experts: bool = False,
+    sync_module_states: str = "check",
+) -> nn.Module:
+    """Make a model of transformers tensor parallel, in place, by the plan of its configuration.
+
+    `fully_shard` or `replicate` over other dimensions of the same mesh then does the rest. Ranks of
+    `mesh` get the same rows. All of them call this together, before they annotate.
+
+    Args:
+        model: of transformers 5, the same on all ranks of `mesh`, of which each keeps its part; or
+            on the meta device.
+        mesh: of one dimension, such as `mesh["tp"]`.
+        experts: each rank has whole experts (`ep_plan`), and sums are taken over all ranks, in
+            place of a part of every expert.
+        sync_module_states: over the ranks of `mesh`, as for `fully_shard`: "check" compares values,
+            "broadcast" copies those of the first rank, "off" compares none.
+
+    Returns:
+        `model`.
+
+    Raises:
+        AnnotationError: the model has no such plan, or is annotated already; the mesh has several
+            dimensions.
+        RanksDisagreeError: the ranks do not hold the same model, or another rank failed.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp", "tp"))
+        >>> apply_tp_plan(model, mesh["tp"])
+        >>> fully_shard(model, mesh=mesh["dp"], policy=model)
+
+    After `transformers.distributed`.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:  # type: ignore[redundant-expr]
+        raise AnnotationError(
+            f"apply_tp_plan: {mesh!r} is no DeviceMesh of one dimension. Pass a slice, mesh['tp']"
+        )
+    comm = comm_of(mesh.get_group(), communication_device(mesh, device_of((model,))))
+    with failures_told(_NAME, comm):
+        refuse_unknown_mode(sync_module_states)
+        tp_plan, ep_plan = _plans_for(model, experts=experts)
+    parameters, buffers = managed_parameters((model,), ignored={}), managed_buffers((model,))
+    treatment = [f"experts={experts}"] * len(parameters)
+    synchronise(_NAME, comm, sync_module_states, parameters, buffers, treatment)
+    # the other names of tied weights are none of a parameter
+    there = {name for name, _ in (*model.named_parameters(), *model.named_modules())}
+    whole: Any = model
+    tp_plan, ep_plan = (
+        {name: how for name, how in whole._expand_parallel_plan(plan).items() if name in there}
+        for plan in (tp_plan, ep_plan)
+    )
+    distributed = "transformers.distributed"
+    import_module(f"{distributed}.tensor_parallel").apply_tensor_parallelism(model, mesh, tp_plan)
+    if experts:
+        import_module(f"{distributed}.expert_parallel").apply_expert_parallelism(
+            model, mesh, mesh, ep_plan, ep_implementation="all_reduce"
+        )
+    whole.tie_weights()
+    return model
+
+
+def _plans_for(model: nn.Module, *, experts: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Check the model, and return the rules of its two plans that apply."""
+    tp_plan, ep_plan = plans_of(model)
+    if not tp_plan or (experts and not ep_plan):
+        raise AnnotationError(
+            f"apply_tp_plan: the {type(model).__name__} has no {'ep' if tp_plan else 'tp'}_plan, as"
+            " many models of transformers have. Call torch's parallelize_module with a plan of"
+            " your own"
+        )
+    for name, module in model.named_modules():
+        if not registry(module).keys().isdisjoint((SHARD, REPLICATE)):
+            raise AnnotationError(
+                f"apply_tp_plan: '{name or '(root)'}' is annotated already. Make the model tensor"
+                " parallel before"
+            )
+    if not experts:
+        return tp_plan, {}
+    return {
+        name: how
+        for name, how in tp_plan.items()
+        if not any(f"{name}.".startswith(f"{left}.") for left in ep_plan)
+    }, ep_plan
+
+
+def plans_of(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what transformers says of a model: how to make it tensor parallel, and its experts."""
+    return tuple(  # type: ignore[return-value]
+        dict(getattr(model, name, None) or {}) for name in ("tp_plan", "ep_plan")
+    )
