@@ -20,6 +20,7 @@ from composable.compilation import untraced, unwrapped
 from composable.engine.edits.host import refuse_extended
 from composable.engine.gradients.hook_stages import cut_flat
 from composable.engine.params.dtensors import describe_mesh
+from composable.engine.params.packed import is_packed
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, MeshError, closest, few
 from composable.memory.torch_private import locals_of
@@ -144,6 +145,13 @@ def _memory_of(unit: Unit) -> Iterator[Tensor]:
     refuse_extended("averages of parameters", unit)
     for group in unit.groups:
         if group.precision.original.is_floating_point or group.precision.original.is_complex:
+            for param in group.params:
+                if is_packed(param.at_rest):
+                    raise AnnotationError(
+                        f"averages of parameters: '{param.fqn}' of unit '{unit.name}' has packed"
+                        f" bytes in {group.precision.original}, of which there is no average."
+                        " Quantise with quant_storage=torch.uint8"
+                    )
             if group.shard is not None:
                 yield group.shard.detach()
             else:

@@ -27,6 +27,7 @@ from composable.contract.naming import find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
 from composable.engine.gradients.sparse import is_sparse_lookup
 from composable.engine.params.dtensors import describe_mesh
+from composable.engine.params.packed import is_packed, refusal_of
 from composable.engine.params.param import ParamInfo, label_of
 from composable.engine.params.protocol import has_protocol, pieces_of
 from composable.engine.step.unit import Unit
@@ -236,6 +237,7 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
         if (
             type(parameter) is not nn.Parameter
             and not isinstance(parameter, DTensor)
+            and not _is_whole_packing(full_name(managed), parameter)
             and not _half_or_all(full_name(managed), parameter)
         ):
             raise AnnotationError(
@@ -252,6 +254,17 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 f" gradients of sharded parameters are dense. Call replicate() on the {kind}"
                 " before, or make it with sparse=False"
             )
+
+
+def _is_whole_packing(name: str, parameter: nn.Parameter) -> bool:
+    """Whether `parameter` has packed bytes. Raises for one that cannot be cut."""
+    packed = is_packed(parameter)
+    if packed and (said := refusal_of(parameter)):
+        raise AnnotationError(
+            f"parameter '{name}' of class {type(parameter).__name__} is {said}; or leave it out"
+            " with ignored_params"
+        )
+    return packed
 
 
 def _half_or_all(name: str, tensor: Tensor) -> bool:
@@ -271,7 +284,8 @@ def refuse_unfit_extension(
 ) -> None:
     """Raise for a parameter with FSDP2's extension protocol that cannot be cut over `ranks`."""
     parameter, name = managed.tensor, full_name(managed)
-    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
+    plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
+    if plain or is_packed(parameter):
         return
     what, instead, after = "", "", settings["reshard_after_forward"]
     if dim != 0:

@@ -24,7 +24,8 @@ from composable.api.spread import (
 from composable.comm import Comm, comm_of
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.dtensors import describe_mesh
-from composable.engine.params.form import PLAIN, ParamForm
+from composable.engine.params.form import ParamForm
+from composable.engine.params.packed import form_of
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 
@@ -89,7 +90,7 @@ def forms_of(
     for managed, spread in zip(parameters, spreads, strict=True):
         tensor, given = managed.tensor, spread_of(managed.tensor)
         if given is None or spread is None:
-            found.append(PLAIN)
+            found.append(form_of(tensor))
             continue
         mesh, placements = given
         dims = spread.dims_beside(mesh, placements)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final, NamedTuple
 from weakref import ref
 
@@ -80,6 +81,7 @@ from composable.engine.edits.copies import attach_copying, detach_copying
 from composable.engine.edits.loading import StateDictHooks
 from composable.engine.edits.removal import restore
 from composable.engine.edits.tree import settle
+from composable.engine.params.packed import is_packed, prepare
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.param_group import Kind
 from composable.engine.step.unit import Unit, UnitSpec
@@ -280,7 +282,9 @@ def _plan(
                 at = communication_device(over.mesh, device)
                 refuse_unfit_extension(managed, dim, over.rows.shape[-1], settings, at)
         refuse_spread(verb, managed, own or spread)
-        is_exact = all(id(place.module) in exact for place in managed.places)
+        is_exact = is_packed(managed.tensor) or all(
+            id(place.module) in exact for place in managed.places
+        )
         keeps = precision.keeps_dtype_of(managed.tensor, managed.fqn)
         info = ParamInfo(managed.fqn, managed.places, dim, is_exact, keeps)
         params.append(ParamPlan(managed, own, info))
@@ -360,7 +364,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     for exact in exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
-    for undo in hooks.watch(holders):
+    for undo in chain(hooks.watch(holders), *(prepare(each, mesh_info.device) for each in holders)):
         on_undo(undo)
     for module in plan.modules:
         attach_copying(module)  # `copy.deepcopy` and pickle

@@ -122,7 +122,7 @@ class _Plain:
                 f"{POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype},"
                 f" where the parameter has {tuple(self._shape)} and computes in {self._dtype}"
             )
-        self.compute = nn.Parameter(
+        self.compute = self.param.info.form.compute_parameter(
             whole.detach(), requires_grad=whole.is_floating_point() or whole.is_complex()
         )
 
