@@ -29,6 +29,7 @@ from composable.contract.tree import states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
 from composable.engine.params.dtensors import dtensor_parameter
+from composable.engine.params.packed import copy_scales
 from composable.engine.params.param import ManagedParam, ParamInfo, copy_attributes
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import RANK0_ONLY, Unit
@@ -207,4 +208,5 @@ def _copy_of(parameter: nn.Parameter, memo: dict[Any, Any]) -> nn.Parameter:
         parameter.shape, parameter.stride(), requires_grad=parameter.requires_grad,
     )  # fmt: skip
     copy_attributes(parameter, made)
+    copy_scales(made, memo)
     return made

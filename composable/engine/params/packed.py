@@ -15,6 +15,7 @@ forms of the parameter. A class is known by its attributes, so that the package 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -87,9 +88,19 @@ def prepare(module: nn.Module, device: torch.device) -> list[Callable[[], object
         undo.append(module.register_load_state_dict_pre_hook(_load_scales).remove)
     if packed and getattr(module, _REPACKS, False):
         # It would exchange the memory of what is gathered, and change the shared `quant_state`.
-        setattr(module, _REPACKS, False)
-        undo.append(partial(setattr, module, _REPACKS, True))
+        _set_repacks(module, repacks=False)
+        undo.append(partial(_set_repacks, module, repacks=True))
     return undo
+
+
+def _set_repacks(module: nn.Module, *, repacks: bool) -> None:
+    setattr(module, _REPACKS, repacks)
+
+
+def copy_scales(copied: Any, memo: dict[int, Any]) -> None:
+    """Let a copy of a packed parameter have scales of its own, which its module's copy shares."""
+    if is_packed(copied):
+        copied.quant_state = copy.deepcopy(copied.quant_state, memo)
 
 
 def _load_scales(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
