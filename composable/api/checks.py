@@ -259,11 +259,8 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
 def _is_whole_packing(name: str, parameter: nn.Parameter) -> bool:
     """Whether `parameter` has packed bytes. Raises for one that cannot be cut."""
     packed = is_packed(parameter)
-    if packed and (said := refusal_of(parameter)):
-        raise AnnotationError(
-            f"parameter '{name}' of class {type(parameter).__name__} is {said}; or leave it out"
-            " with ignored_params"
-        )
+    if packed and (said := refusal_of(name, parameter)):
+        raise AnnotationError(said)
     return packed
 
 

@@ -36,14 +36,19 @@ def is_packed(tensor: Tensor) -> bool:
     return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 
-def refusal_of(parameter: Any) -> str:
+def refusal_of(name: str, parameter: Any) -> str:
     """Why a packed parameter cannot be cut, and what to do; empty if it can."""
+    kind = type(parameter).__name__
     if parameter.quant_state is None:
-        return "not quantised yet. Move the model to its device first, which quantises it"
+        return (
+            f"parameter '{name}' of class {kind} is not quantised yet. Move the model to its device"
+            " first, which quantises it, or leave it out with ignored_params"
+        )
     if getattr(parameter.quant_state, "packing_format_for_cpu", False):
         return (
-            "packed for evaluation on this CPU, which only the whole of it can be read from. Call"
-            " state_dict() of its module, which packs it as before"
+            f"parameter '{name}' of class {kind} is packed for evaluation on this CPU. Call"
+            " state_dict() of its module, which packs it as before, or leave it out with"
+            " ignored_params"
         )
     return ""
 
