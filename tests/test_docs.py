@@ -107,6 +107,7 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
 # Programs of guides that need more than a page has: how many there are, and the tests that run
 # them.
 _RUN_ELSEWHERE = {
+    "docs/guides/adapters.md": (1, "tests/extensions/test_packed.py"),
     "docs/guides/experts.md": (2, "tests/tensor_parallel/test_transformers.py"),
     "docs/guides/forecast.md": (1, "tests/forecast/test_forecast.py"),
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable.api.packed import is_packed
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.compilation import untraced, unwrapped
@@ -144,6 +145,13 @@ def _memory_of(unit: Unit) -> Iterator[Tensor]:
     refuse_extended("averages of parameters", unit)
     for group in unit.groups:
         if group.precision.original.is_floating_point or group.precision.original.is_complex:
+            for param in group.params:
+                if is_packed(param.at_rest):
+                    raise AnnotationError(
+                        f"averages of parameters: '{param.fqn}' of unit '{unit.name}' has packed"
+                        f" bytes in {group.precision.original}, of which there is no average."
+                        " Quantise with quant_storage=torch.uint8"
+                    )
             if group.shard is not None:
                 yield group.shard.detach()
             else:

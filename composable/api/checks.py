@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from composable.api.arguments import dim_without_padding
 from composable.api.mesh import Spread, part_of
+from composable.api.packed import is_packed, refusal_of
 from composable.api.spread import spread_of
 from composable.comm import is_distributed
 from composable.contract.contract import add_attribute
@@ -234,6 +235,7 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
         if (
             type(parameter) is not nn.Parameter
             and not isinstance(parameter, DTensor)
+            and not _is_whole_packing(full_name(managed), parameter)
             and not _half_or_all(full_name(managed), parameter)
         ):
             raise AnnotationError(
@@ -250,6 +252,14 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 f" gradients of sharded parameters are dense. Call replicate() on the {kind}"
                 " before, or make it with sparse=False"
             )
+
+
+def _is_whole_packing(name: str, parameter: nn.Parameter) -> bool:
+    """Whether `parameter` has packed bytes. Raises for one that cannot be cut."""
+    packed = is_packed(parameter)
+    if packed and (said := refusal_of(name, parameter)):
+        raise AnnotationError(said)
+    return packed
 
 
 def _half_or_all(name: str, tensor: Tensor) -> bool:
@@ -269,7 +279,8 @@ def refuse_unfit_extension(
 ) -> None:
     """Raise for a parameter with FSDP2's extension protocol that cannot be cut over `ranks`."""
     parameter, name = managed.tensor, full_name(managed)
-    if type(parameter) is nn.Parameter or isinstance(parameter, DTensor):
+    plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
+    if plain or is_packed(parameter):
         return
     what, instead, after = "", "", settings["reshard_after_forward"]
     if dim != 0:

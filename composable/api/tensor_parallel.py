@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.mesh import Spread, joint_mesh, part_of
+from composable.api.packed import form_of
 from composable.api.selection import ids_of_ignored
 from composable.api.spread import (
     PART,
@@ -24,7 +25,7 @@ from composable.api.spread import (
 from composable.comm import Comm, comm_of
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.dtensors import describe_mesh
-from composable.engine.params.form import PLAIN, ParamForm
+from composable.engine.params.form import ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 
@@ -89,7 +90,7 @@ def forms_of(
     for managed, spread in zip(parameters, spreads, strict=True):
         tensor, given = managed.tensor, spread_of(managed.tensor)
         if given is None or spread is None:
-            found.append(PLAIN)
+            found.append(form_of(tensor))
             continue
         mesh, placements = given
         dims = spread.dims_beside(mesh, placements)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final, NamedTuple
 from weakref import ref
 
@@ -56,6 +57,7 @@ from composable.api.mesh import (
     own_spread,
     spread_over,
 )
+from composable.api.packed import is_packed, prepare
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.api.tensor_parallel import forms_of, told_across, told_to
@@ -281,7 +283,9 @@ def _plan(
                 at = communication_device(over.mesh, device)
                 refuse_unfit_extension(managed, dim, over.rows.shape[-1], settings, at)
         refuse_spread(verb, managed, own or spread)
-        is_exact = all(id(place.module) in exact for place in managed.places)
+        is_exact = is_packed(managed.tensor) or all(
+            id(place.module) in exact for place in managed.places
+        )
         keeps = precision.keeps_dtype_of(managed.tensor, managed.fqn)
         info = ParamInfo(managed.fqn, managed.places, dim, is_exact, keeps)
         params.append(ParamPlan(managed, own, info))
@@ -361,7 +365,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     for exact in exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
-    for undo in hooks.watch(holders):
+    for undo in chain(hooks.watch(holders), *(prepare(each, mesh_info.device) for each in holders)):
         on_undo(undo)
     for module in plan.modules:
         attach_copying(module)  # `copy.deepcopy` and pickle

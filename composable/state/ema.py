@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.api.packed import is_packed
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import show_at_rest, warn_of_other_groups
 from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
@@ -34,7 +35,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _without_mean(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Those whose class cannot compute an average, as 4-bit weights cannot. Each class is asked."""
+    """Those that have no average, as 4-bit weights have none. Each class is asked."""
     known: dict[type, bool] = {}
     for tensor in tensors.values():
         local = _local(tensor)
@@ -45,7 +46,11 @@ def _without_mean(tensors: Mapping[str, Tensor]) -> list[str]:
             known[type(local)] = True
         except (NotImplementedError, RuntimeError, TypeError):
             known[type(local)] = False
-    return [name for name, each in tensors.items() if not known.get(type(_local(each)), True)]
+    return [
+        name
+        for name, each in tensors.items()
+        if is_packed(each) or not known.get(type(_local(each)), True)
+    ]
 
 
 class EMA:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from composable.api.packed import is_packed
 from composable.comm import Comm, is_distributed
 from composable.engine.edits.loading import says_nothing_of_groups
 from composable.errors import RanksDisagreeError, StateError, few, first_line
@@ -172,6 +173,17 @@ _QUANTISED: Final = (
 )
 
 
+class _Scales(NamedTuple):
+    """Of a packed parameter, what its state dict has beside it, which is no memory of the model.
+
+    Attributes:
+        names: in the folder, by those in the model.
+    """
+
+    packed: str
+    names: dict[str, str]
+
+
 class Plan:
     """Which tensors of a folder become which of the model."""
 
@@ -196,6 +208,18 @@ class Plan:
             ],
         )
         self._direct = {target: n for target, n in self._direct.items() if target in state}
+        self._scales = [
+            _Scales(
+                packed,
+                {
+                    target: self._direct.pop(target)
+                    for target in [*self._direct]
+                    if target.startswith(f"{packed}.")
+                },
+            )
+            for packed, tensor in state.items()
+            if is_packed(tensor)
+        ]
         self._converted = [each for each in self._converted if each.fits(state)]
 
     def _refuse_overwritten(self) -> None:
@@ -328,6 +352,7 @@ class Plan:
                     for target, name in self._direct.items()
                 ),
                 *((self._files.files_of(each.names), each) for each in self._converted),
+                *((self._files.files_of(each.names.values()), each) for each in self._scales),
             ),
             key=itemgetter(0),
         )
@@ -335,6 +360,10 @@ class Plan:
         for number, (files, item) in enumerate(_in_view(items)):
             if isinstance(item, Converted):
                 self._convert(item, state)
+            elif isinstance(item, _Scales):
+                self._hand_over(
+                    item.packed, {of: self._files.read(name) for of, name in item.names.items()}
+                )
             else:
                 target, name = item
                 self._put(target, state[target], partial(self._files.read, name))
@@ -364,12 +393,17 @@ class Plan:
         """Write what `read` gives for a box into one tensor, however it rests."""
         box = _box_of(tensor)
         if box is None:
-            path, _, name = target.rpartition(".")
-            self._model.get_submodule(path).load_state_dict({name: read(())}, strict=False)
+            self._hand_over(target, {target: read(())})
         else:
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             if local.numel():
                 local.copy_(read(box))
+
+    def _hand_over(self, target: str, wholes: Mapping[str, Tensor]) -> None:
+        """Load one parameter or buffer, or what is named below it."""
+        path = target.rpartition(".")[0]
+        values = {name.removeprefix(f"{path}."): whole for name, whole in wholes.items()}
+        self._model.get_submodule(path).load_state_dict(values, strict=False)
 
 
 def at_rest(model: nn.Module) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.api.packed import is_packed
 from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
@@ -73,13 +74,14 @@ def stream_full(
     """
     units, state, _ = _state_of("stream_full", model)
     tensors = _tensors_in(state, {})
+    dtypes = _dtypes_of(state, dtype)
     if since is None:
-        return _stream(tensors, dtype)
+        return _stream(tensors, dtypes)
     sums = _checksums(tensors)
     moved = [int(since.get(fqn) != sums[fqn]) for fqn in tensors]
     for comm in comms_of_model(units):
         _, moved = comm.min_max(moved, "exchange of which tensors changed")
-    return _stream(dict(compress(tensors.items(), moved)), dtype, sums, since)
+    return _stream(dict(compress(tensors.items(), moved)), dtypes, sums, since)
 
 
 @torch.no_grad()
@@ -129,13 +131,12 @@ def _state_of(
             known = first.setdefault(id(value), fqn)
             if known != fqn:
                 tied[fqn] = known
-    found = {fqn: v.detach() if isinstance(v, Tensor) else v for fqn, v in state.items()}
-    return units, found, tied
+    return units, state, tied
 
 
 def _tensors_in(state: Mapping[str, Any], without: Mapping[str, str]) -> dict[str, Tensor]:
     return {
-        fqn: value
+        fqn: value.detach()
         for fqn, value in state.items()
         if isinstance(value, Tensor) and fqn not in without
     }
@@ -183,21 +184,33 @@ def _refuse_other_values(caller: str, model: nn.Module) -> None:
 @torch.no_grad()
 def _stream(
     tensors: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
+    dtypes: Mapping[str, torch.dtype],
     sums: Mapping[str, int] | None = None,
     since: MutableMapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     for fqn, tensor in tensors.items():
         whole = whole_of(tensor) if isinstance(tensor, DTensor) else tensor
-        yield fqn, whole if dtype is None else whole.to(_dtype_of(whole, dtype))
+        yield fqn, whole if fqn not in dtypes else whole.to(dtypes[fqn])
         del whole
         if sums is not None and since is not None:
             since[fqn] = sums[fqn]  # the caller has used it
 
 
-def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return what it has after a cast of floating-point tensors to `dtype`."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+def _dtypes_of(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return what the tensors are cast to that are cast: those of floating-point numbers.
+
+    Packed bytes and their scales are none, whatever their dtype is.
+    """
+    if dtype is None:
+        return {}
+    packed = tuple(f"{fqn}." for fqn, value in state.items() if is_packed(value))
+    return {
+        fqn: dtype
+        for fqn, value in state.items()
+        if isinstance(value, Tensor)
+        and value.is_floating_point()
+        and not f"{fqn}.".startswith(packed)
+    }
 
 
 def full_state_dict(
@@ -229,7 +242,7 @@ def full_state_dict(
     units, state, tied = _state_of("full_state_dict", model)
     keep = not rank0_only or not any(comm.rank for comm in comms_of_model(units))
     full = dict(state)  # in its order
-    for fqn, whole in _stream(_tensors_in(state, tied), dtype):
+    for fqn, whole in _stream(_tensors_in(state, tied), _dtypes_of(state, dtype)):
         full[fqn] = torch.empty_like(whole, device="cpu").copy_(whole) if keep else None
     for fqn, first in tied.items():
         full[fqn] = full[first]
@@ -282,7 +295,8 @@ def export(
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
     tensors = _tensors_in(state, tied)  # a file holds no tensor twice
-    _refuse_other_classes(tensors, dtype)
+    dtypes = _dtypes_of(state, dtype)
+    _refuse_other_classes(tensors, dtypes)
 
     def prepare() -> None:
         if target.exists() and any(target.iterdir()):
@@ -294,7 +308,8 @@ def export(
     shapes = str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])
     all_or_none("export", comms, prepare, checksum(shapes))
     sizes = {
-        name: tensor.numel() * _dtype_of(tensor, dtype).itemsize for name, tensor in tensors.items()
+        name: tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
+        for name, tensor in tensors.items()
     }
     files = plan_files(sizes, ranks)
     file_of = {name: index for index, names in enumerate(files) for name in names}
@@ -308,7 +323,7 @@ def export(
             name: torch.empty_like(
                 whole, device="cpu", memory_format=torch.contiguous_format
             ).copy_(whole)
-            for name, whole in _stream(now, dtype)
+            for name, whole in _stream(now, dtypes)
             if writes and file_of[name] == start + rank
         }
 
@@ -334,7 +349,7 @@ def export(
     all_or_none("export", comms, finish)
 
 
-def _refuse_other_classes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+def _refuse_other_classes(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
     """Raise if a whole tensor is no plain one.
 
     What a class gathers is seen by gathering the smallest tensor of it.
@@ -343,7 +358,7 @@ def _refuse_other_classes(tensors: Mapping[str, Tensor], dtype: torch.dtype | No
     for name in sorted(tensors, key=lambda name: tensors[name].numel()):
         smallest.setdefault(type(local_tensor(tensors[name])), name)
     smallest.pop(Tensor, None)
-    for name, whole in _stream({name: tensors[name] for name in smallest.values()}, dtype):
+    for name, whole in _stream({name: tensors[name] for name in smallest.values()}, dtypes):
         if type(whole) not in (Tensor, nn.Parameter):
             raise AnnotationError(
                 f"export: '{name}' is an {type(whole).__name__}, and files of safetensors hold"

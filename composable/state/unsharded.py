@@ -159,7 +159,7 @@ def _show(
     if offload_to_cpu:
         value = value.cpu()
         whole_gradient = None if whole_gradient is None else whole_gradient.cpu()
-    whole = whole_parameter(form.shown(value), at_rest)
+    whole = whole_parameter(form.shown(value), at_rest, form.kind)
     if whole_gradient is not None:
         keep_gradients_in(whole_gradient.dtype, whole)
         whole.grad = form.shown(whole_gradient)

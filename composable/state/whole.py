@@ -32,12 +32,14 @@ def write_whole(whole: Tensor, target: Tensor, form: ParamForm = PLAIN) -> None:
         target.copy_(whole)
 
 
-def whole_parameter(value: Tensor, at_rest: nn.Parameter) -> nn.Parameter:
-    """Make a whole parameter to register in place of the at-rest one.
+def whole_parameter(
+    value: Tensor, at_rest: nn.Parameter, kind: type[nn.Parameter] = nn.Parameter
+) -> nn.Parameter:
+    """Make a whole parameter of class `kind` to register in place of the at-rest one.
 
     It has what users gave to the at-rest one.
     """
-    whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
+    whole = nn.Parameter.__new__(kind, value, at_rest.requires_grad)
     copy_attributes(at_rest, whole)
     return whole
 

@@ -107,6 +107,13 @@ class MeshOnly(Rows):
         return quantised(self.values), ("of this gather", None)
 
 
+class Releasing(Rows):
+    """One that computes with a copy, and needs what was gathered no more."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
 torch.serialization.add_safe_globals([Rows])  # of distributed checkpoints
 
 

@@ -26,6 +26,28 @@ class Halved(Tensor):
         raise AssertionError
 
 
+class OnlyReleases(Tensor):
+    """A subclass with the third method alone."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        raise AssertionError
+
+
+class Itself(Rows):
+    """A whole that is what was gathered."""
+
+    def fsdp_pre_all_gather(self, *args: Any) -> Any:
+        return (self.values,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, *args: Any, out: Any = None) -> Any:
+        return None if out is not None else (outputs[0], outputs)
+
+
+class ReleasesItself(Itself):
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
 class Without(Tensor):
     """A subclass without the protocol."""
 
@@ -94,6 +116,8 @@ def _subclass(kind: type[Tensor]) -> Callable[[Tensor], Tensor]:
 
 _REFUSED: Final[dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any], str]]] = {
     "half of the protocol": (_subclass(Halved), {}, r"and no fsdp_post_all_gather\(\)"),
+    "a release alone": (_subclass(OnlyReleases), {}, r"and no fsdp_pre_all_gather\(\)"),
+    "a release of itself": (ReleasesItself, {}, "says that it is needed no more"),
     "no protocol": (_subclass(Without), {}, "is of class Without; only a plain"),
     "inner sizes": (Blocks, {}, "over 2 ranks.*the blocks of 32 elements do not divide"),
     "lost rows": (ForgetsRows, {}, r"over 2 ranks.*torch.chunk gives shapes \["),
@@ -123,6 +147,9 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
         after = dict(model.named_parameters())
         assert all(after[name] is parameter for name, parameter in before.items())
     fully_shard(with_rows(Net(hidden=5)), reshard_after_forward=False)
+    x = torch.ones(2, 6)
+    itself = fully_shard(with_rows(Net(hidden=5), Itself))
+    torch.testing.assert_close(itself(x), Net(hidden=5)(x))
     sixteen = nn.Linear(8, 8)
     sixteen.weight = nn.Parameter(Blocks(sixteen.weight.detach()))
     fully_shard(sixteen)

@@ -30,7 +30,15 @@ from composable import (
 from composable.comm import comms_wrapped_by
 from composable.engine.params.param_group import ShardedState
 from composable.traversal import get_handles
-from tests.extensions.rows import Emulated, MeshOnly, Net, PaddingRows, Rows, with_rows
+from tests.extensions.rows import (
+    Emulated,
+    MeshOnly,
+    Net,
+    PaddingRows,
+    Releasing,
+    Rows,
+    with_rows,
+)
 from tests.helpers.communicators import Around
 from tests.helpers.world import spmd
 
@@ -97,7 +105,8 @@ def _whole(model: nn.Module) -> dict[str, Tensor]:
 
 @spmd(ranks=2)
 def test_it_trains_as_one_process() -> None:
-    for kind, hidden in ((Rows, 8), (Rows, 5), (Rows, 1), (PaddingRows, 5), (MeshOnly, 5)):
+    kinds = (Rows, 8), (Rows, 5), (Rows, 1), (PaddingRows, 5), (MeshOnly, 5), (Releasing, 5)
+    for kind, hidden in kinds:
         alone = Net(Emulated, hidden)
         model = _sharded(with_rows(Net(hidden=hidden), kind))
         for parameter in model.parameters():  # to which torch would add a warning
@@ -193,6 +202,48 @@ def test_the_protocol_is_told_of_the_parameter_and_fills_one_tensor() -> None:
     # Nothing is kept: neither what came, nor the tensor that was made of it.
     assert all(group.state is ShardedState.SHARDED for group in groups)
     assert not any(compute.untyped_storage().nbytes() for compute in computes)
+
+
+def _bytes_at(model: Net) -> list[tuple[str, int, int]]:
+    """In each forward and backward of a linear: bytes of what was gathered of its weight, and of
+    the whole that was made of it.
+    """
+    seen: list[tuple[str, int, int]] = []
+
+    def note(where: str, block: nn.Sequential, linear: nn.Linear) -> None:
+        (group,) = get_handles(block)[0]
+        # of each weight two, and then one of its bias
+        first = 3 * [each for each in block if isinstance(each, nn.Linear)].index(linear)
+        gathered = group.gather.buffers[first : first + 2]
+        storages = [each.tensor.untyped_storage() for each in gathered]
+        whole = linear.weight.untyped_storage()
+        seen.append((where, sum(each.nbytes() for each in storages), whole.nbytes()))
+
+    for block in model.blocks:
+        for linear in block:  # type: ignore[union-attr]
+            if isinstance(linear, nn.Linear):
+                linear.register_forward_hook(lambda m, *_, b=block: note("forward", b, m))
+                linear.register_full_backward_hook(lambda m, *_, b=block: note("backward", b, m))
+    model(_batch(0).requires_grad_()).square().mean().backward()
+    return seen
+
+
+@spmd(ranks=2)
+def test_what_was_gathered_is_freed_at_once_if_the_class_says_so() -> None:
+    kept, freed = (_bytes_at(_sharded(with_rows(Net(hidden=5), k))) for k in (Rows, Releasing))
+    assert [where for where, *_ in freed].count("backward") == 4
+    for (where, gathered, whole), (same, released, made) in zip(kept, freed, strict=True):
+        assert where == same
+        assert gathered > released == 0
+        assert whole == made > 0
+
+
+@spmd(ranks=2)
+def test_a_release_trains_as_fsdp2() -> None:
+    for after in (True, False):
+        model = _sharded(with_rows(Net(hidden=8), Releasing), reshard_after_forward=after)
+        theirs = _torchs(with_rows(Net(hidden=8), Releasing), reshard_after_forward=after)
+        torch.testing.assert_close(_train(model), _train(theirs), rtol=0, atol=0)
 
 
 class _Counting(Around):

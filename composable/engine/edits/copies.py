@@ -29,6 +29,7 @@ from composable.contract.tree import states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
 from composable.engine.params.dtensors import dtensor_parameter
+from composable.engine.params.form import ParamForm
 from composable.engine.params.param import ManagedParam, ParamInfo, copy_attributes
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import RANK0_ONLY, Unit
@@ -77,7 +78,7 @@ class _Copies:
                     # torch copies gradients of subclasses, and fails if these have another dtype
                     gradient, at_rest.grad = at_rest.grad, None
                     try:
-                        memo[id(at_rest)] = _copy_of(at_rest, memo)
+                        memo[id(at_rest)] = _copy_of(at_rest, param.info.form, memo)
                     finally:
                         at_rest.grad = gradient
                 memo[id(param.compute)] = memo[id(at_rest)]  # which modules may hold now
@@ -197,7 +198,7 @@ def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     return operator.getitem, ([plain], 0)
 
 
-def _copy_of(parameter: nn.Parameter, memo: dict[Any, Any]) -> nn.Parameter:
+def _copy_of(parameter: nn.Parameter, form: ParamForm, memo: dict[Any, Any]) -> nn.Parameter:
     """Torch's copy of a `DTensor` has a copy of the mesh."""
     if not isinstance(parameter, DTensor):
         return copy.deepcopy(parameter, memo)
@@ -207,4 +208,5 @@ def _copy_of(parameter: nn.Parameter, memo: dict[Any, Any]) -> nn.Parameter:
         parameter.shape, parameter.stride(), requires_grad=parameter.requires_grad,
     )  # fmt: skip
     copy_attributes(parameter, made)
+    form.finish_copy(made, memo)
     return made

@@ -33,6 +33,7 @@ from composable.engine.params.dtensors import describe_mesh, dtensor_parameter
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import (
     ManagedParam,
+    copy_attributes,
     label_of,
     mesh_of,
     model_group_of,
@@ -158,6 +159,7 @@ class StateDictHooks:
                 local, taken.device_mesh, taken.placements,
                 taken.shape, taken.stride(), requires_grad=at_rest.requires_grad,
             )  # fmt: skip
+            copy_attributes(at_rest, parameter)
             param.register(parameter)
             self._assigned[param] = key, parameter
             return parameter

@@ -6,6 +6,11 @@ bytes than the parameter has (fp8 of torchao, 4-bit `NF4Tensor`) or in another f
     fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy) -> (tensors, metadata)
     fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None) -> (whole, inner tensors)
 
+A third one may say that the whole needs nothing of the outputs, so that their memory goes as soon
+as it is filled (MXFP8 weights; pytorch/pytorch#194114):
+
+    fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool
+
 | | |
 |---|---|
 | at rest | a `DTensor(Shard(0))` around a local tensor with the protocol, cut by `torch.chunk` |
@@ -40,7 +45,15 @@ from composable.engine.params.offloaded import OffloadedGroup
 from composable.engine.params.param import ManagedParam, Sends, memory_order
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.precision import Precision
-from composable.engine.params.protocol import POST, PRE, cloned, cut_along, has_protocol
+from composable.engine.params.protocol import (
+    POST,
+    PRE,
+    RELEASE,
+    cloned,
+    cut_along,
+    has_protocol,
+    plain_parts,
+)
 from composable.engine.params.sharded import ShardedGroup
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
@@ -122,7 +135,7 @@ class _Plain:
                 f"{POST}() returned a tensor of shape {tuple(whole.shape)} and {whole.dtype},"
                 f" where the parameter has {tuple(self._shape)} and computes in {self._dtype}"
             )
-        self.compute = nn.Parameter(
+        self.compute = self.param.info.form.compute_parameter(
             whole.detach(), requires_grad=whole.is_floating_point() or whole.is_complex()
         )
 
@@ -143,6 +156,7 @@ class _Extended(_Plain):
     Attributes:
         inner: storages of other tensors that `fsdp_post_all_gather` returned to be freed, with
             their bytes.
+        releases: the outputs are needed no more once the compute parameter has its values.
     """
 
     def __init__(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy, *args: Any) -> None:
@@ -152,6 +166,8 @@ class _Extended(_Plain):
         self._args: tuple[Any, ...] = mesh, self._shape, strides, module, policy
         if _takes_one(getattr(self.local, PRE)):  # torch's first form of the protocol
             self._args = (mesh,)
+        release: Callable[[], bool] | None = getattr(self.local, RELEASE, None)
+        self.releases = release is not None and release()
         self._metadata: Any = None
         self.inner: list[tuple[torch.UntypedStorage, int]] = []
 
@@ -168,6 +184,11 @@ class _Extended(_Plain):
     def _whole(self) -> Tensor:
         whole, inner = self._post()
         ours = {storage_key(output) for output in self.outputs}
+        if self.releases and not ours.isdisjoint(map(storage_key, plain_parts(whole))):
+            raise AnnotationError(
+                f"{POST}() returned a tensor over the memory of what was gathered, and"
+                f" {RELEASE}() says that it is needed no more"
+            )
         found = {storage_key(tensor): tensor.untyped_storage() for tensor in inner}
         self.inner = [
             (storage, storage.nbytes())
@@ -181,6 +202,8 @@ class _Extended(_Plain):
         for storage, nbytes in self.inner:
             storage.resize_(nbytes)
         self._post(out=self.compute)
+        for buffer in self.buffers if self.releases else ():
+            buffer.free()
 
     @override
     def free(self) -> None:

@@ -99,9 +99,17 @@ class ParamForm:
 
     # --- compute ---------------------------------------------------------------------------------
 
+    @property
+    def kind(self) -> type[nn.Parameter]:
+        """The class of what modules compute with."""
+        return nn.Parameter
+
     def compute_parameter(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """What modules compute with, around the local tensor, whose memory may come later."""
-        return nn.Parameter(local, requires_grad=requires_grad)
+        return nn.Parameter.__new__(self.kind, local, requires_grad)
+
+    def finish_copy(self, made: nn.Parameter, memo: dict[Any, Any]) -> None:
+        """A copy at rest was made (`copy.deepcopy`), with the attributes of the original."""
 
     def shown(self, local: Tensor) -> Tensor:
         """The local tensor, or its gradient, as modules see it that compute."""

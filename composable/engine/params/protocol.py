@@ -16,15 +16,21 @@ from composable.memory.torch_private import local_of
 
 PRE: Final = "fsdp_pre_all_gather"
 POST: Final = "fsdp_post_all_gather"
+RELEASE: Final = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def has_protocol(tensor: Tensor) -> bool:
     """Whether `tensor`, a shard or a parameter that is to be cut, is gathered by its own methods.
 
     Raises:
-        AnnotationError: it has one of the two only.
+        AnnotationError: it has one of the two only, or neither and `RELEASE`.
     """
     pre, post = hasattr(tensor, PRE), hasattr(tensor, POST)
+    if hasattr(tensor, RELEASE) and not pre:
+        raise AnnotationError(
+            f"a {type(tensor).__name__} has {RELEASE}() and no {PRE}(); what is not gathered in its"
+            " own form has nothing to release"
+        )
     if pre != post:
         raise AnnotationError(
             f"a {type(tensor).__name__} has {PRE if pre else POST}() and no"

@@ -445,12 +445,13 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             " all of them; to untie them, call remove() on the annotated modules first"
         )
     (other,) = others.values()
-    if unit.is_sharded and type(other) is not nn.Parameter and not isinstance(other, DTensor):
+    form = param.info.form
+    if unit.is_sharded and type(other) is not form.kind and not isinstance(other, DTensor):
         raise ForeignParameterError(
             f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__};"
-            " only an nn.Parameter can be sharded"
+            f" only a {form.kind.__name__} can be sharded there"
         )
-    if refusal := param.info.form.refusal(f"'{name}' of unit '{unit.name}'", other):
+    if refusal := form.refusal(f"'{name}' of unit '{unit.name}'", other):
         raise ForeignParameterError(refusal)
     if (
         isinstance(other, DTensor)
