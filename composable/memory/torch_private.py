@@ -39,7 +39,6 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor import debug as dtensor_debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
@@ -300,7 +299,9 @@ def forget_meshes() -> None:
     """Let torch forget what it found for operations on DTensors. Their results keep the mesh of the
     first ones; one with equal ranks, made after its process groups were destroyed, is taken for it.
     """
-    dtensor_debug._clear_sharding_prop_cache()
+    from torch.distributed.tensor import debug  # noqa: PLC0415, it imports the compiler
+
+    debug._clear_sharding_prop_cache()
 
 
 def waited_for(tensor: Tensor) -> Tensor:
