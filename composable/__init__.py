@@ -27,6 +27,7 @@ from composable.contract.contract import contract, on_undo, registry, remove
 from composable.fsdp2 import pipelines as _pipelines  # noqa: F401  (takes its place in the engine)
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
+from composable.optim.matrix_steps import step_on_matrices
 from composable.optim.shard_steps import ShardStepping, step_on_shards
 from composable.policies import (
     CustomPolicy,
@@ -99,6 +100,7 @@ __all__ = [
     "reset",
     "reshard",
     "skipped",
+    "step_on_matrices",
     "step_on_shards",
     "stream_full",
     "together",

@@ -58,7 +58,7 @@ from composable.errors import (
 )
 from composable.memory.torch_private import local_of
 from composable.optim.in_backward import OptimizerInBackward
-from composable.optim.shard_steps import is_stand_in
+from composable.optim.stand_in import is_stand_in
 from composable.state.whole import Managed, managed_in
 
 _CALLER: Final = "local_steps"

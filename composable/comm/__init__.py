@@ -24,6 +24,7 @@ from composable.comm.base import Comm, Traits, Work, backend_of
 from composable.comm.choose import (
     comm_of,
     comms_wrapped_by,
+    group_of_all,
     is_distributed,
     notification_sum,
     reduce_numbers,
@@ -51,6 +52,7 @@ __all__ = [
     "comm_of",
     "comms_wrapped_by",
     "debug_enabled",
+    "group_of_all",
     "is_distributed",
     "ledger_of",
     "mesh_info_of_replicas",

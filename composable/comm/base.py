@@ -8,6 +8,7 @@ import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 from weakref import ref
@@ -128,6 +129,21 @@ class Comm(Protocol):
     def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
         """Sums over all ranks, times `scale`, in place. The tensors are contiguous."""
 
+    def all_to_all(
+        self,
+        out: Tensor,
+        out_sizes: Sequence[int],
+        source: Tensor,
+        sizes: Sequence[int],
+        label: str,
+    ) -> Work:
+        """Give each rank another part of `source`, of the next of `sizes` elements: `out` becomes
+        what all ranks give to this one, in the order of ranks.
+
+        Both are 1-D, contiguous and of one dtype. `sizes[r]` is `out_sizes[this rank]` of rank r,
+        and may be 0.
+        """
+
     def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
         """Rank `src` of the group's values everywhere, in place. Blocks. The tensors may be on any
         device.
@@ -217,6 +233,27 @@ class GroupComm(ABC):
         if not tensors:
             return DONE
         return self._launch(label, self._start, "all_reduce", label, scale, tensors)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        out_sizes: Sequence[int],
+        source: Tensor,
+        sizes: Sequence[int],
+        label: str,
+    ) -> Work:
+        # `_launch` is told of no tensors, since ranks send different amounts
+        start = partial(self._start_to_all, out, list(out_sizes), source, list(sizes), label)
+        return self._launch(label, start)
+
+    def _start_to_all(
+        self, out: Tensor, out_sizes: list[int], source: Tensor, sizes: list[int], label: str
+    ) -> Work:
+        call = partial(
+            dist.all_to_all_single, out, source, out_sizes, sizes,
+            group=self.group, async_op=not self.traits.on_stream,
+        )  # fmt: skip
+        return self._start_by(call, "all_to_all", label, (out, source))
 
     @abstractmethod
     def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:

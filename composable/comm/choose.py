@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Final
@@ -167,16 +167,14 @@ def subgroup_of(group: dist.ProcessGroup, size: int, device: torch.device) -> di
     )
 
 
-def group_of_both(
-    one: dist.ProcessGroup, other: dist.ProcessGroup, ranks: list[int], device: torch.device
+def group_of_all(
+    groups: Sequence[dist.ProcessGroup], ranks: list[int], device: torch.device
 ) -> dist.ProcessGroup:
-    """The group of all `ranks` of a mesh, whose two dimensions have the groups `one` and `other` on
-    this rank.
-    """
-    for group in (one, other, world_group()):
+    """The group of all `ranks` of a mesh, whose dimensions have `groups` on this rank."""
+    for group in (*groups, world_group()):
         if dist.get_world_size(group) == len(ranks):
             return group
-    return _group_of(sorted(ranks), one, device, "all ranks of a hybrid mesh")
+    return _group_of(sorted(ranks), groups[0], device, "all ranks of a mesh")
 
 
 def _group_of(

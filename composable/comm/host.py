@@ -177,11 +177,21 @@ class PointToPointComm(GenericComm):
 
         return _HostWork(self, label, works, add_up)
 
+    @override
+    def _start_to_all(
+        self, out: Tensor, out_sizes: list[int], source: Tensor, sizes: list[int], label: str
+    ) -> Work:
+        received, sent = out.split(out_sizes), source.split(sizes)
+        message = [received[peer] for peer in self._peers], [sent[peer] for peer in self._peers]
+        works = self._exchange(label, [message])
+        received[self.rank].copy_(sent[self.rank])
+        return _HostWork(self, label, works)
+
     def _exchange(
         self, label: str, messages: list[tuple[Sequence[Tensor], Sequence[Tensor]]]
     ) -> list[Any]:
         """Launch messages. Each has what is received from, and what is sent to, each of
-        `self._peers`.
+        `self._peers`; nothing is sent of what is empty.
         """
         group, works, sends = self.group, [], []
         for received, sent in messages:
@@ -189,7 +199,12 @@ class PointToPointComm(GenericComm):
             works += [
                 group.recv([part], peer, tag)
                 for part, peer in zip(received, self._peers, strict=True)
+                if part.numel()
             ]
-            sends += [(part, peer, tag) for part, peer in zip(sent, self._peers, strict=True)]
+            sends += [
+                (part, peer, tag)
+                for part, peer in zip(sent, self._peers, strict=True)
+                if part.numel()
+            ]
         # All receives come first: what arrives for one that is posted needs no memory in between.
         return works + [group.send([part], peer, tag) for part, peer, tag in sends]

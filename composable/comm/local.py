@@ -42,6 +42,17 @@ class LocalComm:
             scale_sums(tensors, scale)
         return DONE
 
+    def all_to_all(
+        self,
+        out: Tensor,
+        out_sizes: Sequence[int],
+        source: Tensor,
+        sizes: Sequence[int],
+        label: str,
+    ) -> Work:
+        out.copy_(source)
+        return DONE
+
     def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
         return None
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm.base import Comm
-from composable.comm.choose import comm_of, comm_of_messages, group_of_both, subgroup_of
+from composable.comm.choose import comm_of, comm_of_messages, group_of_all, subgroup_of
 from composable.errors import AnnotationError
 
 _CPU: Final = torch.device("cpu")
@@ -97,7 +97,8 @@ def mesh_info_of_shards(
     if mesh.ndim == 2 and mesh.size(1 - shard_dim) > 1:
         column = mesh.get_group(1 - shard_dim)
         replicate = comm_of_messages(column, device)
-        every = comm_of(group_of_both(group, column, mesh.mesh.flatten().tolist(), device), device)
+        ranks = mesh.mesh.flatten().tolist()
+        every = comm_of(group_of_all([group, column], ranks, device), device)
     return MeshInfo(mesh, shard, every, replicate, post_forward, device, shard_dim)
 
 

@@ -78,6 +78,7 @@ class SuppliedComm:
         self.broadcast, self.min_max = comm.broadcast, comm.min_max
         self.all_gather_ints = comm.all_gather_ints
         self.all_gather_objects = comm.all_gather_objects
+        self.all_to_all = comm.all_to_all
 
     @property
     def group(self) -> dist.ProcessGroup | None:

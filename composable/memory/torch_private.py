@@ -22,6 +22,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
+import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
@@ -406,6 +407,20 @@ def step_hooks(
     public calls only append.
     """
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # type: ignore[return-value]
+
+
+# What is in containers and what the containers are, apart, for other ranks to build them again.
+# torch has no public module for it.
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = pytree.tree_flatten
+tree_unflatten: Callable[[Iterable[Any], Any], Any] = pytree.tree_unflatten
+
+
+def called_by_checkpoints() -> bool:
+    """Whether a state dict is made for `torch.distributed.checkpoint.state_dict`, whose functions
+    all ranks call. They call `optimizer.state_dict()` as anybody does, and say nothing of it.
+    """
+    names = (frame.f_globals.get("__name__") for frame, _ in walk_stack(None))
+    return "torch.distributed.checkpoint.state_dict" in names
 
 
 # --- process groups -----------------------------------------------------------------------------

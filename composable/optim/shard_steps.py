@@ -1,12 +1,7 @@
 """`step_on_shards`: element-wise optimizers step the local shards of DTensors.
 
-The results are the same, and it takes less host time.
-
-A hook before `step` may change the arguments of the call, the first of which is the optimizer
-itself. The hook here puts a stand-in in its place: an object that shares the optimizer's attributes
-and code, but whose `param_groups` and `state` hold local tensors. So torch's code steps local
-tensors, and users, hooks, closures, schedulers and checkpoints see the optimizer with its DTensors.
-The stand-in makes its groups when the code asks for them: after all hooks, and after the closure.
+The results are the same, and it takes less host time: a stand-in (`stand_in.py`) gives torch's code
+local tensors, and users see the optimizer with its DTensors.
 
 Nothing is kept from one step to the next, so memory that users take away from parameters or state
 is free at once.
@@ -15,18 +10,18 @@ is free at once.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain, islice
 from operator import is_
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from composable.engine.params.dtensors import gradient_like
 from composable.engine.params.param import gradient_of
@@ -36,9 +31,9 @@ from composable.memory.torch_private import (
     local_of,
     locals_of,
     placed_alike,
-    step_hooks,
 )
 from composable.optim.shared import refuse_unreduced
+from composable.optim.stand_in import STEPPINGS, State, Stepping, is_differentiable
 
 ELEMENTWISE: Final = (
     optim.SGD,
@@ -56,16 +51,15 @@ ELEMENTWISE: Final = (
 # names, since older versions of torch lack some
 _WHOLE: Final = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 _NOTHING: Final = object()
-State = dict[str, Any]
 
 # --- one step ------------------------------------------------------------------------------------
 
 
-class _NotLocal(Exception):
+class NotLocal(Exception):
     """There is a parameter that has no equal local step."""
 
 
-class _LocalStep:
+class LocalStep:
     """The groups and the state that an optimizer's code sees in one step.
 
     They have local tensors in place of DTensors. Parameters without a gradient are left out, as
@@ -73,23 +67,24 @@ class _LocalStep:
     every step.
 
     Args:
+        groups: of the optimizer, with the parameters that are stepped so.
         check_state: state may have come from elsewhere since the last step.
 
     Raises:
-        _NotLocal: nothing was changed.
+        NotLocal: nothing was changed.
     """
 
-    def __init__(self, optimizer: Optimizer, *, check_state: bool) -> None:
+    def __init__(self, optimizer: Optimizer, groups: Sequence[State], *, check_state: bool) -> None:
         kind: Any = type(optimizer)
         with as_tensors():
-            found = [list(map(gradient_of, group["params"])) for group in optimizer.param_groups]
+            found = [list(map(gradient_of, group["params"])) for group in groups]
         stepped = [
             [
                 parameter
                 for parameter, gradient in zip(group["params"], each, strict=True)
                 if gradient is not None
             ]
-            for group, each in zip(optimizer.param_groups, found, strict=True)
+            for group, each in zip(groups, found, strict=True)
         ]
         self._parameters: list[Tensor] = list(chain.from_iterable(stepped))
         gradients: list[Any] = [
@@ -97,10 +92,10 @@ class _LocalStep:
         ]
         if not placed_alike(gradients, self._parameters):
             refuse_unreduced(f"{kind.__name__}.step", self._parameters, OptimizerError)
-            raise _NotLocal
+            raise NotLocal
         self._locals, parts = locals_of(self._parameters), locals_of(gradients)
         if set(map(type, chain(self._locals, parts))) - {Tensor, nn.Parameter}:
-            raise _NotLocal
+            raise NotLocal
         self._users_state = optimizer.state
         states = list(map(self._users_state.get, self._parameters))
         if check_state:
@@ -128,15 +123,15 @@ class _LocalStep:
                 local.grad = part
         except RuntimeError:  # it has another dtype or shape
             self._drop_gradients()
-            raise _NotLocal from None
+            raise NotLocal from None
         locals_ = iter(self._locals)
         self.groups: list[State] = []
-        for group, parameters in zip(optimizer.param_groups, stepped, strict=True):
+        for group, parameters in zip(groups, stepped, strict=True):
             self.groups.append({**group, "params": list(islice(locals_, len(parameters)))})
         self._before = list(map(dict, self.groups))
 
     def _check_state(self) -> None:
-        """Raise `_NotLocal` for state of another shape or placement than its parameter.
+        """Raise `NotLocal` for state of another shape or placement than its parameter.
 
         A fused kernel does not compare sizes: it would take the wrong elements.
         """
@@ -148,7 +143,7 @@ class _LocalStep:
             ]
             alike = placed_alike(values, [parameter] * len(values))
             if not alike or any(each.shape != local.shape for each in locals_of(values)):
-                raise _NotLocal
+                raise NotLocal
 
     def _values(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._shown)))
@@ -215,7 +210,7 @@ def _tell(state: State, shown: State, parameter: Tensor, stepped: Tensor) -> Non
 # --- the stand-in -------------------------------------------------------------------------------
 
 
-class ShardStepping:
+class ShardStepping(Stepping):
     """An optimizer steps its local shards until `remove()` is called.
 
     Made by `step_on_shards`, or at a first step. Where a group does not say how it steps, torch
@@ -223,14 +218,10 @@ class ShardStepping:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._step: _LocalStep | None = None  # of the step that runs
-        self._optimizer = weakref.ref(optimizer)  # whose hooks hold this object
-        self._before = optimizer.register_step_pre_hook(self._put_stand_in)
-        self._after = optimizer.register_step_post_hook(self._finish_step)
+        super().__init__(optimizer)
+        self._step: LocalStep | None = None  # of the step that runs
         self._loaded = optimizer.register_load_state_dict_post_hook(self._on_load)
         self._check_state = True
-        self._keep_next_to_step(optimizer)
-        _steppings[optimizer] = self
 
     def remove(self) -> None:
         """Let the optimizer step DTensors from now on.
@@ -238,59 +229,39 @@ class ShardStepping:
         Its state stays where it is. May be called again.
         """
         if (optimizer := self._optimizer()) is not None:
-            self._finish(optimizer)
-            _steppings[optimizer] = None
+            self.finish(optimizer)
+            STEPPINGS[optimizer] = None
         for hook in (self._before, self._after, self._loaded):
             hook.remove()
 
-    def _put_stand_in(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if is_stand_in(optimizer):
-            return None  # a step that calls the step of its base class
-        self._finish(optimizer)  # of a step that an error ended
+    @override
+    def takes(self, optimizer: Optimizer) -> bool:
         # A hook after this one would be handed the stand-in: this step then takes DTensors, and the
-        # next one does not.
-        is_last = next(reversed(step_hooks(optimizer)[0]), None) == self._before.id
-        # Tensors that are made in inference mode have no version counter.
-        special = (
+        # next one does not. Tensors that are made in inference mode have no version counter.
+        return self.is_last and not (
             torch.compiler.is_compiling()
             or torch.is_inference_mode_enabled()
-            or _differentiable(optimizer)
+            or is_differentiable(optimizer)
         )
-        if special or not is_last or not args or args[0] is not optimizer:
-            return None
-        kind: Any = type(optimizer)
-        stand_in: Any = object.__new__(_stand_in_class(kind))
-        stand_in.__dict__ = optimizer.__dict__
-        stand_in.optimizer, stand_in.state, stand_in.stepping = optimizer, optimizer.state, self
-        return (stand_in, *args[1:]), kwargs
 
-    def _open(self, stand_in: Any) -> list[State]:
+    @override
+    def groups_for(self, stand_in: Any) -> list[State]:
         optimizer: Optimizer = stand_in.optimizer
-        self._finish(optimizer)  # if the code asks twice
+        self.finish(optimizer)  # if the code asks twice
         try:
             with torch.no_grad():
-                self._step = _LocalStep(optimizer, check_state=self._check_state)
-        except _NotLocal:
+                self._step = LocalStep(
+                    optimizer, optimizer.param_groups, check_state=self._check_state
+                )
+        except NotLocal:
             stand_in.state = optimizer.state
             return optimizer.param_groups
         self._check_state = False
         stand_in.state = self._step.state
         return self._step.groups
 
-    def _finish_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if is_stand_in(optimizer):
-            return
-        if args and is_stand_in(args[0]):
-            # Hooks after this one are handed it, too, and see what the user's optimizer has.
-            args[0].stepping, args[0].state = None, optimizer.state
-        self._finish(optimizer)
-        self._keep_next_to_step(optimizer)
-
-    def _finish(self, optimizer: Optimizer) -> None:
+    @override
+    def finish(self, optimizer: Optimizer) -> None:
         step, self._step = self._step, None
         if step is not None:
             with torch.no_grad():
@@ -298,37 +269,6 @@ class ShardStepping:
 
     def _on_load(self, optimizer: Optimizer) -> None:
         self._check_state = True
-
-    def _keep_next_to_step(self, optimizer: Optimizer) -> None:
-        """Last of the hooks before a step, first of those after it."""
-        before, after = step_hooks(optimizer)
-        if self._before.id in before and self._after.id in after:
-            before.move_to_end(self._before.id)
-            after.move_to_end(self._after.id, last=False)
-
-
-# What steps an optimizer on its shards; None after `remove()`, until the user asks again.
-_steppings: Final[WeakKeyDictionary[Optimizer, ShardStepping | None]] = WeakKeyDictionary()
-
-
-def is_stand_in(optimizer: object) -> bool:
-    """Whether `optimizer` stands in a step for the one that the user has."""
-    return hasattr(type(optimizer), "stepping")
-
-
-@cache
-def _stand_in_class(kind: Any) -> Any:
-    """A class with the code of `kind`, but with groups and state of its own."""
-
-    def param_groups(self: Any) -> Any:
-        return self.optimizer.param_groups if self.stepping is None else self.stepping._open(self)
-
-    # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries.
-    # torch's code reads `state` for every parameter, so that it is no property.
-    slots = ("optimizer", "state", "stepping")
-    return type(
-        kind.__name__, (kind,), {"__slots__": slots, "param_groups": property(param_groups)}
-    )
 
 
 # --- which optimizers ---------------------------------------------------------------------------
@@ -385,13 +325,21 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
             " updates each element from that element of the parameter, its gradient and its state"
             " alone, say so: step_on_shards(optimizer, elementwise=True); otherwise leave it out"
         )
-    if _differentiable(optimizer):
+    if is_differentiable(optimizer):
         raise OptimizerError(
             f"step_on_shards: this {name} is differentiable: its steps become part of a graph that"
             " local tensors would be missing from. Leave step_on_shards out, or"
             " differentiable=True"
         )
-    return _steppings.get(optimizer) or ShardStepping(optimizer)
+    stepping = STEPPINGS.get(optimizer)
+    if isinstance(stepping, ShardStepping):
+        return stepping
+    if stepping is not None:
+        raise OptimizerError(
+            f"step_on_shards: this {name} steps whole matrices (step_on_matrices), and what is no"
+            " matrix on its shards. Leave step_on_shards out"
+        )
+    return ShardStepping(optimizer)
 
 
 def step_on_shards_unasked(optimizer: Optimizer) -> bool:
@@ -401,16 +349,9 @@ def step_on_shards_unasked(optimizer: Optimizer) -> bool:
         Whether it steps its shards.
     """
     kind: Any = type(optimizer)
-    if optimizer not in _steppings and _is_known(kind) and not _differentiable(optimizer):
+    if optimizer not in STEPPINGS and _is_known(kind) and not is_differentiable(optimizer):
         ShardStepping(optimizer)
-    return _steppings.get(optimizer) is not None
-
-
-def _differentiable(optimizer: Optimizer) -> bool:
-    return any(
-        group.get("differentiable", False)
-        for group in (optimizer.defaults, *optimizer.param_groups)
-    )
+    return STEPPINGS.get(optimizer) is not None
 
 
 @cache

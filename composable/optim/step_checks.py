@@ -37,8 +37,9 @@ from composable.engine.step.unit import Unit
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
-from composable.optim.shard_steps import is_stand_in, step_on_shards_unasked
+from composable.optim.shard_steps import step_on_shards_unasked
 from composable.optim.shared import is_trained, parameters_of, refuse_unreduced
+from composable.optim.stand_in import is_stand_in
 
 _OTHER: Final = (
     "was replaced on its module, by an annotation, by load_state_dict(assign=True), by an"

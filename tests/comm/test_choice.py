@@ -31,7 +31,7 @@ from composable.comm import (
     subgroup_of,
     world_group,
 )
-from composable.comm.choose import group_of_both
+from composable.comm.choose import group_of_all
 from composable.errors import AnnotationError
 from composable.memory.torch_private import timeout_of
 from tests.helpers.communicators import Around
@@ -170,7 +170,7 @@ def test_all_ranks_of_a_mesh_that_are_not_all_of_the_job_get_a_group() -> None:
         one, other = (
             dist.new_group([dist.get_rank()], use_local_synchronization=True) for _ in range(2)
         )
-        both = group_of_both(one, other, [1, 0], CPU)
+        both = group_of_all([one, other], [1, 0], CPU)
         assert dist.get_process_group_ranks(both) == [0, 1]
         assert comm_of(both, CPU).min_max([dist.get_rank()], "") == ([0], [1])
 

@@ -1,0 +1,206 @@
+"""The state of matrices that are stepped whole: on their owners, and spread for checkpoints.
+
+Spread, it is that of an optimizer over DTensors: a tensor of the parameter's shape has the
+parameter's placements; another one, such as a factor of `[m, m]`, is cut along dimension 0 over the
+ranks that the parameter is cut over; numbers are the same on all ranks. The state of a stack of
+matrices is the stack of the states of its slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
+
+from composable.comm import Comm
+from composable.engine.params.dtensors import wrap
+from composable.errors import OptimizerError
+from composable.memory.torch_private import local_tensor, tree_flatten, tree_unflatten
+from composable.optim.matrices import Exchange, Layout, Layouts, Matrix
+from composable.optim.stand_in import State
+
+_LABEL: Final = "exchange of the state of matrices"
+# By parameter, the matrices that it is.
+Matrices = Mapping[Tensor, Sequence[Matrix]]
+
+
+def state_of(optimizer: Optimizer, matrix: Matrix) -> State:
+    """What an optimizer keeps of a matrix that this rank owns."""
+    found: dict[Any, Any] = optimizer.state.get(matrix.parameter, {})
+    return found if matrix.index is None else found.get(matrix.index, {})
+
+
+def set_state(optimizer: Optimizer, matrix: Matrix, state: State) -> None:
+    if matrix.index is None:
+        optimizer.state[matrix.parameter] = state
+    else:
+        optimizer.state[matrix.parameter][matrix.index] = state
+
+
+# --- to all ranks --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def spread(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, State]:
+    """The state of parameters as an optimizer over DTensors keeps it. All ranks call it."""
+    by_comm: dict[Comm, list[Tensor]] = {}
+    for parameter, found in matrices.items():
+        by_comm.setdefault(found[0].comm, []).append(parameter)
+    spreaded: dict[Tensor, State] = {}
+    for comm, parameters in by_comm.items():
+        mine = {
+            (number, matrix.index): _outlined(state)
+            for number, parameter in enumerate(parameters)
+            for matrix in matrices[parameter]
+            if matrix.is_mine and (state := state_of(optimizer, matrix))
+        }
+        told: dict[Any, Any] = {}
+        for each in comm.all_gather_objects(mine, _LABEL):
+            told |= each
+        for number, parameter in enumerate(parameters):
+            outlines = [told.get((number, matrix.index)) for matrix in matrices[parameter]]
+            if any(outlines):
+                spreaded[parameter] = _spread_one(optimizer, matrices[parameter], outlines)
+    return spreaded
+
+
+def _outlined(state: State) -> tuple[list[Any], Any]:
+    """The leaves of state, of tensors their outlines, or values of those without dimensions; and
+    its structure.
+    """
+    leaves, tree = tree_flatten(state)
+    return [
+        leaf
+        if not isinstance(leaf, Tensor)
+        else torch.empty_like(leaf, device="meta")
+        if leaf.dim()
+        else leaf.cpu()
+        for leaf in leaves
+    ], tree
+
+
+def _spread_one(optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequence[Any]) -> State:
+    parameter, comm = matrices[0].parameter, matrices[0].comm
+    if None in outlines or any(tree != outlines[0][1] for _, tree in outlines):
+        raise OptimizerError(
+            f"step_on_matrices: {type(optimizer).__name__} keeps other state of some slices of a"
+            f" stack of shape {tuple(parameter.shape)} than of others, which cannot be saved as one"
+        )
+    wholes = [
+        tree_flatten(state_of(optimizer, matrix))[0] if matrix.is_mine else None
+        for matrix in matrices
+    ]
+    exchange = Exchange(comm, _LABEL)
+    values: list[Any] = []
+    for number, column in enumerate(zip(*[leaves for leaves, _ in outlines], strict=True)):
+        first = column[0]
+        if not (isinstance(first, Tensor) and first.dim()):
+            values.append(_joined(column))
+            continue
+        shape = tuple(first.shape)
+        layout = _layout_of_state(
+            matrices[0].layout, shape if matrices[0].index is None else (len(column), *shape)
+        )
+        part = layout.part(comm.rank)
+        local = torch.empty(
+            [each.stop - each.start for each in part],
+            dtype=first.dtype,
+            device=local_tensor(parameter).device,
+        )
+        for matrix, leaves in zip(matrices, wholes, strict=True):
+            placed = Matrix(parameter, layout, matrix.index, matrix.owner)
+            exchange.from_owner(placed, None if leaves is None else leaves[number], local)
+        values.append(_around(local, parameter, layout.shape))
+    exchange.launch()
+    exchange.land()
+    state: State = tree_unflatten(values, outlines[0][1])
+    return state
+
+
+def _layout_of_state(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    if shape == layout.shape:
+        return layout
+    return Layout(layout.ranks, shape, tuple(None if dim is None else 0 for dim in layout.cut))
+
+
+def _around(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    placements: Sequence[Placement] = parameter.placements
+    if shape != tuple(parameter.shape):
+        placements = [Shard(0) if each.is_shard() else Replicate() for each in placements]
+    whole = torch.empty(shape, device="meta")
+    return wrap(local, parameter.device_mesh, placements, whole.shape, whole.stride())
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    """One value for all slices of a stack, which count their steps alike."""
+    first = column[0]
+    if isinstance(first, Tensor):
+        same = all(torch.equal(first, each) for each in column)
+        return first.clone() if same else torch.stack(list(column))
+    if any(each != first for each in column):
+        raise OptimizerError(
+            f"step_on_matrices: slices of a stack have different values {first!r} and others in"
+            " their state, which cannot be saved as one. Keep them as tensors"
+        )
+    return first
+
+
+# --- to the owners -------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def collect(matrices: Sequence[Matrix], state: dict[Any, Any], layouts: Layouts) -> dict[Any, Any]:
+    """What this rank keeps of the state of a parameter: what it owns.
+
+    All ranks call it where state is spread; of plain tensors each rank takes its own.
+    """
+    parameter, mine = matrices[0].parameter, [each for each in matrices if each.is_mine]
+    is_stack = matrices[0].index is not None
+    if is_stack and state and all(isinstance(key, int) for key in state):
+        return {each.index: state[each.index] for each in mine if each.index in state}
+    leaves, tree = tree_flatten(state)
+    exchange = Exchange(matrices[0].comm, _LABEL)
+    owned: list[list[Any]] = [[] for _ in mine]
+    for leaf in leaves:
+        value = leaf
+        cut = is_stack and isinstance(leaf, Tensor) and leaf.shape[:1] == parameter.shape[:1]
+        if isinstance(leaf, DTensor) and not (
+            cut is is_stack and _is_alike(leaf, matrices[0], layouts)
+        ):
+            value = leaf.full_tensor()
+        if isinstance(value, DTensor):
+            layout, local = layouts.of(parameter, value), local_tensor(value)
+            taken = iter(owned)
+            for matrix in matrices:
+                placed = Matrix(parameter, layout, matrix.index, matrix.owner)
+                whole = local.new_empty(placed.shape) if matrix.is_mine else None
+                exchange.to_owner(placed, local, whole)
+                if whole is not None:
+                    next(taken).append(whole)
+        elif isinstance(value, Tensor):
+            for matrix, found in zip(mine, owned, strict=True):
+                found.append((value[matrix.index] if cut else value).clone())
+        else:
+            for found in owned:
+                found.append(value)
+    exchange.launch()
+    exchange.land()
+    states = [tree_unflatten(found, tree) for found in owned]
+    if is_stack:
+        return {matrix.index: each for matrix, each in zip(mine, states, strict=True)}
+    return states[0] if states else {}
+
+
+def _is_alike(value: DTensor, matrix: Matrix, layouts: Layouts) -> bool:
+    """Whether it lies on the ranks of the parameter, which know its owner by its number."""
+    parameter = matrix.parameter
+    if not isinstance(parameter, DTensor) or value.device_mesh != parameter.device_mesh:
+        return False
+    return layouts.of(parameter, value).ranks is matrix.layout.ranks

@@ -1,0 +1,663 @@
+"""`step_on_matrices`: each rank steps some of the matrices, whole, for all ranks.
+
+Gradients of a matrix go to the rank that owns it (`matrices.py`), an optimizer's own code steps it
+there, as a stand-in (`stand_in.py`), and new rows come back. The code runs once for each batch of
+matrices: while it computes one, the next one and the one before travel.
+
+An owner keeps a copy of what it owns, so that only gradients have to go there. Every rank knows its
+shards by fingerprints that it took after the last step: shards that were written to since, by
+anybody and in any way, go to the owner as well.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, zip_longest
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from composable.api.sync_module_states import fingerprints
+from composable.comm import Comm
+from composable.compilation import untraced
+from composable.engine.params.param import copy_attributes, label_of, owner_of
+from composable.errors import (
+    OptimizerError,
+    RanksDisagreeError,
+    first_line,
+    unit_name,
+    what_is_there,
+)
+from composable.memory.torch_private import (
+    called_by_checkpoints,
+    local_tensor,
+    placed_alike,
+)
+from composable.optim.in_backward import is_part_of_backward
+from composable.optim.matrices import BATCHES, Exchange, Layout, Layouts, Matrix, assign
+from composable.optim.matrix_state import collect, set_state, spread, state_of
+from composable.optim.shard_steps import LocalStep, NotLocal, ShardStepping
+from composable.optim.shared import parameters_of, refuse_unreduced
+from composable.optim.stand_in import (
+    STEPPINGS,
+    State,
+    Stepping,
+    is_differentiable,
+    stand_in_of,
+)
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
+Which = Callable[[Tensor], bool] | Iterable[str | Tensor] | None
+
+_CALLER: Final = "step_on_matrices"
+_LAST: Final = BATCHES - 1
+_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+# --- one step ------------------------------------------------------------------------------------
+
+
+class _Given:
+    """What a stand-in is given: groups, and no more."""
+
+    def __init__(self, groups: list[State]) -> None:
+        self._groups = groups
+
+    def groups_for(self, stand_in: Any) -> list[State]:
+        return self._groups
+
+
+class _Closure:
+    """The closure of a step, which brings gradients.
+
+    It is called before the code asks for its groups.
+    """
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        self._closure = closure
+        self._is_open = True
+        self.loss: Any = None
+
+    def end(self) -> None:
+        self._is_open = False
+
+    def __call__(self) -> Any:
+        if not self._is_open:
+            raise OptimizerError(
+                f"{_CALLER}: the optimizer calls its closure after it has read its parameter"
+                " groups, when gradients are with the owners already. Call the closure yourself,"
+                " and step() without it"
+            )
+        self.loss = self._closure()
+        return self.loss
+
+
+class _MatrixStep:
+    """One step of matrices that have a gradient, and of other parameters on their shards.
+
+    Args:
+        matrices: in the same order on all ranks.
+        copies: of the matrices that this rank owns; what is missing is made.
+        stale: parameters that were written to since the last step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        matrices: Sequence[Matrix],
+        copies: dict[Matrix, nn.Parameter],
+        stale: set[Tensor],
+    ) -> None:
+        self._optimizer = optimizer
+        self.parameters = list(dict.fromkeys(matrix.parameter for matrix in matrices))
+        self._copies, self._stale = copies, stale
+        self._batches: list[list[Matrix]] = [[] for _ in range(BATCHES)]
+        for matrix in matrices:
+            self._batches[matrix.batch].append(matrix)
+        self._group_of = {
+            parameter: number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._travelling: dict[tuple[str, int], list[Exchange]] = {}
+        self._gradients: dict[Matrix, Tensor] = {}
+
+    def _exchanges(self, what: str, number: int) -> Callable[[Comm], Exchange]:
+        made: dict[Comm, Exchange] = {}
+        label = f"{what} of matrices"
+
+        def exchange_over(comm: Comm) -> Exchange:
+            if comm not in made:
+                made[comm] = Exchange(comm, label)
+                self._travelling.setdefault((what, number), []).append(made[comm])
+            return made[comm]
+
+        return exchange_over
+
+    def _land(self, what: str, number: int) -> None:
+        for exchange in self._travelling.pop((what, number), ()):
+            exchange.land()
+
+    def send(self, number: int) -> None:
+        """Launch what brings gradients of a batch to the owners."""
+        exchange_over = self._exchanges("gradients", number)
+        for matrix in self._batches[number]:
+            parameter, gradient = matrix.parameter, local_tensor(matrix.parameter.grad)  # type: ignore[arg-type]
+            local = local_tensor(parameter).detach()
+            if matrix.is_mine:
+                self._prepare(matrix, local, gradient)
+            if matrix.stays:
+                continue
+            exchange = exchange_over(matrix.comm)
+            exchange.to_owner(matrix, gradient, self._gradients.get(matrix))
+            if parameter in self._stale:
+                copy = self._copies[matrix].detach() if matrix.is_mine else None
+                exchange.to_owner(matrix, local, copy)
+        for exchange in self._travelling.get(("gradients", number), ()):
+            exchange.launch()
+
+    def _prepare(self, matrix: Matrix, local: Tensor, gradient: Tensor) -> None:
+        if matrix.stays:
+            copy = nn.Parameter(matrix.of(local))
+            self._gradients[matrix] = matrix.of(gradient)
+        else:
+            known = self._copies.get(matrix)
+            copy = nn.Parameter(local.new_empty(matrix.shape)) if known is None else known
+            self._gradients[matrix] = gradient.new_empty(matrix.shape)
+        if copy is not self._copies.get(matrix):
+            copy_attributes(matrix.parameter, copy)  # type: ignore[arg-type]
+            copy.grad_dtype = None  # it may be that of reductions
+            self._copies[matrix] = copy
+
+    def open(self, number: int, groups: list[State], state: Any) -> None:
+        """Put matrices of a batch that are here into groups and state that code is given."""
+        self._land("gradients", number)
+        for matrix in filter(lambda matrix: matrix.is_mine, self._batches[number]):
+            copy = self._copies[matrix]
+            copy.grad = self._gradients.pop(matrix)
+            groups[self._group_of[matrix.parameter]]["params"].append(copy)
+            if found := state_of(self._optimizer, matrix):
+                state[copy] = found
+        users: Any = self._optimizer.state
+        for key, value in users.items():
+            if not isinstance(key, Tensor):
+                state[key] = value
+
+    def close(self, number: int, state: Any) -> None:
+        """Take state back, and launch what brings new rows to all ranks."""
+        exchange_over = self._exchanges("rows", number)
+        for matrix in self._batches[number]:
+            kept = self._optimizer.state[matrix.parameter]  # on each rank, if only an empty one
+            if matrix.is_mine:
+                copy = self._copies[matrix]
+                copy.grad = None
+                if (found := state.get(copy)) and found is not kept:
+                    set_state(self._optimizer, matrix, found)
+            if matrix.stays:
+                continue
+            whole = self._copies[matrix].detach() if matrix.is_mine else None
+            local = local_tensor(matrix.parameter).detach()
+            exchange_over(matrix.comm).from_owner(matrix, whole, local)
+        for exchange in self._travelling.get(("rows", number), ()):
+            exchange.launch()
+        for key, value in state.items() if number == _LAST else ():
+            if not isinstance(key, Tensor):
+                self._optimizer.state[key] = value
+        self._land("rows", number - 1)
+
+    def land(self) -> None:
+        self._land("rows", _LAST)
+
+    def give_up(self) -> None:
+        """Wait for what was launched."""
+        for what, number in list(self._travelling):
+            self._land(what, number)
+        for batch in self._batches:
+            for matrix in batch:
+                if matrix in self._copies:
+                    self._copies[matrix].grad = None
+
+    def has(self, number: int) -> bool:
+        """Whether this rank has anything to compute in a batch."""
+        return any(matrix.is_mine for matrix in self._batches[number])
+
+
+# --- all steps -----------------------------------------------------------------------------------
+
+
+class MatrixStepping(Stepping):
+    """An optimizer steps whole matrices on their owners. Made by `step_on_matrices`."""
+
+    def __init__(self, optimizer: Optimizer, which: Callable[[Tensor], bool]) -> None:
+        self._which = which
+        self._layouts = Layouts()
+        self._seen: list[tuple[Any, ...]] = []
+        self._matrices: dict[Tensor, list[Matrix]] = {}
+        self._digest = 0
+        self._copies: dict[Matrix, nn.Parameter] = {}
+        self._prints: dict[Tensor, int] = {}
+        self._step: _MatrixStep | None = None  # the one that runs
+        self._others: LocalStep | None = None
+        self._check_state = True
+        self._attributes: dict[str, Any] = {}
+        self._closure: _Closure | None = None
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+        self._follow(optimizer)
+        self._compare(optimizer)
+        super().__init__(optimizer)
+        optimizer.register_state_dict_post_hook(self._on_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._on_load)
+
+    # --- plans -----------------------------------------------------------------------------------
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Decide who owns what of parameters that are new, or lie in another way."""
+        parameters = parameters_of(optimizer)
+        seen = [
+            (
+                parameter,
+                getattr(parameter, "_spec", None),
+                getattr(owner_of(parameter), "mesh_info", None),
+            )
+            for parameter in parameters
+        ]
+        if len(seen) == len(self._seen) and all(
+            one is other
+            for now, then in zip(seen, self._seen, strict=True)
+            for one, other in zip(now, then, strict=True)
+        ):
+            return
+        former, self._matrices = self._matrices, {}
+        for parameter in parameters:
+            known = former.get(parameter)
+            if known is None and not self._which(parameter):
+                continue
+            layout = self._layouts.of(parameter)
+            if known is not None and _alike(known[0].layout, layout):
+                self._matrices[parameter] = known
+            elif parameter.ndim == 3:
+                slices = range(parameter.shape[0])
+                self._matrices[parameter] = [Matrix(parameter, layout, each) for each in slices]
+            else:
+                self._matrices[parameter] = [Matrix(parameter, layout)]
+        moved = {
+            parameter: matrices
+            for parameter, matrices in former.items()
+            if self._matrices.get(parameter, matrices) is not matrices
+        }
+        states = spread(optimizer, moved) if moved and optimizer.state else {}
+        assign(matrix for found in self._matrices.values() for matrix in found)
+        for parameter, state in states.items():
+            optimizer.state[parameter] = collect(self._matrices[parameter], state, self._layouts)
+        alive = {matrix for found in self._matrices.values() for matrix in found}
+        self._copies = {matrix: copy for matrix, copy in self._copies.items() if matrix in alive}
+        for parameter in moved:
+            self._prints.pop(parameter, None)
+        self._digest = _digest(map(self._described, parameters))
+        self._seen = seen
+
+    def _described(self, parameter: Tensor) -> str:
+        found = self._matrices.get(parameter)
+        stepped = "on its shards" if found is None else f"whole, {len(found)} matrices"
+        placed = parameter.placements if isinstance(parameter, DTensor) else ""
+        return f"{_name_of(parameter)}, {parameter.dtype} {placed} {stepped}"
+
+    def _compare(self, optimizer: Optimizer) -> None:
+        """Check that all ranks hold the same, also where a rank has no matrix of a mesh."""
+        by_comm: dict[Comm, list[str]] = {}
+        for parameter in parameters_of(optimizer):
+            try:
+                comm = self._layouts.of(parameter).ranks.comm
+            except OptimizerError:  # it is stepped on its shards
+                continue
+            by_comm.setdefault(comm, []).append(self._described(parameter))
+        for comm, texts in by_comm.items():
+            lowest, highest = comm.min_max([_digest(texts)], "comparison of matrices")
+            if lowest != highest:
+                raise RanksDisagreeError(_difference(comm, texts))
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    @override
+    def takes(self, optimizer: Optimizer) -> bool:
+        self._attributes = {**optimizer.__dict__, **{hooks: {} for hooks in _HOOKS}}
+        return True
+
+    @override
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args, *kwargs.values()]
+        self._closure = next(map(_Closure, filter(callable, given)), None)
+        if self._closure is not None:
+            args = tuple(self._closure if callable(each) else each for each in args)
+            kwargs = {k: self._closure if callable(each) else each for k, each in kwargs.items()}
+        self._arguments = args, kwargs
+        return args, kwargs
+
+    @override
+    @untraced
+    def groups_for(self, stand_in: Any) -> list[State]:
+        enabled = torch.is_grad_enabled()
+        with torch.no_grad():
+            return self._groups_for(stand_in, enabled)
+
+    def _groups_for(self, stand_in: Any, enabled: bool) -> list[State]:
+        if self._others is None:
+            try:
+                self._begin(stand_in, enabled)
+            except BaseException:
+                self.give_up(stand_in.optimizer)
+                raise
+        assert self._others is not None
+        return self._others.groups
+
+    def _begin(self, stand_in: Any, enabled: bool) -> None:
+        optimizer: Optimizer = stand_in.optimizer
+        parameters = parameters_of(optimizer)
+        refuse_unreduced(f"{type(optimizer).__name__}.step", parameters, OptimizerError)
+        if self._closure is not None:
+            self._closure.end()
+        self._follow(optimizer)
+        stepped = [each for each in self._matrices if each.grad is not None]
+        _refuse_placed_apart(stepped)
+        matrices = [matrix for parameter in stepped for matrix in self._matrices[parameter]]
+        step = _MatrixStep(optimizer, matrices, self._copies, self._stale_of(stepped))
+        others = self._step_of_others(optimizer)
+        self._step = step
+        step.send(0)
+        for number in range(_LAST):
+            step.send(number + 1)
+            groups = [{**group, "params": []} for group in optimizer.param_groups]
+            state: Any = defaultdict(dict)
+            step.open(number, groups, state)
+            if step.has(number):
+                with torch.set_grad_enabled(enabled):
+                    self._run(optimizer, groups, state)
+            step.close(number, state)
+        step.open(_LAST, others.groups, others.state)
+        stand_in.state, self._others = others.state, others
+
+    def _step_of_others(self, optimizer: Optimizer) -> LocalStep:
+        groups = [
+            {**group, "params": [each for each in group["params"] if each not in self._matrices]}
+            for group in optimizer.param_groups
+        ]
+        try:
+            others = LocalStep(optimizer, groups, check_state=self._check_state)
+        except NotLocal:
+            raise OptimizerError(
+                f"{_CALLER}: parameters of {type(optimizer).__name__} that are no matrices cannot"
+                " be stepped on their shards: they are no plain tensors, or a gradient or state"
+                " lies otherwise than its parameter. Give them to another optimizer, or select them by"
+                " which="
+            ) from None
+        self._check_state = False
+        return others
+
+    def _run(self, optimizer: Optimizer, groups: list[State], state: Any) -> None:
+        """Run the optimizer's code for a batch, with what it had of its own before the step."""
+        stand_in = stand_in_of(optimizer, _Given(groups))
+        stand_in.__dict__ = dict(self._attributes)
+        stand_in.state = state
+        (_, *args), kwargs = self._arguments
+        closure = self._closure
+        if closure is not None:
+            args = [_told(closure) if each is closure else each for each in args]
+            kwargs = {k: _told(closure) if v is closure else v for k, v in kwargs.items()}
+        step: Any = type(optimizer).step
+        getattr(step, "__wrapped__", step)(stand_in, *args, **kwargs)  # without its hooks
+
+    def _stale_of(self, stepped: Sequence[Tensor]) -> set[Tensor]:
+        """Parameters with a matrix elsewhere that were written to since the last step.
+
+        All ranks agree on it, and on what is stepped.
+
+        Raises:
+            RanksDisagreeError: they step other matrices.
+        """
+        now = self._fingerprints(stepped)
+        texts = [self._described(parameter) for parameter in stepped]
+        by_comm: dict[Comm, list[Tensor]] = {}
+        for parameter in self._matrices:
+            comm = self._matrices[parameter][0].comm
+            found = by_comm.setdefault(comm, [])
+            if parameter in now:
+                found.append(parameter)
+        stale: set[Tensor] = set()
+        for comm, found in by_comm.items():
+            moved = [int(self._prints.get(each) != now[each]) for each in found]
+            mine = [
+                text
+                for each, text in zip(stepped, texts, strict=True)
+                if self._matrices[each][0].comm is comm
+            ]
+            digest = _digest(mine)
+            label = "comparison of matrices that are stepped"
+            lowest, highest = comm.min_max([digest, sum(moved)], label)
+            if lowest[0] != highest[0]:
+                raise RanksDisagreeError(_difference(comm, mine))
+            if highest[1]:
+                _, moved = comm.min_max(moved, "exchange of which matrices were written to")
+                stale |= {each for each, flag in zip(found, moved, strict=True) if flag}
+        return stale
+
+    def _fingerprints(self, stepped: Sequence[Tensor]) -> dict[Tensor, int]:
+        found = [p for p in stepped if not all(matrix.stays for matrix in self._matrices[p])]
+        taken = fingerprints([local_tensor(each).detach() for each in found])
+        return dict(zip(found, taken, strict=True))
+
+    @override
+    @torch.no_grad()
+    def finish(self, optimizer: Optimizer) -> None:
+        step, others, self._step, self._others = self._step, self._others, None, None
+        self._closure, self._attributes, self._arguments = None, {}, ((), {})
+        if step is None or others is None:
+            return
+        step.close(_LAST, others.state)
+        try:
+            others.finish(optimizer)
+        except OptimizerError as error:
+            raise OptimizerError(
+                f"{_CALLER}: a parameter that is no matrix was stepped on its shards, and"
+                f" {first_line(error).partition(': ')[2].partition(';')[0]}. Select it by which=,"
+                " and it is stepped whole"
+            ) from None
+        step.land()
+        self._prints |= self._fingerprints(step.parameters)
+
+    @override
+    @torch.no_grad()
+    def give_up(self, optimizer: Optimizer) -> None:
+        step, others, self._step, self._others = self._step, self._others, None, None
+        if step is not None:
+            step.give_up()
+            self._prints = {}
+        if others is not None:
+            others.finish(optimizer)
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def _on_state_dict(self, optimizer: Optimizer, state_dict: State) -> State | None:
+        if not called_by_checkpoints():
+            return None  # it stays a call of one rank, which says what it has
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        number_of = dict(zip(parameters_of(optimizer), numbers, strict=True))
+        found = spread(optimizer, self._matrices)
+        state = {number_of[parameter]: each for parameter, each in found.items()}
+        return {**state_dict, "state": state_dict["state"] | state}
+
+    def _on_load(self, optimizer: Optimizer, state_dict: State) -> State:
+        self._follow(optimizer)
+        state = dict(state_dict["state"])
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
+            if parameter in self._matrices and number in state:
+                state[number] = collect(self._matrices[parameter], state[number], self._layouts)
+        self._check_state = True
+        return {**state_dict, "state": state}
+
+
+def _alike(one: Layout, other: Layout) -> bool:
+    return (one.ranks, one.shape, one.cut) == (other.ranks, other.shape, other.cut)
+
+
+def _told(closure: _Closure) -> Callable[[], Any]:
+    """A closure that was called already, or one that refuses to be."""
+    return closure if closure.loss is None else lambda: closure.loss
+
+
+def _digest(texts: Iterable[str]) -> int:
+    return zlib.crc32("\n".join(texts).encode())
+
+
+def _difference(comm: Comm, texts: Sequence[str]) -> str:
+    """The first difference between what the ranks step."""
+    every = comm.all_gather_objects(texts, "exchange of matrices that differ")
+    for row in zip_longest(*every, fillvalue="nothing"):
+        rank = next((rank for rank, text in enumerate(row) if text != row[0]), None)
+        if rank is not None:
+            names = (
+                [0, *([rank])] if comm.group is None else dist.get_process_group_ranks(comm.group)
+            )
+            return (
+                f"{_CALLER}: the ranks step other matrices: rank {names[0]} {row[0]}; rank"
+                f" {names[rank]} {row[rank]}. Nothing was written. Give all ranks the same"
+                " parameters, which= and gradients, in the same order"
+            )
+    raise AssertionError("digests differ, so there is a difference")
+
+
+def _name_of(parameter: Tensor) -> str:
+    label = label_of(parameter)
+    shape = f"of shape {tuple(parameter.shape)}"
+    return f"a parameter {shape}" if label is None else f"{label} {shape}"
+
+
+def _refuse_placed_apart(stepped: Sequence[Tensor]) -> None:
+    for parameter in stepped:
+        gradient = parameter.grad
+        assert gradient is not None
+        if not placed_alike([gradient], [parameter]) or gradient.layout is not torch.strided:
+            raise OptimizerError(
+                f"{_CALLER}: the gradient of {_name_of(parameter)} lies otherwise than the"
+                " parameter, or is sparse, so that its parts cannot come together. Redistribute it"
+                " to the parameter's placements first"
+            )
+
+
+# --- which matrices ------------------------------------------------------------------------------
+
+
+def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimizer:
+    """Let an optimizer step whole matrices, each on the one rank that owns it.
+
+    For optimizers that look at more than elements: `torch.optim.Muon`, a Shampoo, SOAP, your own.
+    Written for one device and unchanged, their code is given whole plain tensors, and gives the
+    bits that it gives in one process. Ranks share the work: each owns about the same amount of it.
+    A rank sends its part of gradients to the owners, and gets its part of the new rows: two
+    N-th parts of the parameters for N ranks, in batches, of which one is computed while others
+    travel. State and a copy of the parameter live on the owner.
+
+    Stacks of matrices (3 dimensions, as experts are) are stepped slice by slice; a slice that one
+    rank has stays there. Tensor-parallel matrices come together at the owner; replicas share the
+    work. What is not selected is stepped on its shards, so the optimizer must update it element by
+    element, as those that step vectors by Adam do.
+
+    The code runs once for each batch of a step, each time with the groups, and with the attributes
+    of the optimizer, of before the step. Numbers that it writes to its groups must follow from
+    numbers of the groups: not from parameters, of which each rank sees some. It evaluates the
+    closure, if there is one, before it reads its groups. `optimizer.state_dict()` is a call of one
+    rank, and has the state of what it owns. For checkpoints all ranks call torch's
+    `get_optimizer_state_dict` and `set_optimizer_state_dict`: there, state is spread as that of an
+    optimizer over DTensors, and loads into other numbers of ranks and plain models.
+
+    All ranks call this, after annotating and before the first step.
+
+    Args:
+        optimizer: holds parameters of annotated modules, and any others.
+        which: a function of a parameter, or parameters or their names: those that are stepped
+            whole. None: those of 2 and 3 dimensions.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        OptimizerError: the optimizer is none that can be given parts of its parameters, or has
+            state already; or `which` names what it does not have.
+        RanksDisagreeError: ranks hold other parameters, or select others. In a step: they have
+            gradients of others; nothing was written then.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
+        >>> optimizer = step_on_matrices(torch.optim.Muon(matrices, lr=0.02))
+
+    As the Muons of Moonlight (arXiv 2502.16982) and Dion (arXiv 2504.05295) share their work.
+    """
+    kind: Any = type(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(f"{_CALLER}: expected a torch.optim.Optimizer, got {kind.__name__}")
+    if isinstance(optimizer, optim.LBFGS) or is_part_of_backward(optimizer):
+        raise OptimizerError(
+            f"{_CALLER}: {kind.__name__} steps all of its parameters as one, or one by one in"
+            " backward, and cannot be given some of them whole. Use another optimizer"
+        )
+    if is_differentiable(optimizer):
+        raise OptimizerError(
+            f"{_CALLER}: this {kind.__name__} is differentiable: its steps become part of a graph"
+            " that whole matrices would be missing from. Leave differentiable=True out"
+        )
+    stepping = STEPPINGS.get(optimizer)
+    if isinstance(stepping, MatrixStepping):
+        if which is not None:
+            raise OptimizerError(
+                f"{_CALLER}: which= was chosen for this {kind.__name__} already, and its state is"
+                " with the owners. Make a new optimizer"
+            )
+        return optimizer
+    if optimizer.state:
+        raise OptimizerError(
+            f"{_CALLER}: this {kind.__name__} has stepped already, and each rank has a part of its"
+            " state. Call step_on_matrices when the optimizer is made, and load the state then"
+        )
+    if isinstance(stepping, ShardStepping):
+        stepping.remove()
+    MatrixStepping(optimizer, _predicate(optimizer, which))
+    return optimizer
+
+
+def _predicate(optimizer: Optimizer, which: Which) -> Callable[[Tensor], bool]:
+    if which is None:
+        return lambda parameter: parameter.ndim in (2, 3)
+    if callable(which):
+        return which
+    named = _names_in(optimizer)
+    held = {id(parameter) for parameter in parameters_of(optimizer)}
+    chosen: dict[int, Tensor] = {}
+    for each in which:
+        found = named.get(each) if isinstance(each, str) else each
+        if found is None or id(found) not in held:
+            said = f"'{each}'" if isinstance(each, str) else _name_of(each)
+            raise OptimizerError(
+                f"{_CALLER}: which= has {said}, which {type(optimizer).__name__} does not hold;"
+                f" {what_is_there(str(each), list(named))}"
+            )
+        chosen[id(found)] = found
+    return lambda parameter: id(parameter) in chosen
+
+
+def _names_in(optimizer: Optimizer) -> dict[str, Tensor]:
+    """By the names that the optimizer was given, and those in units."""
+    named: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (label := label_of(parameter)) is not None:
+                unit = "" if label.unit == unit_name("") else f"{label.unit}."
+                named[f"{unit}{label.fqn}"] = parameter
+        named |= dict(zip(group.get("param_names", ()), group["params"], strict=False))
+    return named

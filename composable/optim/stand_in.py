@@ -1,0 +1,132 @@
+"""An object that stands in for an optimizer in a step, with parameters and state of its own.
+
+A hook before `step` may change the arguments of the call, the first of which is the optimizer
+itself. The hook here puts a stand-in in its place: an object that shares the optimizer's attributes
+and code, but whose `param_groups` and `state` hold other tensors. Users, hooks, closures,
+schedulers and checkpoints see the optimizer with its DTensors. The stand-in makes its groups when
+the code asks for them: after all hooks, and after the closure.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+
+from composable.memory.torch_private import step_hooks
+
+State = dict[str, Any]
+
+
+class Stepping(ABC):
+    """Hands the code of an optimizer other tensors than users see."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)  # whose hooks hold this object
+        self._before = optimizer.register_step_pre_hook(self._put_stand_in)
+        self._after = optimizer.register_step_post_hook(self._finish_step)
+        self._keep_next_to_step(optimizer)
+        STEPPINGS[optimizer] = self
+
+    @abstractmethod
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Whether the step that begins is given other tensors."""
+
+    @abstractmethod
+    def groups_for(self, stand_in: Any) -> list[State]:
+        """What its code is given, which asks now. Sets `stand_in.state`, too."""
+
+    @abstractmethod
+    def finish(self, optimizer: Optimizer) -> None:
+        """The step has ended. Called once more before the next one, for one that an error ended."""
+
+    def _put_stand_in(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if is_stand_in(optimizer):
+            return None  # a step that calls the step of its base class
+        self.give_up(optimizer)
+        if not args or args[0] is not optimizer or not self.takes(optimizer):
+            return None
+        return self.arguments((stand_in_of(optimizer, self), *args[1:]), kwargs)
+
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What its code is called with: a stand-in, and what the user has passed."""
+        return args, kwargs
+
+    def give_up(self, optimizer: Optimizer) -> None:
+        """End a step that an error has ended, if there is one."""
+        self.finish(optimizer)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no hook before a step comes after this object's."""
+        optimizer = self._optimizer()
+        return (
+            optimizer is None or next(reversed(step_hooks(optimizer)[0]), None) == self._before.id
+        )
+
+    def _finish_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if is_stand_in(optimizer):
+            return
+        if args and is_stand_in(args[0]):
+            # Hooks after this one are handed it, too, and see what the user's optimizer has.
+            args[0].stepping, args[0].state = None, optimizer.state
+        self.finish(optimizer)
+        self._keep_next_to_step(optimizer)
+
+    def _keep_next_to_step(self, optimizer: Optimizer) -> None:
+        """Last of the hooks before a step, first of those after it."""
+        before, after = step_hooks(optimizer)
+        if self._before.id in before and self._after.id in after:
+            before.move_to_end(self._before.id)
+            after.move_to_end(self._after.id, last=False)
+
+
+# What steps an optimizer; None if its user wants it to step as torch does.
+STEPPINGS: Final[WeakKeyDictionary[Optimizer, Stepping | None]] = WeakKeyDictionary()
+
+
+def is_stand_in(optimizer: object) -> bool:
+    """Whether `optimizer` stands in a step for the one that the user has."""
+    return hasattr(type(optimizer), "stepping")
+
+
+def stand_in_of(optimizer: Optimizer, stepping: Any) -> Any:
+    """One with the attributes of `optimizer`, whose groups `stepping.groups_for` makes."""
+    kind: Any = type(optimizer)
+    made: Any = object.__new__(_stand_in_class(kind))
+    made.__dict__ = optimizer.__dict__
+    made.optimizer, made.state, made.stepping = optimizer, optimizer.state, stepping
+    return made
+
+
+@cache
+def _stand_in_class(kind: Any) -> Any:
+    """A class with the code of `kind`, but with groups and state of its own."""
+
+    def param_groups(self: Any) -> Any:
+        return (
+            self.optimizer.param_groups if self.stepping is None else self.stepping.groups_for(self)
+        )
+
+    # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries.
+    # torch's code reads `state` for every parameter, so that it is no property.
+    slots = ("optimizer", "state", "stepping")
+    return type(
+        kind.__name__, (kind,), {"__slots__": slots, "param_groups": property(param_groups)}
+    )
+
+
+def is_differentiable(optimizer: Optimizer) -> bool:
+    """Whether steps become part of a graph, which other tensors would be missing from."""
+    return any(
+        group.get("differentiable", False)
+        for group in (optimizer.defaults, *optimizer.param_groups)
+    )
