@@ -148,6 +148,8 @@ class Matrix:
         index: of the slice along dimension 0; None for a whole parameter.
         owner: the rank of the comm that steps it; -1 until that is decided.
         batch: with which others it is stepped.
+        stays: its owner has all of it, and steps it where it is.
+        spreads: other ranks have parts of it, which they get from the owner.
     """
 
     parameter: Tensor
@@ -155,6 +157,8 @@ class Matrix:
     index: int | None = None
     owner: int = -1
     batch: int = 0
+    stays: bool = False
+    spreads: bool = False
 
     @property
     def comm(self) -> Comm:
@@ -187,10 +191,11 @@ class Matrix:
     def is_whole_on(self, rank: int) -> bool:
         return _numel(self.part(rank)) == math.prod(self.shape)
 
-    @property
-    def stays(self) -> bool:
-        """Whether its owner has all of it, and steps it where it is."""
-        return self.is_whole_on(self.owner)
+    def give_to(self, owner: int) -> None:
+        self.owner = owner
+        self.stays = self.is_whole_on(owner)
+        others = (rank for rank in range(self.comm.size) if rank != owner)
+        self.spreads = any(_numel(self.part(rank)) for rank in others)
 
     def sends(self, rank: int) -> bool:
         """Whether it is this rank that sends its part to the owner, and not a replica of it."""
@@ -227,11 +232,11 @@ def assign(matrices: Iterable[Matrix]) -> None:
         for matrix in found:
             if matrix.owner < 0:
                 having = [rank for rank in every if matrix.is_whole_on(rank)] or every
-                matrix.owner = min(having, key=loads.__getitem__)
+                matrix.give_to(min(having, key=loads.__getitem__))
                 loads[matrix.owner] += matrix.cost
                 owned[matrix.owner].append(matrix)
         # The last batches are the ones that all ranks have, since a step ends with one of them.
-        travels = any(not matrix.stays for matrix in found)
+        travels = any(matrix.spreads for matrix in found)
         batches = min(BATCHES, max(map(len, owned))) if travels else 1
         for each in owned:
             for position, matrix in enumerate(reversed(each)):

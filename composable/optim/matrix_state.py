@@ -69,24 +69,24 @@ def spread(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, State]:
     return spreaded
 
 
-def _outlined(state: State) -> tuple[list[Any], Any]:
-    """The leaves of state, of tensors their outlines, or values of those without dimensions; and
-    its structure.
-    """
+def _outlined(state: State) -> State:
+    """State without the values of tensors, but for those without dimensions."""
     leaves, tree = tree_flatten(state)
-    return [
-        leaf
-        if not isinstance(leaf, Tensor)
-        else torch.empty_like(leaf, device="meta")
-        if leaf.dim()
-        else leaf.cpu()
-        for leaf in leaves
-    ], tree
+    found: State = tree_unflatten(map(_outline, leaves), tree)
+    return found
+
+
+def _outline(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_like(leaf, device="meta") if leaf.dim() else leaf.cpu()
 
 
 def _spread_one(optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequence[Any]) -> State:
     parameter, comm = matrices[0].parameter, matrices[0].comm
-    if None in outlines or any(tree != outlines[0][1] for _, tree in outlines):
+    flat = [tree_flatten(outline) for outline in outlines]
+    tree = flat[0][1]
+    if any(each != tree for _, each in flat):
         raise OptimizerError(
             f"step_on_matrices: {type(optimizer).__name__} keeps other state of some slices of a"
             f" stack of shape {tuple(parameter.shape)} than of others, which cannot be saved as one"
@@ -97,7 +97,7 @@ def _spread_one(optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequ
     ]
     exchange = Exchange(comm, _LABEL)
     values: list[Any] = []
-    for number, column in enumerate(zip(*[leaves for leaves, _ in outlines], strict=True)):
+    for number, column in enumerate(zip(*[leaves for leaves, _ in flat], strict=True)):
         first = column[0]
         if not (isinstance(first, Tensor) and first.dim()):
             values.append(_joined(column))
@@ -118,7 +118,7 @@ def _spread_one(optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequ
         values.append(_around(local, parameter, layout.shape))
     exchange.launch()
     exchange.land()
-    state: State = tree_unflatten(values, outlines[0][1])
+    state: State = tree_unflatten(values, tree)
     return state
 
 

@@ -164,8 +164,8 @@ class _MatrixStep:
 
     def _prepare(self, matrix: Matrix, local: Tensor, gradient: Tensor) -> None:
         if matrix.stays:
-            copy = nn.Parameter(matrix.of(local))
-            self._gradients[matrix] = matrix.of(gradient)
+            copy = nn.Parameter(_aligned(matrix.of(local)))
+            self._gradients[matrix] = _aligned(matrix.of(gradient))
         else:
             known = self._copies.get(matrix)
             copy = nn.Parameter(local.new_empty(matrix.shape)) if known is None else known
@@ -194,16 +194,18 @@ class _MatrixStep:
         exchange_over = self._exchanges("rows", number)
         for matrix in self._batches[number]:
             kept = self._optimizer.state[matrix.parameter]  # on each rank, if only an empty one
+            copy = None
             if matrix.is_mine:
-                copy = self._copies[matrix]
+                copy = self._copies.pop(matrix) if matrix.stays else self._copies[matrix]
                 copy.grad = None
                 if (found := state.get(copy)) and found is not kept:
                     set_state(self._optimizer, matrix, found)
-            if matrix.stays:
-                continue
-            whole = self._copies[matrix].detach() if matrix.is_mine else None
             local = local_tensor(matrix.parameter).detach()
-            exchange_over(matrix.comm).from_owner(matrix, whole, local)
+            whole = None if copy is None else copy.detach()
+            if matrix.spreads:
+                exchange_over(matrix.comm).from_owner(matrix, whole, local)
+            elif whole is not None and whole.data_ptr() != matrix.of(local).data_ptr():
+                matrix.of(local).copy_(whole)
         for exchange in self._travelling.get(("rows", number), ()):
             exchange.launch()
         for key, value in state.items() if number == _LAST else ():
@@ -393,8 +395,8 @@ class MatrixStepping(Stepping):
             raise OptimizerError(
                 f"{_CALLER}: parameters of {type(optimizer).__name__} that are no matrices cannot"
                 " be stepped on their shards: they are no plain tensors, or a gradient or state"
-                " lies otherwise than its parameter. Give them to another optimizer, or select them by"
-                " which="
+                " lies otherwise than its parameter. Give them to another optimizer, or select them"
+                " by which="
             ) from None
         self._check_state = False
         return others
@@ -488,8 +490,10 @@ class MatrixStepping(Stepping):
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         number_of = dict(zip(parameters_of(optimizer), numbers, strict=True))
         found = spread(optimizer, self._matrices)
-        state = {number_of[parameter]: each for parameter, each in found.items()}
-        return {**state_dict, "state": state_dict["state"] | state}
+        state = state_dict["state"] | {number_of[each]: found[each] for each in found}
+        # in the order of parameters, and not in that of batches
+        ordered = {number: state.pop(number) for number in number_of.values() if number in state}
+        return {**state_dict, "state": ordered | state}
 
     def _on_load(self, optimizer: Optimizer, state_dict: State) -> State:
         self._follow(optimizer)
@@ -500,6 +504,15 @@ class MatrixStepping(Stepping):
                 state[number] = collect(self._matrices[parameter], state[number], self._layouts)
         self._check_state = True
         return {**state_dict, "state": state}
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Itself, if it lies as new tensors do.
+
+    Kernels add in another order where a tensor does not begin at a cache line, as some shards and
+    gradients do not.
+    """
+    return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
 def _alike(one: Layout, other: Layout) -> bool:
