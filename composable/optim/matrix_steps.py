@@ -236,6 +236,8 @@ class _MatrixStep:
 class MatrixStepping(Stepping):
     """An optimizer steps whole matrices on their owners. Made by `step_on_matrices`."""
 
+    keeps_whole_state = True
+
     def __init__(self, optimizer: Optimizer, which: Callable[[Tensor], bool]) -> None:
         self._which = which
         self._layouts = Layouts()
@@ -461,6 +463,8 @@ class MatrixStepping(Stepping):
         if step is None or others is None:
             return
         step.close(_LAST, others.state)
+        step.land()
+        self._prints |= self._fingerprints(step.parameters)
         try:
             others.finish(optimizer)
         except OptimizerError as error:
@@ -469,8 +473,6 @@ class MatrixStepping(Stepping):
                 f" {first_line(error).partition(': ')[2].partition(';')[0]}. Select it by which=,"
                 " and it is stepped whole"
             ) from None
-        step.land()
-        self._prints |= self._fingerprints(step.parameters)
 
     @override
     @torch.no_grad()

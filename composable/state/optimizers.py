@@ -17,7 +17,7 @@ from composable.engine.params.dtensors import whole_of
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import label_of
 from composable.errors import OptimizerError, few
-from composable.memory.torch_private import local_of
+from composable.memory.torch_private import local_of, step_hooks
 
 
 @torch.no_grad()
@@ -34,7 +34,8 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
     Raises:
         OptimizerError: the optimizer holds a parameter that is not in `model`, and was not at a
-            place of its modules; nothing changes.
+            place of its modules, or it keeps state of whole matrices (`step_on_matrices`); nothing
+            changes.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -42,6 +43,13 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         >>> rebind_optimizer(optimizer, model)
     """
     model = unwrapped(model)
+    owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer)[0].values())
+    if optimizer.state and any(getattr(owner, "keeps_whole_state", False) for owner in owners):
+        raise OptimizerError(
+            f"rebind_optimizer: {type(optimizer).__name__} keeps the state of whole matrices on the"
+            " ranks that own them (step_on_matrices). Save it with get_optimizer_state_dict, and"
+            " load it into a new optimizer"
+        )
     here = {
         (id(module), name): found
         for module in model.modules()
