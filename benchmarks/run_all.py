@@ -133,6 +133,7 @@ JOBS = (
         None,
         selected=False,
     ),
+    Job("matrices", "matrices.py", selected=False),
     Job(
         "scale",
         "scale.py",

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from composable.api.sync_module_states import fingerprints
 from composable.comm import Comm
 from composable.compilation import untraced
 from composable.engine.params.param import copy_attributes, label_of, owner_of
@@ -40,6 +39,7 @@ from composable.memory.torch_private import (
     local_tensor,
     placed_alike,
 )
+from composable.optim.fingerprints import fingerprints
 from composable.optim.in_backward import is_part_of_backward
 from composable.optim.matrices import BATCHES, Exchange, Layout, Layouts, Matrix, assign
 from composable.optim.matrix_state import collect, set_state, spread, state_of
@@ -69,7 +69,7 @@ class _Given:
     def __init__(self, groups: list[State]) -> None:
         self._groups = groups
 
-    def groups_for(self, stand_in: Any) -> list[State]:
+    def _groups_for(self, stand_in: Any) -> list[State]:
         return self._groups
 
 
@@ -243,7 +243,8 @@ class MatrixStepping(Stepping):
         self._layouts = Layouts()
         self._seen: list[tuple[Any, ...]] = []
         self._matrices: dict[Tensor, list[Matrix]] = {}
-        self._digest = 0
+        self._by_comm: dict[Comm, list[Tensor]] = {}
+        self._digests: dict[Comm, int] = {}
         self._copies: dict[Matrix, nn.Parameter] = {}
         self._prints: dict[Tensor, int] = {}
         self._step: _MatrixStep | None = None  # the one that runs
@@ -303,7 +304,12 @@ class MatrixStepping(Stepping):
         self._copies = {matrix: copy for matrix, copy in self._copies.items() if matrix in alive}
         for parameter in moved:
             self._prints.pop(parameter, None)
-        self._digest = _digest(map(self._described, parameters))
+        self._by_comm = {}
+        for parameter, found in self._matrices.items():
+            self._by_comm.setdefault(found[0].comm, []).append(parameter)
+        self._digests = {
+            comm: _digest(map(self._described, found)) for comm, found in self._by_comm.items()
+        }
         self._seen = seen
 
     def _described(self, parameter: Tensor) -> str:
@@ -329,12 +335,12 @@ class MatrixStepping(Stepping):
     # --- a step ----------------------------------------------------------------------------------
 
     @override
-    def takes(self, optimizer: Optimizer) -> bool:
+    def _takes(self, optimizer: Optimizer) -> bool:
         self._attributes = {**optimizer.__dict__, **{hooks: {} for hooks in _HOOKS}}
         return True
 
     @override
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [*args, *kwargs.values()]
         self._closure = next(map(_Closure, filter(callable, given)), None)
         if self._closure is not None:
@@ -345,17 +351,17 @@ class MatrixStepping(Stepping):
 
     @override
     @untraced
-    def groups_for(self, stand_in: Any) -> list[State]:
+    def _groups_for(self, stand_in: Any) -> list[State]:
         enabled = torch.is_grad_enabled()
         with torch.no_grad():
-            return self._groups_for(stand_in, enabled)
+            return self._given_to(stand_in, enabled)
 
-    def _groups_for(self, stand_in: Any, enabled: bool) -> list[State]:
+    def _given_to(self, stand_in: Any, enabled: bool) -> list[State]:
         if self._others is None:
             try:
                 self._begin(stand_in, enabled)
             except BaseException:
-                self.give_up(stand_in.optimizer)
+                self._give_up(stand_in.optimizer)
                 raise
         assert self._others is not None
         return self._others.groups
@@ -425,39 +431,29 @@ class MatrixStepping(Stepping):
             RanksDisagreeError: they step other matrices.
         """
         now = self._fingerprints(stepped)
-        texts = [self._described(parameter) for parameter in stepped]
-        by_comm: dict[Comm, list[Tensor]] = {}
-        for parameter in self._matrices:
-            comm = self._matrices[parameter][0].comm
-            found = by_comm.setdefault(comm, [])
-            if parameter in now:
-                found.append(parameter)
         stale: set[Tensor] = set()
-        for comm, found in by_comm.items():
+        for comm, parameters in self._by_comm.items():
+            has = bytes(parameter in now for parameter in parameters)
+            found = [parameter for parameter in parameters if parameter in now]
             moved = [int(self._prints.get(each) != now[each]) for each in found]
-            mine = [
-                text
-                for each, text in zip(stepped, texts, strict=True)
-                if self._matrices[each][0].comm is comm
-            ]
-            digest = _digest(mine)
-            label = "comparison of matrices that are stepped"
-            lowest, highest = comm.min_max([digest, sum(moved)], label)
+            row = [zlib.crc32(has, self._digests[comm]), sum(moved)]
+            lowest, highest = comm.min_max(row, "comparison of matrices that are stepped")
             if lowest[0] != highest[0]:
-                raise RanksDisagreeError(_difference(comm, mine))
+                raise RanksDisagreeError(_difference(comm, list(map(self._described, found))))
             if highest[1]:
                 _, moved = comm.min_max(moved, "exchange of which matrices were written to")
                 stale |= {each for each, flag in zip(found, moved, strict=True) if flag}
         return stale
 
     def _fingerprints(self, stepped: Sequence[Tensor]) -> dict[Tensor, int]:
-        found = [p for p in stepped if not all(matrix.stays for matrix in self._matrices[p])]
+        """Of what is stepped; 0 of what its owners have anyway."""
+        found = [each for each in stepped if not all(m.stays for m in self._matrices[each])]
         taken = fingerprints([local_tensor(each).detach() for each in found])
-        return dict(zip(found, taken, strict=True))
+        return dict.fromkeys(stepped, 0) | dict(zip(found, taken, strict=True))
 
     @override
     @torch.no_grad()
-    def finish(self, optimizer: Optimizer) -> None:
+    def _finish(self, optimizer: Optimizer) -> None:
         step, others, self._step, self._others = self._step, self._others, None, None
         self._closure, self._attributes, self._arguments = None, {}, ((), {})
         if step is None or others is None:
@@ -476,7 +472,7 @@ class MatrixStepping(Stepping):
 
     @override
     @torch.no_grad()
-    def give_up(self, optimizer: Optimizer) -> None:
+    def _give_up(self, optimizer: Optimizer) -> None:
         step, others, self._step, self._others = self._step, self._others, None, None
         if step is not None:
             step.give_up()

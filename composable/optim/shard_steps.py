@@ -229,25 +229,25 @@ class ShardStepping(Stepping):
         Its state stays where it is. May be called again.
         """
         if (optimizer := self._optimizer()) is not None:
-            self.finish(optimizer)
+            self._finish(optimizer)
             STEPPINGS[optimizer] = None
         for hook in (self._before, self._after, self._loaded):
             hook.remove()
 
     @override
-    def takes(self, optimizer: Optimizer) -> bool:
+    def _takes(self, optimizer: Optimizer) -> bool:
         # A hook after this one would be handed the stand-in: this step then takes DTensors, and the
         # next one does not. Tensors that are made in inference mode have no version counter.
-        return self.is_last and not (
+        return self._is_last and not (
             torch.compiler.is_compiling()
             or torch.is_inference_mode_enabled()
             or is_differentiable(optimizer)
         )
 
     @override
-    def groups_for(self, stand_in: Any) -> list[State]:
+    def _groups_for(self, stand_in: Any) -> list[State]:
         optimizer: Optimizer = stand_in.optimizer
-        self.finish(optimizer)  # if the code asks twice
+        self._finish(optimizer)  # if the code asks twice
         try:
             with torch.no_grad():
                 self._step = LocalStep(
@@ -261,7 +261,7 @@ class ShardStepping(Stepping):
         return self._step.groups
 
     @override
-    def finish(self, optimizer: Optimizer) -> None:
+    def _finish(self, optimizer: Optimizer) -> None:
         step, self._step = self._step, None
         if step is not None:
             with torch.no_grad():

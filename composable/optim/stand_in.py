@@ -33,15 +33,15 @@ class Stepping(ABC):
         STEPPINGS[optimizer] = self
 
     @abstractmethod
-    def takes(self, optimizer: Optimizer) -> bool:
+    def _takes(self, optimizer: Optimizer) -> bool:
         """Whether the step that begins is given other tensors."""
 
     @abstractmethod
-    def groups_for(self, stand_in: Any) -> list[State]:
+    def _groups_for(self, stand_in: Any) -> list[State]:
         """What its code is given, which asks now. Sets `stand_in.state`, too."""
 
     @abstractmethod
-    def finish(self, optimizer: Optimizer) -> None:
+    def _finish(self, optimizer: Optimizer) -> None:
         """The step has ended. Called once more before the next one, for one that an error ended."""
 
     def _put_stand_in(
@@ -49,21 +49,21 @@ class Stepping(ABC):
     ) -> Any:
         if is_stand_in(optimizer):
             return None  # a step that calls the step of its base class
-        self.give_up(optimizer)
-        if not args or args[0] is not optimizer or not self.takes(optimizer):
+        self._give_up(optimizer)
+        if not args or args[0] is not optimizer or not self._takes(optimizer):
             return None
-        return self.arguments((stand_in_of(optimizer, self), *args[1:]), kwargs)
+        return self._arguments_for((stand_in_of(optimizer, self), *args[1:]), kwargs)
 
-    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What its code is called with: a stand-in, and what the user has passed."""
         return args, kwargs
 
-    def give_up(self, optimizer: Optimizer) -> None:
+    def _give_up(self, optimizer: Optimizer) -> None:
         """End a step that an error has ended, if there is one."""
-        self.finish(optimizer)
+        self._finish(optimizer)
 
     @property
-    def is_last(self) -> bool:
+    def _is_last(self) -> bool:
         """Whether no hook before a step comes after this object's."""
         optimizer = self._optimizer()
         return (
@@ -78,7 +78,7 @@ class Stepping(ABC):
         if args and is_stand_in(args[0]):
             # Hooks after this one are handed it, too, and see what the user's optimizer has.
             args[0].stepping, args[0].state = None, optimizer.state
-        self.finish(optimizer)
+        self._finish(optimizer)
         self._keep_next_to_step(optimizer)
 
     def _keep_next_to_step(self, optimizer: Optimizer) -> None:
@@ -99,7 +99,7 @@ def is_stand_in(optimizer: object) -> bool:
 
 
 def stand_in_of(optimizer: Optimizer, stepping: Any) -> Any:
-    """One with the attributes of `optimizer`, whose groups `stepping.groups_for` makes."""
+    """One with the attributes of `optimizer`, whose groups `stepping._groups_for` makes."""
     kind: Any = type(optimizer)
     made: Any = object.__new__(_stand_in_class(kind))
     made.__dict__ = optimizer.__dict__
@@ -113,7 +113,9 @@ def _stand_in_class(kind: Any) -> Any:
 
     def param_groups(self: Any) -> Any:
         return (
-            self.optimizer.param_groups if self.stepping is None else self.stepping.groups_for(self)
+            self.optimizer.param_groups
+            if self.stepping is None
+            else self.stepping._groups_for(self)
         )
 
     # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries.

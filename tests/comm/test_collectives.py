@@ -116,6 +116,22 @@ def _all_reduce(kind: str) -> None:
             assert torch.equal(tensor, torch.stack(of_ranks).sum(0) * scale)
 
 
+def _to_all(kind: str) -> None:
+    """Parts of other sizes for each pair of ranks, some of them empty."""
+    comm = _comm(kind)
+
+    def part(source: int, target: int, dtype: torch.dtype) -> Tensor:
+        return _numbers((source + 2 * target) % 4, 10 * source + target, dtype)
+
+    for dtype in DTYPES:
+        sent = [part(comm.rank, rank, dtype) for rank in range(comm.size)]
+        expected = [part(rank, comm.rank, dtype) for rank in range(comm.size)]
+        sizes, out_sizes = ([each.numel() for each in parts] for parts in (sent, expected))
+        out = torch.full((sum(out_sizes),), 99.0).to(dtype)
+        comm.all_to_all(out, out_sizes, torch.cat(sent), sizes, "all-to-all").wait()
+        assert torch.equal(out, torch.cat(expected))
+
+
 def _exchange(kind: str) -> None:
     comm = _comm(kind)
     size, rank = comm.size, comm.rank
@@ -141,8 +157,8 @@ def _exchange(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "body",
-    [_gather, _reduce, _all_reduce, _exchange],
-    ids=["gather", "reduce", "all-reduce", "others"],
+    [_gather, _reduce, _all_reduce, _to_all, _exchange],
+    ids=["gather", "reduce", "all-reduce", "to-all", "others"],
 )
 def test_a_comm_gives_what_the_definition_of_its_collectives_says(
     pool: Pool, body: Callable[[str], None], kind: str, ranks: int
@@ -152,7 +168,7 @@ def test_a_comm_gives_what_the_definition_of_its_collectives_says(
 
 @spmd(ranks=3)
 def test_messages_in_memory_of_others_give_the_same() -> None:
-    for body in (_gather, _reduce, _all_reduce, _exchange, _broadcast):
+    for body in (_gather, _reduce, _all_reduce, _to_all, _exchange, _broadcast):
         body(SUPPLIED)
 
 
@@ -224,6 +240,8 @@ def test_one_rank_alone_copies_and_scales() -> None:
     assert out.tolist() == [0.0, 2.0, 4.0]
     comm.all_reduce([out], "", 0.5).wait()
     comm.broadcast([out], "")
+    comm.all_to_all(whole, [3], shard, [3], "").wait()
+    assert whole.tolist() == [0.0, 1.0, 2.0]
     assert out.tolist() == [0.0, 1.0, 2.0]
     assert comm.all_gather_ints([4, 5], "") == [[4, 5]]
     assert comm.all_gather_objects("a", "") == ["a"]

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable import (
     clip_grad_norm_,
     fully_shard,
+    local_steps,
     no_sync,
     replicate,
     step_on_matrices,
@@ -431,6 +432,33 @@ def test_what_is_written_between_steps_is_stepped_from(way: str) -> None:
         for copies, parameter in zip(alone.copies, alone.parameters, strict=True):
             copies[0].copy_(parameter.full_tensor())
     alone.step_beside(optimizer, range(2, 4), dist.get_rank(), 7)
+
+
+@spmd(ranks=4)
+def test_replicas_that_train_apart_step_all_matrices_of_theirs() -> None:
+    """Owners change when `local_steps` begins and ends, and state goes with them."""
+    mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = made(Net)
+    fully_shard(model, policy={nn.Linear}, mesh=mesh)
+    alone = OneProcess(model, muon)
+    optimizer = step_on_matrices(muon(model.parameters()))
+    alone.step_beside(optimizer, range(1), dist.get_rank(), 7)
+    apart = local_steps(model, optimizer, every=3)
+    alone.step_beside(optimizer, range(1, 3), dist.get_rank(), 7)
+    assert _differ_over(model, mesh["replicate"])
+    apart.remove()
+    assert not _differ_over(model, mesh["replicate"])
+    backward(model, 3, dist.get_rank(), 7)
+    optimizer.step()
+    assert not _differ_over(model, mesh["replicate"])
+
+
+def _differ_over(model: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether replicas have other parameters."""
+    flat = torch.cat([p.to_local().reshape(-1).detach() for p in model.parameters()])  # type: ignore[attr-defined]
+    every = [torch.empty_like(flat) for _ in range(mesh.size())]
+    dist.all_gather(every, flat, group=mesh.get_group())
+    return any(not torch.equal(each, flat) for each in every)
 
 
 @spmd(ranks=2)
