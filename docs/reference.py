@@ -54,6 +54,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),
     "Optimizers": (
         "step_on_shards",
+        "step_on_matrices",
         "ShardStepping",
         "apply_optimizer_in_backward",
         "OptimizerInBackward",
