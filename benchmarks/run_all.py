@@ -133,7 +133,7 @@ JOBS = (
         None,
         selected=False,
     ),
-    Job("matrices", "matrices.py", selected=False),
+    Job("matrices", "matrices.py", ("--rounds", "5", "--steps", "2"), selected=False),
     Job(
         "scale",
         "scale.py",

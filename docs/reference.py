@@ -54,8 +54,8 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),
     "Optimizers": (
         "step_on_shards",
-        "step_on_matrices",
         "ShardStepping",
+        "step_on_matrices",
         "apply_optimizer_in_backward",
         "OptimizerInBackward",
         "clip_grad_norm_",
