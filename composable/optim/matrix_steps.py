@@ -82,6 +82,7 @@ class _Closure:
     def __init__(self, closure: Callable[[], Any]) -> None:
         self._closure = closure
         self._is_open = True
+        self.was_called = False
         self.loss: Any = None
 
     def end(self) -> None:
@@ -94,7 +95,7 @@ class _Closure:
                 " groups, when gradients are with the owners already. Call the closure yourself,"
                 " and step() without it"
             )
-        self.loss = self._closure()
+        self.loss, self.was_called = self._closure(), True
         return self.loss
 
 
@@ -519,7 +520,7 @@ def _alike(one: Layout, other: Layout) -> bool:
 
 def _told(closure: _Closure) -> Callable[[], Any]:
     """A closure that was called already, or one that refuses to be."""
-    return closure if closure.loss is None else lambda: closure.loss
+    return (lambda: closure.loss) if closure.was_called else closure
 
 
 def _digest(texts: Iterable[str]) -> int:

@@ -347,22 +347,23 @@ def test_a_scaler_unscales_and_skips() -> None:
 
 
 @spmd(ranks=2)
-def test_a_closure_is_called_once() -> None:
+@pytest.mark.parametrize("loss", [7.0, None])
+def test_a_closure_is_called_once(loss: float | None) -> None:
     model = made(Net)
     fully_shard(model, policy={nn.Linear})
     alone = OneProcess(model, Shampoo)
     optimizer = step_on_matrices(Shampoo(model.parameters()))
     calls = []
 
-    def closure() -> float:
+    def closure() -> float | None:
         optimizer.zero_grad()
         backward(model, len(calls), dist.get_rank(), 7)
         alone.take_gradients()
         calls.append(1)
-        return 7.0
+        return loss
 
     for step in range(2):
-        assert optimizer.step(closure) == 7.0
+        assert optimizer.step(closure) == loss
         alone.optimizer.step()
         alone.check(f"step {step}")
     assert len(calls) == 2
