@@ -358,7 +358,7 @@ class MatrixStepping(Stepping):
             return self._given_to(stand_in, enabled)
 
     def _given_to(self, stand_in: Any, enabled: bool) -> list[State]:
-        if self._others is None:
+        if self._step is None:
             try:
                 self._begin(stand_in, enabled)
             except BaseException:
@@ -377,9 +377,9 @@ class MatrixStepping(Stepping):
         stepped = [each for each in self._matrices if each.grad is not None]
         _refuse_placed_apart(stepped)
         matrices = [matrix for parameter in stepped for matrix in self._matrices[parameter]]
-        step = _MatrixStep(optimizer, matrices, self._copies, self._stale_of(stepped))
-        others = self._step_of_others(optimizer)
-        self._step = step
+        stale = self._stale_of(stepped)
+        self._others = others = self._step_of_others(optimizer)
+        self._step = step = _MatrixStep(optimizer, matrices, self._copies, stale)
         step.send(0)
         for number in range(_LAST):
             step.send(number + 1)
@@ -391,7 +391,7 @@ class MatrixStepping(Stepping):
                     self._run(optimizer, groups, state)
             step.close(number, state)
         step.open(_LAST, others.groups, others.state)
-        stand_in.state, self._others = others.state, others
+        stand_in.state = others.state
 
     def _step_of_others(self, optimizer: Optimizer) -> LocalStep:
         groups = [

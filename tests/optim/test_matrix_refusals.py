@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from composable import (
@@ -214,6 +216,40 @@ def test_after_an_error_in_its_code_on_all_ranks_the_next_step_is_that_of_one_pr
     optimizer.step()
     wholes = all_full([p.detach() for p in model.parameters()])
     assert all(bool(whole.isfinite().all()) for whole in wholes)
+
+
+@spmd(ranks=2)
+def test_a_placement_that_does_not_say_who_has_what_is_refused() -> None:
+    mesh = init_device_mesh(current_device().type, (2,))
+    for placement in (Partial(), Replicate()):
+        local = torch.ones(4, 4, device=current_device())
+        parameter = nn.Parameter(DTensor.from_local(local, mesh, [placement]))
+        optimizer = Whitening([parameter])
+        if placement.is_partial():
+            with pytest.raises(OptimizerError, match=r"has the placement P.*Leave it to another"):
+                step_on_matrices(optimizer)
+        else:
+            step_on_matrices(optimizer)
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            assert parameter.to_local().mean().item() != 1
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_gradients_that_lie_otherwise_are_refused(name: str) -> None:
+    model = made(Net, biases=True)
+    fully_shard(model, policy={nn.Linear})
+    optimizer = step_on_matrices(Shampoo(model.parameters()))
+    backward(model, 0, dist.get_rank(), 7)
+    parameter = getattr(model.layers[4], name)
+    kept = parameter.grad
+    parameter.grad = kept.redistribute(placements=[Replicate()])
+    text = "lies otherwise than the" if name == "weight" else "cannot be stepped on their shards"
+    with pytest.raises(OptimizerError, match=text):
+        optimizer.step()
+    parameter.grad = kept
+    optimizer.step()
 
 
 @spmd(ranks=2)
