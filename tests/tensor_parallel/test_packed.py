@@ -36,6 +36,10 @@ from tests.helpers.world import spmd
 from tests.tensor_parallel.models import OPTIMIZERS, assert_same_parameters, mesh_of
 
 WIDTH = 6
+# "unable to be interpreted into a corresponding shard_order"
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith(("2.11", "2.12")), reason="operators of torch 2.11 refuse them"
+)
 
 
 class _SumOfGradients(torch.autograd.Function):
