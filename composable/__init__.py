@@ -13,6 +13,7 @@ from composable.algorithms.join import join, joinable
 from composable.algorithms.outer_steps import LocalSteps, local_steps
 from composable.algorithms.skipped import skipped
 from composable.algorithms.together import together
+from composable.algorithms.watch.watch import Watch, watch
 from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.apply_tp_plan import apply_tp_plan
 from composable.api.checkpoint import checkpoint
@@ -66,6 +67,7 @@ __all__ = [
     "Policy",
     "ShardStepping",
     "SizePolicy",
+    "Watch",
     "__version__",
     "apply_optimizer_in_backward",
     "apply_tp_plan",
@@ -107,4 +109,5 @@ __all__ = [
     "traversal",
     "unshard",
     "unsharded",
+    "watch",
 ]

@@ -1,0 +1,187 @@
+"""The first value that is not finite, on this rank.
+
+A check writes the lowest and the highest value of a tensor to the device, in one pass: both are NaN
+if one value is. The host reads them all at the end of a step, in the order of the program, so that
+no check waits for the device.
+
+Which code made a value follows from where it is seen first:
+
+| seen first in                  | made by                                                     |
+|--------------------------------|-------------------------------------------------------------|
+| a parameter at rest            | the last step of the optimizer, or a write                  |
+| an input of a unit             | code of the unit around it, or, of the outermost, the batch |
+| an output of a unit            | its forward: its inputs and those of units inside are sound |
+| the gradient of an output      | backward of the unit around it, or, of the outermost, the   |
+|                                | loss                                                        |
+| the gradient of an input, or   | backward of the unit                                        |
+| of a parameter before it is    |                                                             |
+| reduced                        |                                                             |
+
+An infinity below zero in an input or output is usual in masks and in logarithms of zero. It is
+named if something follows from it, a NaN or an infinity above zero, and if it was not there in an
+earlier step from which nothing followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from composable.memory.torch_private import is_transformed, local_tensor, waited_for
+
+PARAMETER: Final = "parameter"
+INPUT: Final = "input"
+OUTPUT: Final = "output"
+GRADIENT: Final = "gradient"
+# Checks whose results wait on the device, at most: programs may run forwards without steps.
+_WAITING: Final = 4096
+
+
+class Seen(NamedTuple):
+    """Where a check looked.
+
+    Attributes:
+        clock: how many units were entered and left in this step before it.
+        order: among checks of one tensor, which code made its gradient: the innermost unit that
+            read it comes first, and of those that made it the outermost.
+        unit: in which it was seen; `maker` is that whose code made it.
+        usual: an infinity below zero means nothing here.
+    """
+
+    clock: int
+    order: tuple[int, int]
+    phase: str
+    unit: str
+    maker: str
+    tensor: str
+    dtype: torch.dtype
+    shape: torch.Size
+    usual: bool = False
+
+
+class First(NamedTuple):
+    """The first value that is not finite."""
+
+    seen: Seen
+    what: str
+
+
+@dataclass
+class Checks:
+    """The checks of one step.
+
+    Attributes:
+        clock: see `Seen`.
+        first: the first finding of those that were read, without gradients.
+        gradient: the same in gradients.
+    """
+
+    clock: int = 0
+    first: First | None = None
+    gradient: First | None = None
+    _waiting: list[tuple[Seen, Tensor, Tensor]] = field(default_factory=list)
+    _suspects: list[First] = field(default_factory=list)
+    _usual: set[tuple[str, str, str]] = field(default_factory=set)
+
+    @torch.no_grad()
+    def look(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        phase: str,
+        unit: str,
+        maker: str,
+        order: tuple[int, int] = (0, 0),
+        *,
+        usual: bool = False,
+    ) -> None:
+        """Look at tensors, each with its name."""
+        if is_transformed():
+            return  # torch.func's wrappers must not outlive the function
+        for name, tensor in tensors:
+            values = numbers_of(tensor)
+            if values is None:
+                continue
+            try:
+                low, high = torch.aminmax(values)
+            except (NotImplementedError, RuntimeError):
+                continue  # a dtype or a subclass without an order
+            seen = Seen(
+                self.clock, order, phase, unit, maker, name, tensor.dtype, tensor.shape, usual
+            )
+            self._waiting.append((seen, low, high))
+        if len(self._waiting) > _WAITING:
+            self.read()
+
+    def read(self) -> None:
+        """Read what waits on the device."""
+        waiting, self._waiting = self._waiting, []
+        found: list[First] = []
+        for (seen, _, _), (low, high) in zip(waiting, _on_host(waiting), strict=True):
+            if not (math.isfinite(low) and math.isfinite(high)):
+                nan = math.isnan(low)
+                sure = nan or high == math.inf or seen.phase in (PARAMETER, GRADIENT)
+                if sure or not seen.usual:
+                    found.append(First(seen, "a NaN" if nan else "an infinity"))
+                    if not sure:
+                        self._suspects.append(found.pop())
+        found.sort(key=lambda each: (each.seen.clock, each.seen.order))
+        for each in found:
+            if each.seen.phase == GRADIENT:
+                self.gradient = self.gradient or each
+            else:
+                self.first = self.first or each
+
+    def end(self, *, scaled: bool) -> First | None:
+        """The first finding of the step, which ends.
+
+        Args:
+            scaled: infinities in gradients are expected, and no finding.
+        """
+        self.read()
+        first = self.first or (None if scaled else self.gradient)
+        if first is None:
+            self._usual.update(map(_key, self._suspects))
+        else:
+            unusual = (each for each in self._suspects if _key(each) not in self._usual)
+            before = next(unusual, None)
+            if before is not None and before.seen.clock <= first.seen.clock:
+                first = before
+        self._suspects, self.clock = [], 0
+        self.first = self.gradient = None
+        return first
+
+
+def _key(found: First) -> tuple[str, str, str]:
+    return found.seen.phase, found.seen.unit, found.seen.tensor
+
+
+def numbers_of(tensor: Tensor) -> Tensor | None:
+    """The values of `tensor` on this rank, as real numbers; None if there are none to look at."""
+    tensor = waited_for(local_tensor(tensor))
+    if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.sparse_coo:
+            return None
+        tensor = tensor._values()
+    if not tensor.numel() or tensor.is_meta:
+        return None
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.detach() if tensor.is_floating_point() else None
+
+
+def _on_host(waiting: list[tuple[Seen, Tensor, Tensor]]) -> Iterable[tuple[float, float]]:
+    """The lowest and highest values, from each device and dtype in one copy."""
+    alike: dict[tuple[Any, Any], list[int]] = {}
+    for index, (_, low, _) in enumerate(waiting):
+        alike.setdefault((low.device, low.dtype), []).append(index)
+    values: list[tuple[float, float]] = [(0.0, 0.0)] * len(waiting)
+    for indices in alike.values():
+        both = torch.stack([each for index in indices for each in waiting[index][1:]])
+        for index, pair in zip(indices, both.view(-1, 2).tolist(), strict=True):
+            values[index] = pair
+    return values

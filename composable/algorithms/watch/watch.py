@@ -1,0 +1,636 @@
+"""`watch`: what goes wrong in a step is named before it spreads.
+
+A bracket around the forwards of each unit's modules sees inputs and outputs, and tensor hooks on
+them see their gradients. Gradients of parameters are seen on their rank in the messages that are
+about to be reduced (`LAUNCHING`). Before the optimizer steps, which all ranks do, the ranks
+exchange what each has seen first: two integers, and the words only where there is something to say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, Self
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, finalize, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from composable.algorithms.narration import open_scope
+from composable.algorithms.watch.checks import (
+    GRADIENT,
+    INPUT,
+    OUTPUT,
+    PARAMETER,
+    Checks,
+    First,
+)
+from composable.algorithms.watch.findings import Finding, show
+from composable.api.scopes import units_in
+from composable.comm import is_distributed
+from composable.comm.base import LAUNCHING, GroupComm
+from composable.compilation import backward_will_be_compiled, untraced, unwrapped
+from composable.contract.hooks import dispatcher_of
+from composable.contract.tree import names_below
+from composable.contract.values import tensors_in
+from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.reduction import Plan
+from composable.engine.params.param import labels_of
+from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.root import Root
+from composable.engine.step.unit import Unit, UnitCall
+from composable.errors import (
+    AlreadyAnnotatedError,
+    AnnotationError,
+    NonFiniteError,
+    RanksDisagreeError,
+    few,
+    unit_name,
+)
+from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
+from composable.optim.shard_steps import is_stand_in
+from composable.optim.shared import parameters_of
+from composable.state.whole import comms_of_model
+
+VARIABLE: Final = "COMPOSABLE_WATCH"
+_MODES: Final = ("warn", "raise")
+_NAME: Final = "watch"  # of the bracket
+_NOTHING: Final = (1 << 62) - 1  # later than every clock
+_LABEL: Final = "exchange of what watch has found"
+# A scaler that begins at 2 ** 16 and halves is at 1 by then: infinities are not the scale's.
+_EXPECTED_IN_A_ROW: Final = 24
+_ERRORS: Final[dict[str, type[RuntimeError]]] = {
+    "not finite": NonFiniteError,
+    "ranks differ": RanksDisagreeError,
+}
+
+
+class Place:
+    """A unit, by its names below the watched model.
+
+    Attributes:
+        name: its FQN; `around` is that of the unit around it, or empty.
+        reads, makes: the order of checks of one tensor, see `Seen`.
+    """
+
+    __slots__ = ("around", "makes", "name", "reads", "unit")
+
+    def __init__(self, unit: Unit, name: str, around: str, depth: int) -> None:
+        self.unit, self.name, self.around = unit, name, around
+        self.reads, self.makes = (0, -depth), (1, depth)
+
+
+class _Bracket:
+    """Around the forwards of one module of a unit; inert in copies of the model."""
+
+    __slots__ = ("_to_place", "_watch")
+
+    def __init__(self, watch: Watch | None = None, place: Place | None = None) -> None:
+        self._watch, self._to_place = watch, place
+
+    def __deepcopy__(self, memo: object) -> _Bracket:
+        return _Bracket()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Bracket, ()
+
+    @untraced
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._watch is not None and self._to_place is not None:
+            self._watch.entered(self._to_place, args, kwargs)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        if self._watch is not None and self._to_place is not None:
+            self._watch.left(self._to_place, output)
+        return output
+
+    def on_error(self, module: nn.Module) -> None:
+        return None
+
+
+class _Ear(Observer):
+    """Hears of steps for a watch, and does not keep it alive."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = ref(watch)
+
+    @override
+    def enters(self, root: Root, call: UnitCall) -> None:
+        if (watch := self._watch()) is not None and call.unit in watch.places:
+            watch.enters(root, call)
+
+    @override
+    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+        if (watch := self._watch()) is not None and call.unit in watch.places:
+            watch.checks.clock += 1
+
+    @override
+    def opens_backward(self, root: Root) -> None:
+        if (watch := self._watch()) is not None and watch.has(root):
+            watch.opens_backward(root)
+
+    @override
+    def comes_back(self, root: Root, call: UnitCall) -> None:
+        if (watch := self._watch()) is not None and call.unit in watch.places:
+            watch.checks.clock += 1
+
+    @override
+    def ends_backward(self, root: Root) -> None:
+        if (watch := self._watch()) is not None and watch.has(root):
+            watch.due = True
+
+    @override
+    def gradients_landed(self) -> None:
+        if (watch := self._watch()) is not None:
+            watch.landed()
+
+    @override
+    def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        watch = self._watch()
+        if watch is not None and what == "unscale" and watch in _watches_of(parameters):
+            watch.unscales()
+
+    def launching(self, comm: GroupComm, label: str, args: Sequence[Any]) -> None:
+        if (watch := self._watch()) is not None and label in watch.buckets:
+            watch.launching(*watch.buckets[label], args)
+
+
+class Watch:
+    """What `watch` returns.
+
+    Attributes:
+        findings: all of them, the same on every rank.
+        step: the number of the step that is under way: of steps of the optimizer since `watch`.
+        overflows: steps in which gradients had infinities because a loss scaler had scaled them.
+    """
+
+    def __init__(self, units: Sequence[Unit], names: dict[Unit, str], every: int, on: str) -> None:
+        self.findings: list[Finding] = []
+        self.step = 0
+        self.overflows = 0
+        self.checks = Checks()
+        self.due = False  # a backward has ended since the last exchange
+        self.buckets: dict[str, tuple[Place, GradBucket]] = {}  # by the label of their message
+        self.places = {unit: _place_of(unit, names) for unit in units}
+        self._every, self._on = every, on
+        self._scaled = False
+        self._in_a_row = 0  # overflows
+        self._begun: set[Unit] = set()  # whose parameters were looked at in this step
+        self._heard: set[Unit] = set()  # whose gradients were
+        # Outputs that were looked at, and their versions: they are the inputs of other units.
+        self._known: dict[int, tuple[ReferenceType[Tensor], int]] = {}
+        self._handles: list[Any] = []  # of hooks on leaves, which outlive the step
+        self._reported: set[tuple[str, ...]] = set()
+        ear = _Ear(self)
+        LAUNCHING.append(ear.launching)
+        deaf = (HEARERS.add(ear), partial(LAUNCHING.remove, ear.launching))
+        # also when the model is dropped
+        self._undo: list[Callable[[], object]] = [finalize(self, _call_each, deaf)]
+        for unit, place in self.places.items():
+            _WATCHES[unit] = self
+            for module in unit.modules:
+                if (dispatcher := dispatcher_of(module)) is not None:
+                    dispatcher.add(_NAME, _Bracket(self, place))
+                    self._undo.append(partial(dispatcher.drop, _NAME))
+
+    def close(self) -> None:
+        """End it, on all ranks, between two steps."""
+        undo, self._undo = self._undo, []
+        for each in undo:
+            each()
+        for unit in self.places if undo else ():
+            _WATCHES.pop(unit, None)
+        self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what is seen ----------------------------------------------------------------------------
+
+    @property
+    def looks(self) -> bool:
+        """Whether this step is one of those that are looked at."""
+        return self.step % self._every == 0
+
+    def has(self, root: Root) -> bool:
+        """Whether any unit of `root` is watched."""
+        return any(unit in self.places for unit in root.units)
+
+    def enters(self, root: Root, call: UnitCall) -> None:
+        """A unit is entered; with the outermost one a forward begins."""
+        self.checks.clock += 1
+        if call.root is root and not root.step.running and self.looks and torch.is_grad_enabled():
+            for unit in root.units:
+                if unit in self.places and unit not in self._begun:
+                    self._begun.add(unit)
+                    name = self.places[unit].name
+                    at_rest = [(param.fqn, param.at_rest) for param in unit.params]
+                    self.checks.look(at_rest, PARAMETER, name, name)
+
+    def entered(self, place: Place, args: Any, kwargs: Any) -> None:
+        """A module of a unit is about to compute."""
+        if not (self.looks and torch.is_grad_enabled()):
+            return
+        named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
+        maker = place.around or place.name
+        for usual in (False, True):  # what requires no gradient may be a mask
+            fresh = [(n, t) for n, t in named if t.requires_grad != usual and not self._knows(t)]
+            self.checks.look(fresh, INPUT, place.name, maker, usual=usual)
+        self._watch_gradients(place, named, place.name, place.reads)
+
+    def left(self, place: Place, output: Any) -> None:
+        """It has computed."""
+        if not (self.looks and torch.is_grad_enabled()):
+            return
+        several = isinstance(output, (tuple, list))
+        items = (
+            output.items()
+            if isinstance(output, dict)
+            else enumerate(output if several else [output])
+        )
+        named = list(_named(OUTPUT, items))
+        self.checks.look(named, OUTPUT, place.name, place.name)
+        for _, tensor in named:
+            self._known[id(tensor)] = ref(tensor), tensor._version
+        self._watch_gradients(place, named, place.around or place.name, place.makes)
+
+    def _knows(self, tensor: Tensor) -> bool:
+        found = self._known.get(id(tensor))
+        return found is not None and found[0]() is tensor and found[1] == tensor._version
+
+    def _watch_gradients(
+        self,
+        place: Place,
+        named: Iterable[tuple[str, Tensor]],
+        maker: str,
+        order: tuple[int, int],
+    ) -> None:
+        if backward_will_be_compiled():
+            return
+        for name, tensor in named:
+            # hooks on parameters are the engine's matter; the messages have their gradients
+            if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+                continue
+            seen = partial(self._see_gradient, f"gradient of {name}", place.name, maker, order)
+            handle = tensor.register_hook(untraced_hook(seen))
+            if tensor.grad_fn is None:
+                self._handles.append(handle)
+
+    def _see_gradient(
+        self, name: str, unit: str, maker: str, order: tuple[int, int], gradient: Tensor
+    ) -> None:
+        if self.looks:
+            self.checks.look([(name, gradient)], GRADIENT, unit, maker, order)
+
+    def opens_backward(self, root: Root) -> None:
+        """A backward begins: which messages its gradients will be in."""
+        by_arrival: Any = root.post_backward.buckets.buckets
+        self.buckets = {
+            bucket.reducer.label: (place, bucket)
+            for unit, place in self.places.items()
+            for bucket in (
+                *unit.gradients.buckets,
+                *(each for each in by_arrival if each.unit is unit.gradients),
+            )
+        }
+
+    def launching(self, place: Place, bucket: GradBucket, args: Sequence[Any]) -> None:
+        """A message with gradients is about to be reduced."""
+        if not self.looks:
+            return
+        found = _gradients_in(bucket, args)
+        if found is not None:
+            self._heard.add(place.unit)
+            named = [(bucket.params[index].fqn, each) for index, each in found]
+            self.checks.look(named, GRADIENT, place.name, place.name, place.makes)
+
+    def _look_at_landed(self) -> None:
+        """Gradients that were in no message that is known: of one rank, or of users' hooks."""
+        for unit, place in self.places.items():
+            if unit.trains and unit not in self._heard:
+                there = [
+                    (param.fqn, gradient)
+                    for param in unit.params
+                    if (gradient := param.at_rest.grad) is not None
+                ]
+                self.checks.look(there, GRADIENT, place.name, place.name, place.makes)
+
+    # --- the end of a step -----------------------------------------------------------------------
+
+    def landed(self) -> None:
+        """A backward has landed its gradients; maybe it has stepped, too."""
+        if self.due and open_scope() is None:
+            params = (param.at_rest for unit in self.places for param in unit.params)
+            if stepped_in_backward(params) is not None:
+                self.end_step()
+
+    def unscales(self) -> None:
+        """A scaler is about to look for infinities: it may skip the step of the optimizer."""
+        self._scaled = True
+        if open_scope() is None:  # there ranks without data are not told yet
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Exchange what the ranks have found; all of them call it.
+
+        Optimizers do before they step. Call it by hand where a step is given up.
+
+        Raises:
+            NonFiniteError: a value is not finite, with `on="raise"`.
+            RanksDisagreeError: ranks differ, with `on="raise"`.
+        """
+        if not self.due:
+            return
+        found: list[Finding] = []
+        if self.looks:
+            self._look_at_landed()
+            found += self._first_not_finite()
+        self._end()
+        self.step += 1
+        self._report(found)
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._known, self.buckets = [], {}, {}
+        self._begun, self._heard = set(), set()
+        self.due = self._scaled = False
+
+    def _first_not_finite(self) -> Iterator[Finding]:
+        scaled = self._scaled and self._in_a_row < _EXPECTED_IN_A_ROW
+        self.checks.read()
+        overflow = self._scaled and self.checks.gradient is not None
+        first = self.checks.end(scaled=scaled)
+        clock, overflows = self._lowest(
+            [_NOTHING if first is None else first.seen.clock, -int(overflow)]
+        )
+        self._in_a_row = self._in_a_row + 1 if overflows else 0
+        if overflows:
+            self.overflows += 1
+            if self.overflows == 1 and clock == _NOTHING:
+                yield _overflow(self.step)
+        if clock != _NOTHING:
+            yield _finding(self.step, self._said(first))
+
+    @property
+    def _comms(self) -> list[Any]:
+        return comms_of_model(list(self.places))
+
+    def _lowest(self, values: Sequence[int]) -> list[int]:
+        """The lowest over all ranks, one by one."""
+        lowest = list(values)
+        for comm in self._comms:
+            lowest, _ = comm.min_max(lowest, _LABEL)
+        return lowest
+
+    def _said(self, mine: Any) -> list[tuple[int, Any]]:
+        """What each rank says, by its number among all."""
+        said = [(dist.get_rank() if is_distributed() else 0, mine)]
+        for comm in self._comms:
+            said = [each for some in comm.all_gather_objects(said, _LABEL) for each in some]
+        return said
+
+    def _report(self, found: Sequence[Finding]) -> None:
+        self.findings += found
+        for finding in found:
+            if finding.place not in self._reported:
+                self._reported.add(finding.place)
+                if not is_distributed() or dist.get_rank() == 0:
+                    show(finding)
+        errors = [finding for finding in found if finding.kind in _ERRORS]
+        if errors and self._on == "raise":
+            raise _ERRORS[errors[0].kind](str(errors[0]))
+
+
+def _call_each(calls: Iterable[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def untraced_hook(see: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """What autograd calls with a gradient."""
+
+    @untraced
+    def hook(gradient: Tensor) -> None:
+        see(gradient)
+
+    return hook
+
+
+def _place_of(unit: Unit, names: dict[Unit, str]) -> Place:
+    own = names[unit]
+    # the longest name of another unit that it lies below
+    outer = [
+        name
+        for other, name in names.items()
+        if other is not unit and (not name or own.startswith(f"{name}."))
+    ]
+    around = unit_name(max(outer, key=len)) if outer else ""
+    return Place(unit, unit_name(own), around, len(outer))
+
+
+def _named(kind: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in inputs or outputs, with names: `input 0`, `input mask`, `output 1.2`."""
+    for key, value in items:
+        tensors = tensors_in(value)
+        for index, tensor in enumerate(tensors):
+            yield f"{kind} {key}" + (f".{index}" if len(tensors) > 1 else ""), tensor
+
+
+def _gradients_in(bucket: GradBucket, args: Sequence[Any]) -> list[tuple[int, Tensor]] | None:
+    """The gradients in a message, by their indices in the bucket; None if it is not the bucket's.
+
+    What launches it, `GroupComm._start`, is called with `args`.
+    """
+    kind, _, _, outputs, *inputs = args
+    plans: Iterable[Plan] = bucket.reducer.plans.values()
+    if kind == "all_reduce":
+        (flat,) = outputs
+        for plan in plans:
+            if plan.layout.numel == flat.numel():
+                indices = plan.layout.trainable
+                return list(zip(indices, plan.views(flat, indices), strict=True))
+        return None
+    *direct, sent = inputs[0]
+    for plan in plans:
+        if sent is plan.sent:
+            layout = plan.layout
+            return [
+                *((index, each) for (index, _), each in zip(layout.direct, direct, strict=True)),
+                *(
+                    (index, plan.rows[:, start : start + numel])
+                    for index, start, numel in layout.columns
+                ),
+            ]
+    return None
+
+
+# --- findings ------------------------------------------------------------------------------------
+
+
+def _overflow(step: int) -> Finding:
+    return Finding(
+        "hint", step, (0,), "", GRADIENT, "",
+        "gradients have infinities, as is expected of a loss scaler, which skips the step."
+        " The next ones are counted (`overflows`)",
+    )  # fmt: skip
+
+
+_MADE: Final = {
+    PARAMETER: "the last step of the optimizer, a load, or a write",
+    INPUT: "the code of unit '{maker}' before it calls unit '{unit}'",
+    OUTPUT: "the forward of unit '{maker}'",
+    GRADIENT: "the backward of unit '{maker}'",
+}
+
+
+def _finding(step: int, said: Sequence[tuple[int, First | None]]) -> Finding:
+    """Put what the ranks have seen first into words; the earliest decides."""
+    seen = sorted(
+        ((each.seen.clock, each.seen.order, rank, each) for rank, each in said if each is not None),
+        key=lambda row: row[:3],
+    )
+    (_, _, _, first), where = seen[0], seen[0][3].seen
+    ranks = [rank for _, _, rank, each in seen if each.seen[2:6] == where[2:6]]
+    others = [
+        f"rank {rank} ({each.seen.unit}, {each.seen.tensor})"
+        for _, _, rank, each in seen
+        if rank not in ranks
+    ]
+    made = _MADE[where.phase].format(maker=where.maker, unit=where.unit)
+    outermost = where.maker == where.unit
+    if where.phase == INPUT and outermost:
+        made = "the batch: it was there before the model was called"
+    if where.phase == GRADIENT and where.tensor.startswith(f"gradient of {OUTPUT}") and outermost:
+        made = "the loss, or what is between it and the model"
+    tensor = where.tensor
+    if where.phase in (INPUT, GRADIENT) and not outermost:
+        tensor = f"{tensor} of unit '{where.unit}'"
+    kind = str(where.dtype).removeprefix("torch.")
+    return Finding(
+        "not finite", step, tuple(ranks), where.maker, where.phase, tensor,
+        f"{first.what} in the {where.phase}s",
+        (
+            ("is", f"{kind} {tuple(where.shape)}"),
+            ("made by", made),
+            ("also", few(others)),
+        ),
+    )  # fmt: skip
+
+
+# --- optimizers, the environment -----------------------------------------------------------------
+
+_WATCHES: Final[WeakKeyDictionary[Unit, Watch]] = WeakKeyDictionary()
+_HOOKED: Final[WeakSet[Optimizer]] = WeakSet()
+
+
+def _watches_of(parameters: Sequence[Tensor]) -> list[Watch]:
+    owners = dict.fromkeys(
+        label.owner for label in labels_of(parameters) if label is not None and label.owner
+    )
+    units = (owner() for owner in owners)
+    found = (_WATCHES.get(unit) for unit in units if isinstance(unit, Unit))
+    return list(dict.fromkeys(watch for watch in found if watch is not None))
+
+
+@untraced
+def _before_steps(optimizer: Optimizer, *_: Any) -> None:
+    """Hook the optimizer itself.
+
+    Its own hooks come behind all global ones, and so behind that by which `join` tells ranks
+    without data of the step.
+    """
+    if _WATCHES and optimizer not in _HOOKED and not is_stand_in(optimizer):
+        _HOOKED.add(optimizer)
+        optimizer.register_step_pre_hook(_before_step)
+
+
+@untraced
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if _WATCHES and not is_part_of_backward(optimizer):
+        for watch in _watches_of(parameters_of(optimizer)):
+            watch.end_step()
+
+
+class _Starter(Observer):
+    """Watches every model that is trained."""
+
+    def __init__(self, on: str) -> None:
+        self._on = on
+
+    @override
+    def enters(self, root: Root, call: UnitCall) -> None:
+        if call.root is root and not root.step.running and torch.is_grad_enabled():
+            fresh = [unit for unit in root.units if unit not in _WATCHES]
+            if fresh:
+                Watch(fresh, {unit: _fqn(unit.name) for unit in fresh}, 1, self._on)
+
+
+def _fqn(name: str) -> str:
+    return "" if name == unit_name("") else name
+
+
+register_optimizer_step_pre_hook(_before_steps)
+if (_wanted := os.environ.get(VARIABLE, "0").strip()) not in ("", "0"):
+    HEARERS.add(_Starter("raise" if _wanted == "raise" else "warn"))
+
+
+def watch(model: nn.Module, every: int = 1, on: str = "warn") -> Watch:
+    """Name the first value that is not finite, before it spreads: rank, unit, phase, tensor, step.
+
+    Looked at are parameters before a step, inputs and outputs of units, their gradients, and
+    gradients of parameters on their rank, before they are reduced. Nothing waits for the device
+    until the optimizer steps: then the ranks exchange what each has seen first. `every` step costs
+    one read of what is looked at, and a small message.
+
+    An infinity in gradients that a loss scaler has scaled is expected: it is counted, and said
+    once. Infinities below zero in inputs and outputs, such as those of masks, are named only if a
+    NaN follows from them.
+
+    All ranks call it, between two steps, when the model is annotated. `COMPOSABLE_WATCH=1` in the
+    environment of all ranks watches every annotated model, `COMPOSABLE_WATCH=raise` as `on="raise"`
+    does.
+
+    Args:
+        model: an annotated module, or one that contains some.
+        every: look at one step in so many.
+        on: "warn" logs each finding once, "raise" also raises it on all ranks before the optimizer
+            steps.
+
+    Returns:
+        The watch, with its `findings`. `close()` ends it; it is also a context.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        AlreadyAnnotatedError: it is watched already.
+        AnnotationError: `every` is less than 1, or `on` is unknown.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> watch(model, on="raise")
+    """
+    if every < 1:
+        raise AnnotationError(f"watch: every must be at least 1, got {every}")
+    if on not in _MODES:
+        raise AnnotationError(f"watch: on must be 'warn' or 'raise', got {on!r}")
+    model = unwrapped(model)
+    units = units_in("watch", model)
+    for unit in units:
+        if unit in _WATCHES:
+            raise AlreadyAnnotatedError(
+                f"watch: unit '{unit.name}' is watched already; call close() on what the first"
+                " watch returned"
+            )
+    fqns = names_below(model)
+    return Watch(
+        units, {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}, every, on
+    )
