@@ -35,9 +35,10 @@ from composable.api.scopes import units_in
 from composable.comm import is_distributed
 from composable.comm.base import LAUNCHING, GroupComm
 from composable.compilation import backward_will_be_compiled, untraced, unwrapped
-from composable.contract.hooks import dispatcher_of
+from composable.contract.hooks import detach, dispatcher_of
 from composable.contract.tree import names_below
 from composable.contract.values import tensors_in
+from composable.engine.gradients.arrival import ArrivalBucket
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.reduction import Plan
 from composable.engine.params.param import labels_of
@@ -52,6 +53,7 @@ from composable.errors import (
     few,
     unit_name,
 )
+from composable.memory.torch_private import step_hooks
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.shard_steps import is_stand_in
 from composable.optim.shared import parameters_of
@@ -61,6 +63,7 @@ VARIABLE: Final = "COMPOSABLE_WATCH"
 _MODES: Final = ("warn", "raise")
 _NAME: Final = "watch"  # of the bracket
 _NOTHING: Final = (1 << 62) - 1  # later than every clock
+_GRADIENTS: Final = "gradient "  # labels of messages begin so
 _LABEL: Final = "exchange of what watch has found"
 # A scaler that begins at 2 ** 16 and halves is at 1 by then: infinities are not the scale's.
 _EXPECTED_IN_A_ROW: Final = 24
@@ -78,10 +81,10 @@ class Place:
         reads, makes: the order of checks of one tensor, see `Seen`.
     """
 
-    __slots__ = ("around", "makes", "name", "reads", "unit")
+    __slots__ = ("around", "makes", "name", "reads")
 
-    def __init__(self, unit: Unit, name: str, around: str, depth: int) -> None:
-        self.unit, self.name, self.around = unit, name, around
+    def __init__(self, name: str, around: str, depth: int) -> None:
+        self.name, self.around = name, around
         self.reads, self.makes = (0, -depth), (1, depth)
 
 
@@ -131,11 +134,6 @@ class _Ear(Observer):
             watch.checks.clock += 1
 
     @override
-    def opens_backward(self, root: Root) -> None:
-        if (watch := self._watch()) is not None and watch.has(root):
-            watch.opens_backward(root)
-
-    @override
     def comes_back(self, root: Root, call: UnitCall) -> None:
         if (watch := self._watch()) is not None and call.unit in watch.places:
             watch.checks.clock += 1
@@ -157,8 +155,8 @@ class _Ear(Observer):
             watch.unscales()
 
     def launching(self, comm: GroupComm, label: str, args: Sequence[Any]) -> None:
-        if (watch := self._watch()) is not None and label in watch.buckets:
-            watch.launching(*watch.buckets[label], args)
+        if (watch := self._watch()) is not None and watch.looks and label.startswith(_GRADIENTS):
+            watch.launching(label, args)
 
 
 class Watch:
@@ -176,13 +174,17 @@ class Watch:
         self.overflows = 0
         self.checks = Checks()
         self.due = False  # a backward has ended since the last exchange
-        self.buckets: dict[str, tuple[Place, GradBucket]] = {}  # by the label of their message
-        self.places = {unit: _place_of(unit, names) for unit in units}
+        # weak: a module below several models would keep them all
+        self.places = WeakKeyDictionary({unit: _place_of(unit, names) for unit in units})
+        self._comms = comms_of_model(units)
+        # by the label of their message, in one backward
+        self._buckets: dict[str, tuple[Place, GradBucket]] = {}
         self._every, self._on = every, on
         self._scaled = False
         self._in_a_row = 0  # overflows
-        self._begun: set[Unit] = set()  # whose parameters were looked at in this step
-        self._heard: set[Unit] = set()  # whose gradients were
+        self._trains = False  # the last forward began with gradients
+        self._begun: set[str] = set()  # units whose parameters were looked at in this step
+        self._heard: set[str] = set()  # whose gradients were
         # Outputs that were looked at, and their versions: they are the inputs of other units.
         self._known: dict[int, tuple[ReferenceType[Tensor], int]] = {}
         self._handles: list[Any] = []  # of hooks on leaves, which outlive the step
@@ -190,22 +192,20 @@ class Watch:
         ear = _Ear(self)
         LAUNCHING.append(ear.launching)
         deaf = (HEARERS.add(ear), partial(LAUNCHING.remove, ear.launching))
-        # also when the model is dropped
-        self._undo: list[Callable[[], object]] = [finalize(self, _call_each, deaf)]
+        self._finalizer = finalize(self, _call_each, deaf)  # also when the model is dropped
         for unit, place in self.places.items():
-            _WATCHES[unit] = self
+            _WATCHES[unit] = ref(self)
             for module in unit.modules:
                 if (dispatcher := dispatcher_of(module)) is not None:
                     dispatcher.add(_NAME, _Bracket(self, place))
-                    self._undo.append(partial(dispatcher.drop, _NAME))
 
     def close(self) -> None:
         """End it, on all ranks, between two steps."""
-        undo, self._undo = self._undo, []
-        for each in undo:
-            each()
-        for unit in self.places if undo else ():
+        for unit in list(self.places) if self._finalizer.alive else ():
             _WATCHES.pop(unit, None)
+            for module in unit.modules:
+                detach(module, _NAME)
+        self._finalizer()
         self._end()
 
     def __enter__(self) -> Self:
@@ -221,6 +221,11 @@ class Watch:
         """Whether this step is one of those that are looked at."""
         return self.step % self._every == 0
 
+    @property
+    def _looks_now(self) -> bool:
+        # inside of a forward with gradients: reentrant checkpointing turns them off
+        return self.looks and (self._trains or torch.is_grad_enabled())
+
     def has(self, root: Root) -> bool:
         """Whether any unit of `root` is watched."""
         return any(unit in self.places for unit in root.units)
@@ -228,17 +233,20 @@ class Watch:
     def enters(self, root: Root, call: UnitCall) -> None:
         """A unit is entered; with the outermost one a forward begins."""
         self.checks.clock += 1
-        if call.root is root and not root.step.running and self.looks and torch.is_grad_enabled():
+        if call.root is not root or root.step.running:
+            return
+        self._trains = torch.is_grad_enabled()
+        if self._looks_now:
             for unit in root.units:
-                if unit in self.places and unit not in self._begun:
-                    self._begun.add(unit)
-                    name = self.places[unit].name
+                name = self.places[unit].name if unit in self.places else ""
+                if name and name not in self._begun:
+                    self._begun.add(name)
                     at_rest = [(param.fqn, param.at_rest) for param in unit.params]
                     self.checks.look(at_rest, PARAMETER, name, name)
 
     def entered(self, place: Place, args: Any, kwargs: Any) -> None:
         """A module of a unit is about to compute."""
-        if not (self.looks and torch.is_grad_enabled()):
+        if not self._looks_now:
             return
         named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
         maker = place.around or place.name
@@ -249,7 +257,7 @@ class Watch:
 
     def left(self, place: Place, output: Any) -> None:
         """It has computed."""
-        if not (self.looks and torch.is_grad_enabled()):
+        if not self._looks_now:
             return
         several = isinstance(output, (tuple, list))
         items = (
@@ -291,32 +299,30 @@ class Watch:
         if self.looks:
             self.checks.look([(name, gradient)], GRADIENT, unit, maker, order)
 
-    def opens_backward(self, root: Root) -> None:
-        """A backward begins: which messages its gradients will be in."""
-        by_arrival: Any = root.post_backward.buckets.buckets
-        self.buckets = {
-            bucket.reducer.label: (place, bucket)
-            for unit, place in self.places.items()
-            for bucket in (
-                *unit.gradients.buckets,
-                *(each for each in by_arrival if each.unit is unit.gradients),
-            )
-        }
-
-    def launching(self, place: Place, bucket: GradBucket, args: Sequence[Any]) -> None:
+    def launching(self, label: str, args: Sequence[Any]) -> None:
         """A message with gradients is about to be reduced."""
-        if not self.looks:
-            return
-        found = _gradients_in(bucket, args)
-        if found is not None:
-            self._heard.add(place.unit)
+        if label not in self._buckets:
+            self._buckets = {
+                bucket.reducer.label: (place, bucket)
+                for unit, place in self.places.items()
+                for bucket in (*unit.gradients.buckets, *self._by_arrival(unit))
+            }
+        place, bucket = self._buckets.get(label, (None, None))
+        found = None if bucket is None else _gradients_in(bucket, args)
+        if place is not None and bucket is not None and found is not None:
+            self._heard.add(place.name)
             named = [(bucket.params[index].fqn, each) for index, each in found]
             self.checks.look(named, GRADIENT, place.name, place.name, place.makes)
+
+    def _by_arrival(self, unit: Unit) -> list[ArrivalBucket]:
+        roots = [unit.root] if unit.root is not None else []
+        buckets = [each for root in roots for each in root.post_backward.buckets.buckets]
+        return [bucket for bucket in buckets if bucket.unit is unit.gradients]
 
     def _look_at_landed(self) -> None:
         """Gradients that were in no message that is known: of one rank, or of users' hooks."""
         for unit, place in self.places.items():
-            if unit.trains and unit not in self._heard:
+            if unit.trains and place.name not in self._heard:
                 there = [
                     (param.fqn, gradient)
                     for param in unit.params
@@ -328,6 +334,7 @@ class Watch:
 
     def landed(self) -> None:
         """A backward has landed its gradients; maybe it has stepped, too."""
+        self._buckets = {}
         if self.due and open_scope() is None:
             params = (param.at_rest for unit in self.places for param in unit.params)
             if stepped_in_backward(params) is not None:
@@ -361,7 +368,7 @@ class Watch:
     def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._known, self.buckets = [], {}, {}
+        self._handles, self._known, self._buckets = [], {}, {}
         self._begun, self._heard = set(), set()
         self.due = self._scaled = False
 
@@ -380,10 +387,6 @@ class Watch:
                 yield _overflow(self.step)
         if clock != _NOTHING:
             yield _finding(self.step, self._said(first))
-
-    @property
-    def _comms(self) -> list[Any]:
-        return comms_of_model(list(self.places))
 
     def _lowest(self, values: Sequence[int]) -> list[int]:
         """The lowest over all ranks, one by one."""
@@ -435,7 +438,7 @@ def _place_of(unit: Unit, names: dict[Unit, str]) -> Place:
         if other is not unit and (not name or own.startswith(f"{name}."))
     ]
     around = unit_name(max(outer, key=len)) if outer else ""
-    return Place(unit, unit_name(own), around, len(outer))
+    return Place(unit_name(own), around, len(outer))
 
 
 def _named(kind: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Tensor]]:
@@ -529,7 +532,8 @@ def _finding(step: int, said: Sequence[tuple[int, First | None]]) -> Finding:
 
 # --- optimizers, the environment -----------------------------------------------------------------
 
-_WATCHES: Final[WeakKeyDictionary[Unit, Watch]] = WeakKeyDictionary()
+# weak: a watch has its units, and brackets of their modules have the watch
+_WATCHES: Final[WeakKeyDictionary[Unit, ReferenceType[Watch]]] = WeakKeyDictionary()
 _HOOKED: Final[WeakSet[Optimizer]] = WeakSet()
 
 
@@ -538,7 +542,7 @@ def _watches_of(parameters: Sequence[Tensor]) -> list[Watch]:
         label.owner for label in labels_of(parameters) if label is not None and label.owner
     )
     units = (owner() for owner in owners)
-    found = (_WATCHES.get(unit) for unit in units if isinstance(unit, Unit))
+    found = (_WATCHES[unit]() for unit in units if isinstance(unit, Unit) and unit in _WATCHES)
     return list(dict.fromkeys(watch for watch in found if watch is not None))
 
 
@@ -551,7 +555,9 @@ def _before_steps(optimizer: Optimizer, *_: Any) -> None:
     """
     if _WATCHES and optimizer not in _HOOKED and not is_stand_in(optimizer):
         _HOOKED.add(optimizer)
-        optimizer.register_step_pre_hook(_before_step)
+        handle = optimizer.register_step_pre_hook(_before_step)
+        # first of them: the last place is that of steps on shards
+        step_hooks(optimizer)[0].move_to_end(handle.id, last=False)
 
 
 @untraced
