@@ -51,6 +51,8 @@ class Seen(NamedTuple):
             read it comes first, and of those that made it the outermost.
         unit: in which it was seen; `maker` is that whose code made it.
         usual: an infinity below zero means nothing here.
+        forward: the number of the forward; what is seen in one counts if its backward came, and
+            always if it is None. Pipelines run some on memory that was never written to.
     """
 
     clock: int
@@ -62,13 +64,15 @@ class Seen(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     usual: bool = False
+    forward: int | None = None
 
 
 class First(NamedTuple):
-    """The first value that is not finite."""
+    """A value that is not finite; not `sure` if it may be usual there."""
 
     seen: Seen
     what: str
+    sure: bool
 
 
 @dataclass
@@ -77,16 +81,18 @@ class Checks:
 
     Attributes:
         clock: see `Seen`.
-        first: the first finding of those that were read, without gradients.
-        gradient: the same in gradients.
     """
 
     clock: int = 0
-    first: First | None = None
-    gradient: First | None = None
     _waiting: list[tuple[Seen, Tensor, Tensor]] = field(default_factory=list)
-    _suspects: list[First] = field(default_factory=list)
+    _found: list[First] = field(default_factory=list)
+    _came: set[int | None] = field(default_factory=set)  # forwards whose backward came
     _usual: set[tuple[str, str, str]] = field(default_factory=set)
+
+    def come_back(self, forward: int | None) -> None:
+        """Backward has come to a unit that was called in this forward."""
+        self.clock += 1
+        self._came.add(forward)
 
     @torch.no_grad()
     def look(
@@ -98,6 +104,7 @@ class Checks:
         order: tuple[int, int] = (0, 0),
         *,
         usual: bool = False,
+        forward: int | None = None,
     ) -> None:
         """Look at tensors, each with its name."""
         if is_transformed():
@@ -111,8 +118,9 @@ class Checks:
             except (NotImplementedError, RuntimeError):
                 continue  # a dtype or a subclass without an order
             seen = Seen(
-                self.clock, order, phase, unit, maker, name, tensor.dtype, tensor.shape, usual
-            )
+                self.clock, order, phase, unit, maker, name, tensor.dtype, tensor.shape,
+                usual, forward,
+            )  # fmt: skip
             self._waiting.append((seen, low, high))
         if len(self._waiting) > _WAITING:
             self.read()
@@ -120,40 +128,36 @@ class Checks:
     def read(self) -> None:
         """Read what waits on the device."""
         waiting, self._waiting = self._waiting, []
-        found: list[First] = []
         for (seen, _, _), (low, high) in zip(waiting, _on_host(waiting), strict=True):
             if not (math.isfinite(low) and math.isfinite(high)):
                 nan = math.isnan(low)
                 sure = nan or high == math.inf or seen.phase in (PARAMETER, GRADIENT)
-                if sure or not seen.usual:
-                    found.append(First(seen, "a NaN" if nan else "an infinity"))
-                    if not sure:
-                        self._suspects.append(found.pop())
-        found.sort(key=lambda each: (each.seen.clock, each.seen.order))
-        for each in found:
-            if each.seen.phase == GRADIENT:
-                self.gradient = self.gradient or each
-            else:
-                self.first = self.first or each
+                if (sure or not seen.usual) and len(self._found) < _WAITING:
+                    self._found.append(First(seen, "a NaN" if nan else "an infinity", sure))
 
-    def end(self, *, scaled: bool) -> First | None:
-        """The first finding of the step, which ends.
+    def end(self, *, scaled: bool) -> tuple[First | None, bool]:
+        """The first finding of the step, which ends, and whether there was one in gradients.
 
         Args:
             scaled: infinities in gradients are expected, and no finding.
         """
         self.read()
-        first = self.first or (None if scaled else self.gradient)
+        came = self._came | {None}
+        found = [each for each in self._found if each.seen.forward in came]
+        found.sort(key=lambda each: (each.seen.clock, each.seen.order))
+        in_gradients = [each for each in found if each.seen.phase == GRADIENT]
+        if scaled:
+            found = [each for each in found if each not in in_gradients]
+        first = next((each for each in found if each.sure), None)
+        suspects = [each for each in found if not each.sure]
         if first is None:
-            self._usual.update(map(_key, self._suspects))
+            self._usual.update(map(_key, suspects))
         else:
-            unusual = (each for each in self._suspects if _key(each) not in self._usual)
-            before = next(unusual, None)
-            if before is not None and before.seen.clock <= first.seen.clock:
-                first = before
-        self._suspects, self.clock = [], 0
-        self.first = self.gradient = None
-        return first
+            unusual = (each for each in suspects if _key(each) not in self._usual)
+            before = next(unusual, first)
+            first = min(before, first, key=lambda each: each.seen.clock)
+        self._found, self._came, self.clock = [], set(), 0
+        return first, bool(in_gradients)
 
 
 def _key(found: First) -> tuple[str, str, str]:

@@ -91,10 +91,12 @@ class Place:
 class _Bracket:
     """Around the forwards of one module of a unit; inert in copies of the model."""
 
-    __slots__ = ("_to_place", "_watch")
+    __slots__ = ("_place", "_unit", "_watch")
 
-    def __init__(self, watch: Watch | None = None, place: Place | None = None) -> None:
-        self._watch, self._to_place = watch, place
+    def __init__(
+        self, watch: Watch | None = None, unit: Unit | None = None, place: Place | None = None
+    ) -> None:
+        self._watch, self._unit, self._place = watch, unit, place
 
     def __deepcopy__(self, memo: object) -> _Bracket:
         return _Bracket()
@@ -104,13 +106,18 @@ class _Bracket:
 
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self._watch is not None and self._to_place is not None:
-            self._watch.entered(self._to_place, args, kwargs)
+        watch, unit, place = self._watch, self._unit, self._place
+        if watch is not None and unit is not None and place is not None:
+            if not unit.modules:  # the annotation was removed
+                detach(module, _NAME)
+            else:
+                watch.entered(unit, place, args, kwargs)
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
-        if self._watch is not None and self._to_place is not None:
-            self._watch.left(self._to_place, output)
+        watch, unit, place = self._watch, self._unit, self._place
+        if watch is not None and unit is not None and place is not None and unit.modules:
+            watch.left(unit, place, output)
         return output
 
     def on_error(self, module: nn.Module) -> None:
@@ -136,7 +143,7 @@ class _Ear(Observer):
     @override
     def comes_back(self, root: Root, call: UnitCall) -> None:
         if (watch := self._watch()) is not None and call.unit in watch.places:
-            watch.checks.clock += 1
+            watch.checks.come_back(call.number)
 
     @override
     def ends_backward(self, root: Root) -> None:
@@ -197,7 +204,7 @@ class Watch:
             _WATCHES[unit] = ref(self)
             for module in unit.modules:
                 if (dispatcher := dispatcher_of(module)) is not None:
-                    dispatcher.add(_NAME, _Bracket(self, place))
+                    dispatcher.add(_NAME, _Bracket(self, unit, place))
 
     def close(self) -> None:
         """End it, on all ranks, between two steps."""
@@ -244,7 +251,7 @@ class Watch:
                     at_rest = [(param.fqn, param.at_rest) for param in unit.params]
                     self.checks.look(at_rest, PARAMETER, name, name)
 
-    def entered(self, place: Place, args: Any, kwargs: Any) -> None:
+    def entered(self, unit: Unit, place: Place, args: Any, kwargs: Any) -> None:
         """A module of a unit is about to compute."""
         if not self._looks_now:
             return
@@ -252,10 +259,12 @@ class Watch:
         maker = place.around or place.name
         for usual in (False, True):  # what requires no gradient may be a mask
             fresh = [(n, t) for n, t in named if t.requires_grad != usual and not self._knows(t)]
-            self.checks.look(fresh, INPUT, place.name, maker, usual=usual)
+            self.checks.look(
+                fresh, INPUT, place.name, maker, usual=usual, forward=_forward_of(unit)
+            )
         self._watch_gradients(place, named, place.name, place.reads)
 
-    def left(self, place: Place, output: Any) -> None:
+    def left(self, unit: Unit, place: Place, output: Any) -> None:
         """It has computed."""
         if not self._looks_now:
             return
@@ -266,7 +275,7 @@ class Watch:
             else enumerate(output if several else [output])
         )
         named = list(_named(OUTPUT, items))
-        self.checks.look(named, OUTPUT, place.name, place.name)
+        self.checks.look(named, OUTPUT, place.name, place.name, forward=_forward_of(unit))
         for _, tensor in named:
             self._known[id(tensor)] = ref(tensor), tensor._version
         self._watch_gradients(place, named, place.around or place.name, place.makes)
@@ -374,11 +383,9 @@ class Watch:
 
     def _first_not_finite(self) -> Iterator[Finding]:
         scaled = self._scaled and self._in_a_row < _EXPECTED_IN_A_ROW
-        self.checks.read()
-        overflow = self._scaled and self.checks.gradient is not None
-        first = self.checks.end(scaled=scaled)
+        first, overflow = self.checks.end(scaled=scaled)
         clock, overflows = self._lowest(
-            [_NOTHING if first is None else first.seen.clock, -int(overflow)]
+            [_NOTHING if first is None else first.seen.clock, -int(overflow and self._scaled)]
         )
         self._in_a_row = self._in_a_row + 1 if overflows else 0
         if overflows:
@@ -439,6 +446,11 @@ def _place_of(unit: Unit, names: dict[Unit, str]) -> Place:
     ]
     around = unit_name(max(outer, key=len)) if outer else ""
     return Place(unit_name(own), around, len(outer))
+
+
+def _forward_of(unit: Unit) -> int | None:
+    """The number of the forward that runs; None if nobody will say that its backward came."""
+    return None if backward_will_be_compiled() else unit.step.calls[-1].number
 
 
 def _named(kind: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Tensor]]:
