@@ -193,23 +193,32 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
     Takes a few MiB, however large the tensors are, and waits for each device once.
     """
+    found = [0] * len(tensors)
+    for indices, totals in digests(tensors):
+        for index, total in zip(indices, totals.tolist(), strict=True):
+            found[index] = (total >> 16) & 0x7FFF_FFFF_FFFF
+    return found
+
+
+def digests(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """Numbers as those of `fingerprints`, on each device: the indices of the tensors there, and a
+    number for each. Empty tensors and those on the meta device have none. Waits for no device.
+    """
     alike: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.device.type != "meta" and tensor.numel():
             alike.setdefault(tensor.device, []).append(index)
-    found = [0] * len(tensors)
     for device, indices in alike.items():
         weights = _weights(device, min(_CHUNK, max(tensors[index].nbytes for index in indices)))
-        totals = torch.stack([_total(tensors[index], weights) for index in indices])
-        for index, total in zip(indices, totals.tolist(), strict=True):
-            found[index] = (total >> 16) & 0x7FFF_FFFF_FFFF
-    return found
+        yield indices, torch.stack([_total(tensors[index], weights) for index in indices])
 
 
 def _total(tensor: Tensor, weights: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=weights.device)
     for part in plain_parts(tensor):
         data = part.contiguous().reshape(-1).view(torch.uint8)
+        if data.storage_offset() % 4:  # a view that begins between two words
+            data = data.clone()
         whole = data.numel() // 4 * 4
         for words in (*data[:whole].view(torch.int32).split(_CHUNK), data[whole:]):
             # Each word counts as often as its position says; numbers are taken modulo 2 ** 64.

@@ -25,12 +25,13 @@ earlier step from which nothing followed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable.memory.torch_private import is_transformed, local_tensor, waited_for
 
@@ -93,6 +94,21 @@ class Checks:
         """Backward has come to a unit that was called in this forward."""
         self.clock += 1
         self._came.add(forward)
+
+    def look_together(
+        self,
+        whole: Iterable[Tensor],
+        tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+        phase: str,
+        unit: str,
+        order: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Look at tensors in the memory that they share, and at each if that is not finite.
+
+        Only where the host need not wait for the device.
+        """
+        if not all(map(_is_finite, whole)):
+            self.look(tensors(), phase, unit, unit, order)
 
     @torch.no_grad()
     def look(
@@ -166,16 +182,24 @@ def _key(found: First) -> tuple[str, str, str]:
 
 def numbers_of(tensor: Tensor) -> Tensor | None:
     """The values of `tensor` on this rank, as real numbers; None if there are none to look at."""
-    tensor = waited_for(local_tensor(tensor))
-    if tensor.layout is not torch.strided:
-        if tensor.layout is not torch.sparse_coo:
-            return None
-        tensor = tensor._values()
-    if not tensor.numel() or tensor.is_meta:
+    values: Any = waited_for(local_tensor(tensor))
+    if values.layout is torch.sparse_coo:
+        values = values._values()
+    if values.layout is not torch.strided or is_traceable_wrapper_subclass(values):
         return None
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.detach() if tensor.is_floating_point() else None
+    if not values.numel() or values.is_meta:
+        return None
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return values.detach() if values.is_floating_point() else None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    values = numbers_of(tensor)
+    if values is None:
+        return True
+    low, high = torch.aminmax(values)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def _on_host(waiting: list[tuple[Seen, Tensor, Tensor]]) -> Iterable[tuple[float, float]]:

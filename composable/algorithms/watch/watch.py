@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from composable.algorithms.narration import open_scope
+from composable.algorithms.watch.agreement import Agreement, comms_of
 from composable.algorithms.watch.checks import (
     GRADIENT,
     INPUT,
@@ -42,6 +43,7 @@ from composable.engine.gradients.arrival import ArrivalBucket
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.reduction import Plan
 from composable.engine.params.param import labels_of
+from composable.engine.params.param_group import ParamGroup
 from composable.engine.step.observer import HEARERS, Observer
 from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, UnitCall
@@ -66,7 +68,9 @@ _NOTHING: Final = (1 << 62) - 1  # later than every clock
 _GRADIENTS: Final = "gradient "  # labels of messages begin so
 _LABEL: Final = "exchange of what watch has found"
 # A scaler that begins at 2 ** 16 and halves is at 1 by then: infinities are not the scale's.
+AGREE: Final = 100  # steps from one comparison of digests to the next
 _EXPECTED_IN_A_ROW: Final = 24
+_DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 _ERRORS: Final[dict[str, type[RuntimeError]]] = {
     "not finite": NonFiniteError,
     "ranks differ": RanksDisagreeError,
@@ -124,6 +128,27 @@ class _Bracket:
         return None
 
 
+class _GradientHook:
+    """What autograd calls with the gradient of an input or output."""
+
+    __slots__ = ("_maker", "_name", "_order", "_place", "_unit", "_watch")
+
+    def __init__(self, watch: Watch, name: str, unit: Unit, place: Place, *, made: bool) -> None:
+        self._watch, self._name, self._unit, self._place = watch, name, unit, place
+        self._maker = (place.around or place.name) if made else place.name
+        self._order = place.makes if made else place.reads
+
+    @untraced
+    def __call__(self, gradient: Tensor) -> None:
+        watch = self._watch
+        if watch.looks:
+            seen = [(self._name, gradient)]
+            watch.checks.look(seen, GRADIENT, self._place.name, self._maker, self._order)
+        if watch.compares and self._order is self._place.reads:
+            # the unit was gathered for backward, and is not left yet
+            watch.agreement.note_gathered(self._unit, self._place.name, "in backward")
+
+
 class _Ear(Observer):
     """Hears of steps for a watch, and does not keep it alive."""
 
@@ -175,7 +200,14 @@ class Watch:
         overflows: steps in which gradients had infinities because a loss scaler had scaled them.
     """
 
-    def __init__(self, units: Sequence[Unit], names: dict[Unit, str], every: int, on: str) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        names: dict[Unit, str],
+        every: int = 1,
+        on: str = "warn",
+        agree: int = AGREE,
+    ) -> None:
         self.findings: list[Finding] = []
         self.step = 0
         self.overflows = 0
@@ -184,9 +216,12 @@ class Watch:
         # weak: a module below several models would keep them all
         self.places = WeakKeyDictionary({unit: _place_of(unit, names) for unit in units})
         self._comms = comms_of_model(units)
+        self._on_stream = units[0].mesh_info.all.traits.on_stream  # to read is to wait
         # by the label of their message, in one backward
         self._buckets: dict[str, tuple[Place, GradBucket]] = {}
-        self._every, self._on = every, on
+        self.agreement = Agreement()
+        self._every, self._on, self._agree = every, on, agree
+        self._optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
         self._scaled = False
         self._in_a_row = 0  # overflows
         self._trains = False  # the last forward began with gradients
@@ -229,6 +264,11 @@ class Watch:
         return self.step % self._every == 0
 
     @property
+    def compares(self) -> bool:
+        """Whether the ranks compare digests at the end of this step."""
+        return self._agree > 0 and self.step % self._agree == 0
+
+    @property
     def _looks_now(self) -> bool:
         # inside of a forward with gradients: reentrant checkpointing turns them off
         return self.looks and (self._trains or torch.is_grad_enabled())
@@ -243,16 +283,28 @@ class Watch:
         if call.root is not root or root.step.running:
             return
         self._trains = torch.is_grad_enabled()
+        if self.compares and self._trains:
+            self.agreement.begin(self._named_units())
+            if any(module.training and module.p > 0 for module in _dropouts(root)):
+                self.agreement.note_draws(root.units[0].mesh_info.device)
         if self._looks_now:
             for unit in root.units:
-                name = self.places[unit].name if unit in self.places else ""
-                if name and name not in self._begun:
-                    self._begun.add(name)
-                    at_rest = [(param.fqn, param.at_rest) for param in unit.params]
-                    self.checks.look(at_rest, PARAMETER, name, name)
+                if (place := self.places.get(unit)) is not None and place.name not in self._begun:
+                    self._begun.add(place.name)
+                    self._look_at_rest(unit, place)
+
+    def _look_at_rest(self, unit: Unit, place: Place) -> None:
+        for group in unit.groups:
+            named = partial(_at_rest, group)
+            if group.shard is None or self._on_stream:
+                self.checks.look(named(), PARAMETER, place.name, place.name)
+            else:
+                self.checks.look_together([group.shard], named, PARAMETER, place.name)
 
     def entered(self, unit: Unit, place: Place, args: Any, kwargs: Any) -> None:
         """A module of a unit is about to compute."""
+        if self.compares and unit.step.calls[-1].number is not None:
+            self.agreement.note_gathered(unit, place.name, "in forward")
         if not self._looks_now:
             return
         named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
@@ -262,7 +314,7 @@ class Watch:
             self.checks.look(
                 fresh, INPUT, place.name, maker, usual=usual, forward=_forward_of(unit)
             )
-        self._watch_gradients(place, named, place.name, place.reads)
+        self._watch_gradients(unit, place, named, made=False)
 
     def left(self, unit: Unit, place: Place, output: Any) -> None:
         """It has computed."""
@@ -278,18 +330,17 @@ class Watch:
         self.checks.look(named, OUTPUT, place.name, place.name, forward=_forward_of(unit))
         for _, tensor in named:
             self._known[id(tensor)] = ref(tensor), tensor._version
-        self._watch_gradients(place, named, place.around or place.name, place.makes)
+        self._watch_gradients(unit, place, named, made=True)
+
+    def _named_units(self) -> list[tuple[Unit, str]]:
+        return [(unit, place.name) for unit, place in self.places.items()]
 
     def _knows(self, tensor: Tensor) -> bool:
         found = self._known.get(id(tensor))
         return found is not None and found[0]() is tensor and found[1] == tensor._version
 
     def _watch_gradients(
-        self,
-        place: Place,
-        named: Iterable[tuple[str, Tensor]],
-        maker: str,
-        order: tuple[int, int],
+        self, unit: Unit, place: Place, named: Iterable[tuple[str, Tensor]], *, made: bool
     ) -> None:
         if backward_will_be_compiled():
             return
@@ -297,16 +348,10 @@ class Watch:
             # hooks on parameters are the engine's matter; the messages have their gradients
             if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
                 continue
-            seen = partial(self._see_gradient, f"gradient of {name}", place.name, maker, order)
-            handle = tensor.register_hook(untraced_hook(seen))
+            hook = _GradientHook(self, f"gradient of {name}", unit, place, made=made)
+            handle = tensor.register_hook(hook)
             if tensor.grad_fn is None:
                 self._handles.append(handle)
-
-    def _see_gradient(
-        self, name: str, unit: str, maker: str, order: tuple[int, int], gradient: Tensor
-    ) -> None:
-        if self.looks:
-            self.checks.look([(name, gradient)], GRADIENT, unit, maker, order)
 
     def launching(self, label: str, args: Sequence[Any]) -> None:
         """A message with gradients is about to be reduced."""
@@ -317,11 +362,15 @@ class Watch:
                 for bucket in (*unit.gradients.buckets, *self._by_arrival(unit))
             }
         place, bucket = self._buckets.get(label, (None, None))
-        found = None if bucket is None else _gradients_in(bucket, args)
-        if place is not None and bucket is not None and found is not None:
-            self._heard.add(place.name)
-            named = [(bucket.params[index].fqn, each) for index, each in found]
-            self.checks.look(named, GRADIENT, place.name, place.name, place.makes)
+        plan = None if bucket is None else _plan_of(bucket, args)
+        if place is None or bucket is None or plan is None:
+            return
+        self._heard.add(place.name)
+        named = partial(_gradients_in, bucket, plan, args)
+        if self._on_stream:
+            self.checks.look(named(), GRADIENT, place.name, place.name, place.makes)
+        else:
+            self.checks.look_together(args[-1], named, GRADIENT, place.name, place.makes)
 
     def _by_arrival(self, unit: Unit) -> list[ArrivalBucket]:
         roots = [unit.root] if unit.root is not None else []
@@ -355,6 +404,10 @@ class Watch:
         if open_scope() is None:  # there ranks without data are not told yet
             self.end_step()
 
+    def note(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step parameters of the model."""
+        self._optimizers[optimizer] = None
+
     def end_step(self) -> None:
         """Exchange what the ranks have found; all of them call it.
 
@@ -370,6 +423,8 @@ class Watch:
         if self.looks:
             self._look_at_landed()
             found += self._first_not_finite()
+        if self.compares:
+            found += self._first_difference()
         self._end()
         self.step += 1
         self._report(found)
@@ -394,6 +449,19 @@ class Watch:
                 yield _overflow(self.step)
         if clock != _NOTHING:
             yield _finding(self.step, self._said(first))
+
+    def _first_difference(self) -> list[Finding]:
+        self.agreement.note_rest(self._named_units())
+        comms = comms_of(self.places)
+        for number, optimizer in enumerate(self._optimizers):
+            self.agreement.note_options(comms[0], number, optimizer)
+        found = self.agreement.compare(self.step, comms)
+        # ranks of other replicas and shards hear of it, too
+        if self._lowest([-len(found)]) == [0]:
+            return []
+        said = [each for _, some in self._said(found) for each in some]
+        hints = [each for each in said if each.kind == "hint"]
+        return [*[each for each in said if each.kind != "hint"][:1], *hints[:1]]
 
     def _lowest(self, values: Sequence[int]) -> list[int]:
         """The lowest over all ranks, one by one."""
@@ -426,16 +494,6 @@ def _call_each(calls: Iterable[Callable[[], object]]) -> None:
         call()
 
 
-def untraced_hook(see: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """What autograd calls with a gradient."""
-
-    @untraced
-    def hook(gradient: Tensor) -> None:
-        see(gradient)
-
-    return hook
-
-
 def _place_of(unit: Unit, names: dict[Unit, str]) -> Place:
     own = names[unit]
     # the longest name of another unit that it lies below
@@ -446,6 +504,11 @@ def _place_of(unit: Unit, names: dict[Unit, str]) -> Place:
     ]
     around = unit_name(max(outer, key=len)) if outer else ""
     return Place(unit_name(own), around, len(outer))
+
+
+def _dropouts(root: Root) -> Iterator[Any]:
+    for module in root.modules:
+        yield from (below for below in module.modules() if isinstance(below, _DROPOUTS))
 
 
 def _forward_of(unit: Unit) -> int | None:
@@ -461,32 +524,32 @@ def _named(kind: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, T
             yield f"{kind} {key}" + (f".{index}" if len(tensors) > 1 else ""), tensor
 
 
-def _gradients_in(bucket: GradBucket, args: Sequence[Any]) -> list[tuple[int, Tensor]] | None:
-    """The gradients in a message, by their indices in the bucket; None if it is not the bucket's.
+def _at_rest(group: ParamGroup) -> list[tuple[str, Tensor]]:
+    return [(param.fqn, param.at_rest) for param in group.params]
 
-    What launches it, `GroupComm._start`, is called with `args`.
-    """
-    kind, _, _, outputs, *inputs = args
+
+def _plan_of(bucket: GradBucket, args: Sequence[Any]) -> Plan | None:
+    """The plan of a message, whose launch is called with `args` (`GroupComm._start`)."""
     plans: Iterable[Plan] = bucket.reducer.plans.values()
-    if kind == "all_reduce":
-        (flat,) = outputs
-        for plan in plans:
-            if plan.layout.numel == flat.numel():
-                indices = plan.layout.trainable
-                return list(zip(indices, plan.views(flat, indices), strict=True))
-        return None
-    *direct, sent = inputs[0]
-    for plan in plans:
-        if sent is plan.sent:
-            layout = plan.layout
-            return [
-                *((index, each) for (index, _), each in zip(layout.direct, direct, strict=True)),
-                *(
-                    (index, plan.rows[:, start : start + numel])
-                    for index, start, numel in layout.columns
-                ),
-            ]
-    return None
+    if args[0] == "all_reduce":
+        return next((each for each in plans if each.layout.numel == args[-1][0].numel()), None)
+    return next((each for each in plans if each.sent is args[-1][-1]), None)
+
+
+def _gradients_in(
+    bucket: GradBucket, plan: Plan, args: Sequence[Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """The gradients in a message, with the names of their parameters."""
+    layout, params = plan.layout, bucket.params
+    if args[0] == "all_reduce":
+        views = plan.views(args[-1][0], layout.trainable)
+        for index, view in zip(layout.trainable, views, strict=True):
+            yield params[index].fqn, view
+        return
+    for (index, _), term in zip(layout.direct, args[-1], strict=False):
+        yield params[index].fqn, term
+    for index, start, numel in layout.columns:
+        yield params[index].fqn, plan.rows[:, start : start + numel]
 
 
 # --- findings ------------------------------------------------------------------------------------
@@ -576,6 +639,7 @@ def _before_steps(optimizer: Optimizer, *_: Any) -> None:
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if _WATCHES and not is_part_of_backward(optimizer):
         for watch in _watches_of(parameters_of(optimizer)):
+            watch.note(optimizer)
             watch.end_step()
 
 
@@ -590,7 +654,7 @@ class _Starter(Observer):
         if call.root is root and not root.step.running and torch.is_grad_enabled():
             fresh = [unit for unit in root.units if unit not in _WATCHES]
             if fresh:
-                Watch(fresh, {unit: _fqn(unit.name) for unit in fresh}, 1, self._on)
+                Watch(fresh, {unit: _fqn(unit.name) for unit in fresh}, on=self._on)
 
 
 def _fqn(name: str) -> str:
@@ -602,17 +666,28 @@ if (_wanted := os.environ.get(VARIABLE, "0").strip()) not in ("", "0"):
     HEARERS.add(_Starter("raise" if _wanted == "raise" else "warn"))
 
 
-def watch(model: nn.Module, every: int = 1, on: str = "warn") -> Watch:
-    """Name the first value that is not finite, before it spreads: rank, unit, phase, tensor, step.
+def watch(model: nn.Module, every: int = 1, on: str = "warn", *, agree: int = AGREE) -> Watch:
+    """Name what goes wrong in a step, before it spreads: rank, unit, phase, tensor, step.
 
-    Looked at are parameters before a step, inputs and outputs of units, their gradients, and
-    gradients of parameters on their rank, before they are reduced. Nothing waits for the device
-    until the optimizer steps: then the ranks exchange what each has seen first. `every` step costs
-    one read of what is looked at, and a small message.
+    Two things are looked for: the first value that is not finite, and ranks that differ in what
+    must be equal.
+
+    Values that are not finite: looked at are parameters before a step, inputs and outputs of units,
+    their gradients, and gradients of parameters on their rank, before they are reduced. Nothing
+    waits for the device until the optimizer steps: then the ranks exchange what each has seen
+    first. Every `every` steps that costs one read of what is looked at, and a small message.
 
     An infinity in gradients that a loss scaler has scaled is expected: it is counted, and said
     once. Infinities below zero in inputs and outputs, such as those of masks, are named only if a
     NaN follows from them.
+
+    Ranks that differ: every `agree` steps the ranks compare digests of parameters and landed
+    gradients of replicas, of gathered parameters with the rank whose rows they are, of buffers that
+    no forward writes to, and the optimizers' hyper-parameters. If dropout would drop the same
+    places on all ranks, a hint says so. Units with communication hooks are not compared.
+
+    Under a pipeline schedule call it after the first step, in which torch runs stages on memory
+    that was never written to.
 
     All ranks call it, between two steps, when the model is annotated. `COMPOSABLE_WATCH=1` in the
     environment of all ranks watches every annotated model, `COMPOSABLE_WATCH=raise` as `on="raise"`
@@ -623,6 +698,7 @@ def watch(model: nn.Module, every: int = 1, on: str = "warn") -> Watch:
         every: look at one step in so many.
         on: "warn" logs each finding once, "raise" also raises it on all ranks before the optimizer
             steps.
+        agree: compare the ranks every so many steps; 0 for never.
 
     Returns:
         The watch, with its `findings`. `close()` ends it; it is also a context.
@@ -649,6 +725,5 @@ def watch(model: nn.Module, every: int = 1, on: str = "warn") -> Watch:
                 " watch returned"
             )
     fqns = names_below(model)
-    return Watch(
-        units, {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}, every, on
-    )
+    names = {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}
+    return Watch(units, names, every, on, agree)

@@ -1,0 +1,95 @@
+"""Claim: `watch` takes at most 2 % of a step.
+
+Times steps of the same model with and without it, by the clock and by the time of the processor,
+which a busy machine changes less.
+
+Usage:
+
+    python benchmarks/watch.py                      # GPT of 43 M parameters, 2 ranks, CPU
+    python benchmarks/watch.py --verb replicate
+    python benchmarks/watch.py --device cuda --fake-world 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from contenders import scale
+from harness import Measure, Rounds, Sample, compete, device_of, ratios, series, spread, world_of
+from models import SIZES, adamw, add_adamw, task_of
+from options import parse, parser
+from publish import emit, rounded, table
+
+PLAIN: Final = "as it is"
+LIMIT: Final = 1.02
+# What is watched, by `every`.
+WATCHED: Final = {"watched": 1, "watched, one step in 10": 10}
+VERBS: Final = {"fully_shard": "composable", "replicate": "composable-replicate"}
+
+
+def build(contender: str, options: argparse.Namespace) -> Measure:
+    """One training step per call: seconds of the clock and of the processor."""
+    from composable import watch
+
+    device = device_of(options)
+    task = task_of(options.model, seed=options.seed, rank=dist.get_rank(), device=device)
+    verb = VERBS[options.verb]
+    model = scale(verb, task.model, task.units, device=device, world=world_of(options))
+    optimizer = adamw(model.parameters(), options.adamw)
+    if contender != PLAIN:
+        watch(model, every=WATCHED[contender])
+    step = 0
+
+    def measure() -> Sample:
+        nonlocal step
+        start, processor = time.perf_counter(), time.process_time()
+        task.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        step += 1
+        return {"step": time.perf_counter() - start, "cpu": time.process_time() - processor}
+
+    return measure
+
+
+def _rows(rounds: Rounds, contenders: Sequence[str]) -> list[list[str]]:
+    rows = []
+    for contender in contenders:
+        row = [contender]
+        for metric in ("step", "cpu"):
+            row.append(f"{spread(series(rounds, contender, metric))['median'] * 1e3:.1f}")
+            against = spread(ratios(rounds, contender, PLAIN, metric))
+            row.append("" if contender == PLAIN else f"{against['median']:.3f}")
+        rows.append([*row, f"{LIMIT:.2f}" if contender == "watched" else ""])
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--model", choices=SIZES, default="gpt")
+    options.add_argument("--verb", choices=VERBS, default="fully_shard")
+    add_adamw(options, "default")
+    found = parse(options, model="tiny")
+    contenders = [PLAIN, *WATCHED]
+    title = task_of(found.model, seed=0, rank=0, device=torch.device("meta")).title
+    title = f"Watched steps: {title} per rank, {found.verb}, {found.ranks} ranks, {found.device}"
+    rounds = compete(build, contenders, found)
+    header = ["contender", "step, ms", "/ as it is", "processor, ms", "/ as it is", "limit"]
+    emit(
+        "watch" if found.verb == "fully_shard" else f"watch-{found.verb}",
+        found,
+        title=title,
+        tables=[table(header, _rows(rounds, contenders))],
+        data={"model": found.model, "seconds": rounded(rounds)},
+    )
+
+
+if __name__ == "__main__":
+    main()
