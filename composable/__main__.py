@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from composable import __version__
+from composable.algorithms.watch import replay as replay_command
 from composable.demo.options import DemoError, OneLineParser, Options, add_arguments
 from composable.forecast import command as forecast_command
 from composable.forecast import describing as describe_command
@@ -37,6 +38,12 @@ def main(command_line: Sequence[str]) -> int:
     )
     describe_command.add_arguments(described)
     described.set_defaults(run=describe_command.run)
+    about = "run the unit of an incident that watch has written again, in one process"
+    replay = commands.add_parser(
+        "replay", help=about, description=f"{about[0].upper()}{about[1:]}."
+    )
+    replay_command.add_arguments(replay)
+    replay.set_defaults(run=replay_command.run)
     options = parser.parse_args(command_line, Options())
     if (run := getattr(options, "run", None)) is not None:
         return int(run(options))

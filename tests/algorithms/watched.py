@@ -38,9 +38,8 @@ class Fault:
     block: int = 0
     value: float = float("nan")
 
-    def strikes(self, kind: str, step: int, block: int) -> bool:
-        here = (self.kind, self.rank, self.step, self.block)
-        return here == (kind, dist.get_rank(), step, block)
+    def strikes(self, kind: str, rank: int, step: int, block: int) -> bool:
+        return (self.kind, self.rank, self.step, self.block) == (kind, rank, step, block)
 
 
 class _Spoiled(torch.autograd.Function):
@@ -63,15 +62,16 @@ class Plant:
 
     def __init__(self, fault: Fault | None) -> None:
         self.fault, self.step = fault, 0
+        self.rank = dist.get_rank()  # also where one process runs the module again
 
     def forward(self, kind: str, x: Tensor, block: int = 0) -> Tensor:
-        if self.fault is not None and self.fault.strikes(kind, self.step, block):
+        if self.fault is not None and self.fault.strikes(kind, self.rank, self.step, block):
             x = x.clone()
             x.view(-1)[0] = self.fault.value
         return x
 
     def backward(self, kind: str, x: Tensor, block: int = 0) -> Tensor:
-        if self.fault is not None and self.fault.strikes(kind, self.step, block):
+        if self.fault is not None and self.fault.strikes(kind, self.rank, self.step, block):
             spoiled: Tensor = _Spoiled.apply(x, self.fault.value)  # type: ignore[no-untyped-call]
             return spoiled
         return x
@@ -109,7 +109,7 @@ class Model(nn.Module):
         mask[0] = -torch.inf  # as attention has it
         x = self.stem(x)
         for number, block in enumerate(self.blocks):
-            if self.skips and (self.plant.step + dist.get_rank() + number) % 3 == 0:
+            if self.skips and (self.plant.step + self.plant.rank + number) % 3 == 0:
                 x = skipped(block, x)
             elif self.recomputes:
                 x = torch_checkpoint(block, x, mask, use_reentrant=True)

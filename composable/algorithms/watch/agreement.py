@@ -64,11 +64,13 @@ class Agreement:
 
     Attributes:
         agreed: by topic, the last step in which all ranks had the same.
+        last: digests of what was gathered in forward, by unit, parameter and owner.
         draws: the state of the generator that dropout draws from; 0 if that is not compared.
     """
 
     def __init__(self) -> None:
         self.agreed: dict[str, int] = {}
+        self.last: dict[str, int] = {}
         self._noted: list[_Noted] = []
         self._options: dict[Comm, dict[Key, str]] = {}
         self._own: set[Key] = set()  # buffers in which ranks may differ
@@ -170,6 +172,12 @@ class Agreement:
     def compare(self, step: int, comms: Sequence[Comm]) -> list[Finding]:
         """The first difference among the ranks of each of `comms`, and hints."""
         tables = self._read(comms)
+        self.last = {
+            f"{key.unit} {key.name.partition(' (')[0]} {key.owner}": number
+            for table in tables.values()
+            for key, number in table[_GATHERED].items()
+            if key.owner >= 0 and key.name.endswith("(in forward)")
+        }
         self._noted, self._options = [], {}
         found: list[Finding] = []
         for comm, table in tables.items():

@@ -23,6 +23,7 @@ class Finding:
         tensor: which one, such as `output 0`, or the FQN of a parameter below the unit.
         what: what was seen there, in a few words.
         lines: more for the reader: a name and a text each.
+        call: which call of the unit in the step it is in; -1 if that is the last one, or not known.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Finding:
     tensor: str
     what: str
     lines: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    call: int = field(default=-1, compare=False)
 
     @property
     def rank(self) -> int:

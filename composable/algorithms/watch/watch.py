@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Final, Self
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, finalize, ref
 
@@ -32,6 +34,7 @@ from composable.algorithms.watch.checks import (
     First,
 )
 from composable.algorithms.watch.findings import Finding, show
+from composable.algorithms.watch.incident import Call, call_of, end_call, write
 from composable.api.scopes import units_in
 from composable.comm import is_distributed
 from composable.comm.base import LAUNCHING, GroupComm
@@ -115,7 +118,7 @@ class _Bracket:
             if not unit.modules:  # the annotation was removed
                 detach(module, _NAME)
             else:
-                watch.entered(unit, place, args, kwargs)
+                watch.entered(unit, place, module, args, kwargs)
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
@@ -207,6 +210,7 @@ class Watch:
         every: int = 1,
         on: str = "warn",
         agree: int = AGREE,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
         self.step = 0
@@ -221,6 +225,9 @@ class Watch:
         self._buckets: dict[str, tuple[Place, GradBucket]] = {}
         self.agreement = Agreement()
         self._every, self._on, self._agree = every, on, agree
+        self._folder = None if folder is None else Path(folder)
+        self._calls: dict[str, list[Call]] = {}  # of units in this step, if there is a folder
+        self._written: set[str] = set()  # kinds of findings
         self._optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
         self._scaled = False
         self._in_a_row = 0  # overflows
@@ -301,12 +308,15 @@ class Watch:
             else:
                 self.checks.look_together([group.shard], named, PARAMETER, place.name)
 
-    def entered(self, unit: Unit, place: Place, args: Any, kwargs: Any) -> None:
+    def entered(self, unit: Unit, place: Place, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module of a unit is about to compute."""
         if self.compares and unit.step.calls[-1].number is not None:
             self.agreement.note_gathered(unit, place.name, "in forward")
         if not self._looks_now:
             return
+        if self._folder is not None and unit.step.calls[-1].number is not None:
+            call = call_of(unit, module, args, kwargs)
+            self._calls.setdefault(place.name, []).append(call)
         named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
         maker = place.around or place.name
         for usual in (False, True):  # what requires no gradient may be a mask
@@ -330,7 +340,11 @@ class Watch:
         self.checks.look(named, OUTPUT, place.name, place.name, forward=_forward_of(unit))
         for _, tensor in named:
             self._known[id(tensor)] = ref(tensor), tensor._version
-        self._watch_gradients(unit, place, named, made=True)
+        calls = self._calls.get(place.name)
+        call = calls[-1] if calls and unit.step.calls[-1].number is not None else None
+        if call is not None:
+            end_call(call, output)
+        self._watch_gradients(unit, place, named, made=True, call=call)
 
     def _named_units(self) -> list[tuple[Unit, str]]:
         return [(unit, place.name) for unit, place in self.places.items()]
@@ -340,16 +354,24 @@ class Watch:
         return found is not None and found[0]() is tensor and found[1] == tensor._version
 
     def _watch_gradients(
-        self, unit: Unit, place: Place, named: Iterable[tuple[str, Tensor]], *, made: bool
+        self,
+        unit: Unit,
+        place: Place,
+        named: Iterable[tuple[str, Tensor]],
+        *,
+        made: bool,
+        call: Call | None = None,
     ) -> None:
         if backward_will_be_compiled():
             return
-        for name, tensor in named:
+        for index, (name, tensor) in enumerate(named):
             # hooks on parameters are the engine's matter; the messages have their gradients
             if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
                 continue
             hook = _GradientHook(self, f"gradient of {name}", unit, place, made=made)
             handle = tensor.register_hook(hook)
+            if call is not None:
+                tensor.register_hook(partial(call.gradients.__setitem__, index))
             if tensor.grad_fn is None:
                 self._handles.append(handle)
 
@@ -425,6 +447,7 @@ class Watch:
             found += self._first_not_finite()
         if self.compares:
             found += self._first_difference()
+        self._write(found)
         self._end()
         self.step += 1
         self._report(found)
@@ -432,7 +455,7 @@ class Watch:
     def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._known, self._buckets = [], {}, {}
+        self._handles, self._known, self._buckets, self._calls = [], {}, {}, {}
         self._begun, self._heard = set(), set()
         self.due = self._scaled = False
 
@@ -448,7 +471,7 @@ class Watch:
             if self.overflows == 1 and clock == _NOTHING:
                 yield _overflow(self.step)
         if clock != _NOTHING:
-            yield _finding(self.step, self._said(first))
+            yield _finding(self.step, self._said((first, self._call_of(first))))
 
     def _first_difference(self) -> list[Finding]:
         self.agreement.note_rest(self._named_units())
@@ -476,6 +499,29 @@ class Watch:
         for comm in self._comms:
             said = [each for some in comm.all_gather_objects(said, _LABEL) for each in some]
         return said
+
+    def _write(self, found: Sequence[Finding]) -> None:
+        """Write the first finding of each kind to the folder."""
+        rank = dist.get_rank() if is_distributed() else 0
+        for finding in found:
+            if self._folder is None or finding.kind in (*self._written, "hint"):
+                continue
+            self._written.add(finding.kind)
+            unit = next((u for u, place in self.places.items() if place.name == finding.unit), None)
+            calls = self._calls.get(finding.unit, [])
+            last = len(calls) - 1
+            call = calls[min(finding.call, last) if finding.call >= 0 else last] if calls else None
+            ranks = [number for number, _ in self._said(None)]
+            gathered = self.agreement.last if self.compares else {}
+            names = dict(self._named_units())
+            write(self._folder, finding, unit, names, call, gathered, rank, ranks, _version())
+
+    def _call_of(self, first: First | None) -> int:
+        """Which call of its unit in this step the finding is in; -1 for the last."""
+        calls = [] if first is None else self._calls.get(first.seen.maker, [])
+        numbers = [call.forward for call in calls]
+        wanted = None if first is None else first.seen.forward
+        return numbers.index(wanted) if wanted is not None and wanted in numbers else -1
 
     def _report(self, found: Sequence[Finding]) -> None:
         self.findings += found
@@ -552,6 +598,13 @@ def _gradients_in(
         yield params[index].fqn, plan.rows[:, start : start + numel]
 
 
+def _version() -> str:
+    try:
+        return version("torch-composable")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 # --- findings ------------------------------------------------------------------------------------
 
 
@@ -571,10 +624,15 @@ _MADE: Final = {
 }
 
 
-def _finding(step: int, said: Sequence[tuple[int, First | None]]) -> Finding:
+def _finding(step: int, said: Sequence[tuple[int, tuple[First | None, int]]]) -> Finding:
     """Put what the ranks have seen first into words; the earliest decides."""
+    calls = {rank: call for rank, (_, call) in said}
     seen = sorted(
-        ((each.seen.clock, each.seen.order, rank, each) for rank, each in said if each is not None),
+        (
+            (each.seen.clock, each.seen.order, rank, each)
+            for rank, (each, _) in said
+            if each is not None
+        ),
         key=lambda row: row[:3],
     )
     (_, _, _, first), where = seen[0], seen[0][3].seen
@@ -602,6 +660,7 @@ def _finding(step: int, said: Sequence[tuple[int, First | None]]) -> Finding:
             ("made by", made),
             ("also", few(others)),
         ),
+        calls[ranks[0]],
     )  # fmt: skip
 
 
@@ -666,7 +725,14 @@ if (_wanted := os.environ.get(VARIABLE, "0").strip()) not in ("", "0"):
     HEARERS.add(_Starter("raise" if _wanted == "raise" else "warn"))
 
 
-def watch(model: nn.Module, every: int = 1, on: str = "warn", *, agree: int = AGREE) -> Watch:
+def watch(
+    model: nn.Module,
+    every: int = 1,
+    on: str = "warn",
+    *,
+    agree: int = AGREE,
+    folder: str | os.PathLike[str] | None = None,
+) -> Watch:
     """Name what goes wrong in a step, before it spreads: rank, unit, phase, tensor, step.
 
     Two things are looked for: the first value that is not finite, and ranks that differ in what
@@ -699,6 +765,9 @@ def watch(model: nn.Module, every: int = 1, on: str = "warn", *, agree: int = AG
         on: "warn" logs each finding once, "raise" also raises it on all ranks before the optimizer
             steps.
         agree: compare the ranks every so many steps; 0 for never.
+        folder: where each rank writes what `python -m composable replay` needs to run the unit of
+            a finding again, once for each kind of finding. Until the optimizer steps, the inputs
+            of units and the gradients of their outputs stay in memory for it.
 
     Returns:
         The watch, with its `findings`. `close()` ends it; it is also a context.
@@ -726,4 +795,4 @@ def watch(model: nn.Module, every: int = 1, on: str = "warn", *, agree: int = AG
             )
     fqns = names_below(model)
     names = {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}
-    return Watch(units, names, every, on, agree)
+    return Watch(units, names, every, on, agree, folder)

@@ -1,0 +1,183 @@
+"""An incident is written to a folder, and one process runs its unit again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from composable import fully_shard, watch
+from composable.algorithms.watch.incident import FORMAT
+from composable.algorithms.watch.replay import COLUMNS, replay
+from composable.comm import comms_wrapped_by
+from composable.errors import ReplayError
+from tests.algorithms.test_watch_agreement import Planted, Spoiling
+from tests.algorithms.watched import PROGRAMS, Fault, spoil_at_rest
+from tests.helpers.world import Pool, current_device
+
+
+def _with_fault(name: str, fault: Fault, folder: str) -> None:
+    program = PROGRAMS[name]
+    model, plant = program.build(fault)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with watch(model, agree=1, folder=folder):
+        for plant.step in range(2):
+            if fault.kind == "at rest" and plant.step == fault.step:
+                spoil_at_rest(model, fault)
+            program.backward(model, plant)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _with_planted(planted: Planted, folder: str) -> None:
+    program = PROGRAMS["shards"]
+    with comms_wrapped_by(lambda comm: comm if comm.size == 1 else Spoiling(comm, planted)):  # type: ignore[arg-type,return-value]
+        model, plant = program.build()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    with watch(model, agree=1, folder=folder):
+        for plant.step in range(2):
+            planted.now, planted.calls = plant.step, 0
+            program.backward(model, plant)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _cells(text: str) -> dict[int, dict[str, str]]:
+    """The table of a replay."""
+    lines = text.splitlines()
+    head = next(index for index, line in enumerate(lines) if line.startswith("rank  "))
+    starts = [lines[head].index(column) for column in COLUMNS]
+    rows = {}
+    for line in lines[head + 1 :]:
+        if not line:
+            break
+        ends = [*starts[1:], len(line)]
+        cells = [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]
+        rows[int(line[:6])] = dict(zip(COLUMNS, cells, strict=True))
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["shards", "hybrid", "replicate", "checkpoint", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        ("forward", "forward of rank 1: output 0 is not finite"),
+        ("backward", "backward of rank 1: "),
+        ("weight", "backward of rank 1: gradient of up.weight is not finite"),
+        ("at rest", "shard of rank "),
+        ("batch", "inputs of rank 1: input 0 is not finite"),
+    ],
+)
+def test_replay_says_where_it_begins(
+    pool: Pool, tmp_path: Path, name: str, kind: str, first: str, ranks: int
+) -> None:
+    block = 0 if kind == "batch" else 1
+    pool.run(ranks, _with_fault, name, Fault(kind, rank=1, step=1, block=block), str(tmp_path))
+    text = replay(tmp_path / "not-finite-step-1")
+    assert text.splitlines()[-1].startswith(f"first: {first}"), text
+    other = _cells(text)[0]
+    if kind in ("forward", "weight", "backward"):
+        assert [other[column] for column in COLUMNS[:5]] in (
+            ["sound"] * 5,
+            ["sound", "-", *["sound"] * 3],
+        ), text
+
+
+def test_replay_names_a_gather_that_was_wrong(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _with_planted, Planted("bit", rank=1, step=1, block=1), str(tmp_path))
+    text = replay(tmp_path / "ranks-differ-step-1")
+    assert text.startswith("watch: step 1, rank 1: gathered rows are not those of the rank")
+    cells = _cells(text)
+    assert (cells[0]["gather"], cells[0]["shard"]) == ("sound", "sound")
+    assert cells[1]["gather"].startswith("other rows of ")
+    assert "than rank 0 has" in cells[1]["gather"]
+
+
+def test_the_command_prints_the_table_and_runs_on_a_host(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _with_fault, "shards", Fault("forward", rank=1, step=1, block=1), str(tmp_path))
+    command = [sys.executable, "-m", "composable", "replay"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "not-finite-step-1")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "first: forward of rank 1: output 0 is not finite"
+    done = subprocess.run(
+        [*command, str(tmp_path / "nothing")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def _one_kind_once(folder: str) -> None:
+    model = fully_shard(nn.Linear(2, 2).to(current_device()))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with watch(model, folder=folder):
+        for _ in range(3):
+            model(torch.full((1, 2), torch.nan, device=current_device())).sum().backward()
+            optimizer.step()
+
+
+def test_each_kind_is_written_once(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _one_kind_once, str(tmp_path))
+    assert [each.name for each in tmp_path.iterdir()] == ["not-finite-step-0"]
+    assert sorted(each.name for each in (tmp_path / "not-finite-step-0").iterdir()) == [
+        "rank-0.pt",
+        "rank-1.pt",
+    ]
+
+
+# --- folders that cannot be run again ------------------------------------------------------------
+
+
+@pytest.fixture
+def incident(pool: Pool, tmp_path: Path) -> Path:
+    pool.run(2, _one_kind_once, str(tmp_path))
+    return tmp_path / "not-finite-step-0"
+
+
+def _rewrite(path: Path, **changes: Any) -> None:
+    torch.save(torch.load(path, weights_only=True) | changes, path)
+
+
+def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match=r"has no file of a rank \(rank-0.pt\)"):
+        replay(tmp_path)
+
+
+def test_a_folder_that_is_not_whole_is_refused(incident: Path) -> None:
+    (incident / "rank-1.pt").unlink()
+    with pytest.raises(ReplayError, match="is not whole: rank 1 has no file there"):
+        replay(incident)
+
+
+def test_a_file_that_was_cut_off_is_refused(incident: Path) -> None:
+    path = incident / "rank-0.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ReplayError, match=r"rank-0.pt cannot be read: .*Copy it again"):
+        replay(incident)
+
+
+def test_another_version_is_refused(incident: Path) -> None:
+    _rewrite(incident / "rank-0.pt", format=FORMAT + 1)
+    with pytest.raises(ReplayError, match="was written by another version of composable"):
+        replay(incident)
+
+
+def test_a_model_that_cannot_be_imported_is_refused(incident: Path) -> None:
+    content = torch.load(incident / "rank-0.pt", weights_only=True)
+    _rewrite(incident / "rank-0.pt", module=content["module"].replace(b"linear", b"nowher"))
+    with pytest.raises(ReplayError, match="the model cannot be imported: No module named"):
+        replay(incident)
+    replay_without = "it cannot be pickled: a lambda"
+    _rewrite(incident / "rank-0.pt", module=replay_without)
+    with pytest.raises(ReplayError, match="the model was not written: it cannot be pickled"):
+        replay(incident)
