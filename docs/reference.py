@@ -62,6 +62,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "Ranks that are not alike": ("join", "joinable", "skipped"),
     "One rank raises": ("together",),
+    "What goes wrong in a step": ("watch", "Watch"),
     "Ranks that train apart": (
         "average_parameters",
         "PeriodicAverager",
