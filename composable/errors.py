@@ -120,6 +120,10 @@ class NonFiniteError(ComposableError, RuntimeError):
     """The program's: gradients are infinite or NaN where they must not be; they are unchanged."""
 
 
+class NotReproducedError(ComposableError, RuntimeError):
+    """The machine's: a unit that ran again on the same inputs computed other values."""
+
+
 class ReplayError(ComposableError, RuntimeError):
     """The caller's: what `watch` has written cannot be run again."""
 

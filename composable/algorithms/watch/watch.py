@@ -35,6 +35,7 @@ from composable.algorithms.watch.checks import (
 )
 from composable.algorithms.watch.findings import Finding, show
 from composable.algorithms.watch.incident import Call, call_of, end_call, write
+from composable.algorithms.watch.repeat import NOT_DETERMINISTIC, Repeat, candidates_in
 from composable.api.scopes import units_in
 from composable.comm import is_distributed
 from composable.comm.base import LAUNCHING, GroupComm
@@ -54,6 +55,7 @@ from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
     NonFiniteError,
+    NotReproducedError,
     RanksDisagreeError,
     few,
     unit_name,
@@ -77,6 +79,7 @@ _DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Alp
 _ERRORS: Final[dict[str, type[RuntimeError]]] = {
     "not finite": NonFiniteError,
     "ranks differ": RanksDisagreeError,
+    "not reproduced": NotReproducedError,
 }
 
 
@@ -118,7 +121,7 @@ class _Bracket:
             if not unit.modules:  # the annotation was removed
                 detach(module, _NAME)
             else:
-                watch.entered(unit, place, module, args, kwargs)
+                return watch.entered(unit, place, module, args, kwargs)
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
@@ -211,6 +214,8 @@ class Watch:
         on: str = "warn",
         agree: int = AGREE,
         folder: str | os.PathLike[str] | None = None,
+        *,
+        repeat: bool = False,
     ) -> None:
         self.findings: list[Finding] = []
         self.step = 0
@@ -238,6 +243,8 @@ class Watch:
         self._known: dict[int, tuple[ReferenceType[Tensor], int]] = {}
         self._handles: list[Any] = []  # of hooks on leaves, which outlive the step
         self._reported: set[tuple[str, ...]] = set()
+        self._repeats = repeat
+        self._repeat = self._next_repeat()
         ear = _Ear(self)
         LAUNCHING.append(ear.launching)
         deaf = (HEARERS.add(ear), partial(LAUNCHING.remove, ear.launching))
@@ -308,12 +315,14 @@ class Watch:
             else:
                 self.checks.look_together([group.shard], named, PARAMETER, place.name)
 
-    def entered(self, unit: Unit, place: Place, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module of a unit is about to compute."""
+    def entered(
+        self, unit: Unit, place: Place, module: nn.Module, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """A module of a unit is about to compute. Returns its inputs."""
         if self.compares and unit.step.calls[-1].number is not None:
             self.agreement.note_gathered(unit, place.name, "in forward")
         if not self._looks_now:
-            return
+            return args, kwargs
         if self._folder is not None and unit.step.calls[-1].number is not None:
             call = call_of(unit, module, args, kwargs)
             self._calls.setdefault(place.name, []).append(call)
@@ -325,6 +334,8 @@ class Watch:
                 fresh, INPUT, place.name, maker, usual=usual, forward=_forward_of(unit)
             )
         self._watch_gradients(unit, place, named, made=False)
+        repeat = self._repeated(unit)
+        return (args, kwargs) if repeat is None else repeat.begin(module, args, kwargs)
 
     def left(self, unit: Unit, place: Place, output: Any) -> None:
         """It has computed."""
@@ -345,6 +356,21 @@ class Watch:
         if call is not None:
             end_call(call, output)
         self._watch_gradients(unit, place, named, made=True, call=call)
+        repeat = self._repeated(unit)
+        if repeat is not None:
+            repeat.end(output)
+
+    def _next_repeat(self) -> Repeat | None:
+        """Of the units in turn, on all ranks the same one."""
+        units = candidates_in(self.places) if self._repeats else []
+        return Repeat(units[self.step % len(units)]) if units else None
+
+    def _repeated(self, unit: Unit) -> Repeat | None:
+        """What repeats this call of `unit`, if anything; no recomputation."""
+        repeat = self._repeat
+        if repeat is None or repeat.unit is not unit or unit.step.calls[-1].number is None:
+            return None
+        return repeat
 
     def _named_units(self) -> list[tuple[Unit, str]]:
         return [(unit, place.name) for unit, place in self.places.items()]
@@ -389,6 +415,8 @@ class Watch:
             return
         self._heard.add(place.name)
         named = partial(_gradients_in, bucket, plan, args)
+        if self._repeat is not None and self.places[self._repeat.unit] is place:
+            self._repeat.note_weights(bucket, named())
         if self._on_stream:
             self.checks.look(named(), GRADIENT, place.name, place.name, place.makes)
         else:
@@ -438,6 +466,7 @@ class Watch:
         Raises:
             NonFiniteError: a value is not finite, with `on="raise"`.
             RanksDisagreeError: ranks differ, with `on="raise"`.
+            NotReproducedError: a unit that ran again computed other bits, with `on="raise"`.
         """
         if not self.due:
             return
@@ -447,9 +476,12 @@ class Watch:
             found += self._first_not_finite()
         if self.compares:
             found += self._first_difference()
+        if self._repeat is not None:
+            found += self._run_again(self._repeat)
         self._write(found)
         self._end()
         self.step += 1
+        self._repeat = self._next_repeat()
         self._report(found)
 
     def _end(self) -> None:
@@ -485,6 +517,26 @@ class Watch:
         said = [each for _, some in self._said(found) for each in some]
         hints = [each for each in said if each.kind == "hint"]
         return [*[each for each in said if each.kind != "hint"][:1], *hints[:1]]
+
+    def _run_again(self, repeat: Repeat) -> list[Finding]:
+        name = self.places[repeat.unit].name
+        differs = repeat.run()
+        if self._lowest([-int(bool(differs))]) == [0]:
+            return []
+        said = [(rank, text) for rank, text in self._said(differs) if text]
+        wrong = [rank for rank, text in said if text != NOT_DETERMINISTIC]
+        if not wrong:
+            ranks = tuple(rank for rank, _ in said)
+            what = f"unit '{name}' cannot be compared with itself: {NOT_DETERMINISTIC}"
+            return [Finding("hint", self.step, ranks, name, "", "", what)]
+        return [
+            Finding(
+                "not reproduced", self.step, tuple(wrong), name, "again",
+                next(text for rank, text in said if rank == wrong[0]),
+                "a unit that ran again computed other bits",
+                (("made by", "the machine: two later runs have the same bits, the first has not"),),
+            )
+        ]  # fmt: skip
 
     def _lowest(self, values: Sequence[int]) -> list[int]:
         """The lowest over all ranks, one by one."""
@@ -732,6 +784,7 @@ def watch(
     *,
     agree: int = AGREE,
     folder: str | os.PathLike[str] | None = None,
+    repeat: bool = False,
 ) -> Watch:
     """Name what goes wrong in a step, before it spreads: rank, unit, phase, tensor, step.
 
@@ -768,6 +821,11 @@ def watch(
         folder: where each rank writes what `python -m composable replay` needs to run the unit of
             a finding again, once for each kind of finding. Until the optimizer steps, the inputs
             of units and the gradients of their outputs stay in memory for it.
+        repeat: in each step one unit, in turn, runs again before the optimizer steps, and its bits
+            are compared: outputs, gradients of inputs, and of sharded parameters. It finds a
+            machine that computes wrongly, at the cost of a unit; where kernels are not
+            deterministic a hint says so. Units with units inside, with hooks of the user's, or
+            compiled, are left out. Not with torch.compile around the model.
 
     Returns:
         The watch, with its `findings`. `close()` ends it; it is also a context.
@@ -795,4 +853,4 @@ def watch(
             )
     fqns = names_below(model)
     names = {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}
-    return Watch(units, names, every, on, agree, folder)
+    return Watch(units, names, every, on, agree, folder, repeat=repeat)
