@@ -144,6 +144,7 @@ JOBS = (
     Job("plans", "plans.py", selected=False),
     Job("load", "load.py"),
     Job("local-steps", "local_steps.py", selected=False),
+    Job("watch", "watch.py", selected=False),
     Job("constants", "constants.py", ("--rounds", "5", "--steps", "2"), selected=False),
     Job(
         "collectives",
