@@ -62,8 +62,8 @@ from composable.errors import (
 )
 from composable.memory.torch_private import step_hooks
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
-from composable.optim.shard_steps import is_stand_in
 from composable.optim.shared import parameters_of
+from composable.optim.stand_in import is_stand_in
 from composable.state.whole import comms_of_model
 
 VARIABLE: Final = "COMPOSABLE_WATCH"
