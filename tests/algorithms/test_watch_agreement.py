@@ -87,7 +87,7 @@ class Spoiling:
             if planted.kind == "stale":
                 stale = [(whole, each) for (whole, _), each in zip(pairs, old, strict=True)]
                 return self._inner.all_gather(Again(stale), label)  # type: ignore[no-any-return]
-            owner = (self._inner.rank + 1) % self._inner.size
+            owner = int(self._inner.rank == 0)  # later ranks may have no row, and send padding
             rows = pairs[0][0].view(self._inner.size, -1)[owner]
             spoil = (lambda: _flip(rows)) if planted.kind == "bit" else rows.zero_
             return _Then(self._inner.all_gather(pairs, label), spoil)

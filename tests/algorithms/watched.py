@@ -142,6 +142,7 @@ class Program:
         plant = Plant(fault)
         model = Model(plant).to(current_device())
         self.annotate(model)
+        torch.manual_seed(1 + dist.get_rank())  # of dropout
         return model, plant
 
     def backward(self, model: Model, plant: Plant) -> Tensor:
