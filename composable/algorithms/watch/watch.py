@@ -198,7 +198,12 @@ class _Ear(Observer):
 
 
 class Watch:
-    """What `watch` returns.
+    """What `watch` returns, which makes it.
+
+    Args:
+        units: that are watched.
+        names: their FQNs below the model.
+        every, on, agree, folder, repeat: see `watch`.
 
     Attributes:
         findings: all of them, the same on every rank.
@@ -292,7 +297,12 @@ class Watch:
         return any(unit in self.places for unit in root.units)
 
     def enters(self, root: Root, call: UnitCall) -> None:
-        """A unit is entered; with the outermost one a forward begins."""
+        """Hear that a unit is entered; with the outermost one a forward begins.
+
+        Args:
+            root: whose forward it is.
+            call: of the unit.
+        """
         self.checks.clock += 1
         if call.root is not root or root.step.running:
             return
@@ -318,7 +328,18 @@ class Watch:
     def entered(
         self, unit: Unit, place: Place, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[Any, Any]:
-        """A module of a unit is about to compute. Returns its inputs."""
+        """Look at the inputs of a module that is about to compute.
+
+        Args:
+            unit: of the module.
+            place: its names.
+            module: that computes.
+            args: its inputs.
+            kwargs: its inputs by name.
+
+        Returns:
+            What it computes with.
+        """
         if self.compares and unit.step.calls[-1].number is not None:
             self.agreement.note_gathered(unit, place.name, "in forward")
         if not self._looks_now:
@@ -338,7 +359,13 @@ class Watch:
         return (args, kwargs) if repeat is None else repeat.begin(module, args, kwargs)
 
     def left(self, unit: Unit, place: Place, output: Any) -> None:
-        """It has computed."""
+        """Look at the outputs of a module that has computed.
+
+        Args:
+            unit: of the module.
+            place: its names.
+            output: what it returned.
+        """
         if not self._looks_now:
             return
         several = isinstance(output, (tuple, list))
@@ -402,7 +429,12 @@ class Watch:
                 self._handles.append(handle)
 
     def launching(self, label: str, args: Sequence[Any]) -> None:
-        """A message with gradients is about to be reduced."""
+        """Look at a message with gradients that is about to be reduced.
+
+        Args:
+            label: of the message.
+            args: of `GroupComm._start`.
+        """
         if label not in self._buckets:
             self._buckets = {
                 bucket.reducer.label: (place, bucket)
