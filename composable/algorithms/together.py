@@ -223,11 +223,12 @@ class together:
                 " cannot stand in for one that raises as well"
             )
         self._refuse()  # what has changed since it was made
+        self.lost, self.why = False, ""
         self._record = _RECORDS.setdefault(self._units[0], _Record())
         self._launched: list[_Heard] = []
         self._where = _Where(self)
         self._buffers = [
-            (module, name, buffer.clone())
+            (module, name, buffer, buffer.detach().clone())
             for module in self._model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -295,14 +296,22 @@ class together:
                     f" {why}. Ranks that did not raise wait for this one until their timeout"
                 )
                 return False
-            # Frees activations: frames hold them, by closures of torch's also when cleared.
             told = "".join(traceback.format_exception(error))
             error.add_note(f"together: this error was raised so:\n{told}")
             del trace
-            error.__traceback__ = None
-            for each in self._record.launches[len(launched) :]:
+            _drop_frames(error)
+        try:
+            for each in self._record.launches[len(launched) :] if error is not None else ():
                 self._again(*each)
-        (everywhere,), (anywhere,) = self._comm.min_max([int(error is not None)], _VOTE)
+            (everywhere,), (anywhere,) = self._comm.min_max([int(error is not None)], _VOTE)
+        except CommunicationError as failure:
+            if error is not None:
+                failure.add_note(
+                    f"together: this rank had raised {type(error).__name__}:"
+                    f" {first_line(error)}. It followed the step before, and the other ranks may"
+                    " have been in one of another kind"
+                )
+            raise
         buffers, self._buffers = self._buffers, []
         if not anywhere:
             self._record.launches, self._record.lost = launched, 0
@@ -369,13 +378,20 @@ class together:
 
 
 @torch.no_grad()
-def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
-    for module, name, before in buffers:
-        buffer = module._buffers.get(name)
-        if buffer is None:
-            module._buffers[name] = before
-        else:
+def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    for module, name, buffer, before in buffers:
+        if buffer.shape == before.shape:
             buffer.copy_(before)
+        module._buffers[name] = buffer if buffer.shape == before.shape else before
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Free activations: frames hold them, by closures of torch's also when cleared."""
+    errors: list[BaseException | None] = [error]
+    for each in errors:
+        if each is not None and each.__traceback__ is not None:
+            each.__traceback__ = None
+            errors += [each.__cause__, each.__context__]
 
 
 def _told(launches: Sequence[_Heard]) -> list[_Launch]:

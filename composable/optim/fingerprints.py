@@ -48,5 +48,8 @@ def _total(tensor: Tensor) -> Tensor:
     last = flat.numel() - (flat.numel() - first) % per_word
     around = torch.cat([flat[:first], flat[last:]]).to(torch.int64)
     for words in (around, *flat[first:last].view(torch.int64).split(_WORDS)):
-        total = total * _STEP + (words * factors[: words.numel()]).sum()
+        # Folded: of a product the highest bit depends on the lowest of the factor alone, so that an
+        # even number of signs that flip would cancel.
+        products = words * factors[: words.numel()]
+        total = total * _STEP + (products ^ (products >> 32)).sum()
     return total

@@ -171,8 +171,8 @@ class _MatrixStep:
             known = self._copies.get(matrix)
             copy = nn.Parameter(local.new_empty(matrix.shape)) if known is None else known
             self._gradients[matrix] = gradient.new_empty(matrix.shape)
+        copy_attributes(matrix.parameter, copy)  # type: ignore[arg-type]  # users may set them anew
         if copy is not self._copies.get(matrix):
-            copy_attributes(matrix.parameter, copy)  # type: ignore[arg-type]
             copy.grad_dtype = None  # it may be that of reductions
             self._copies[matrix] = copy
 
@@ -593,7 +593,7 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
     Args:
         optimizer: holds parameters of annotated modules, and any others.
         which: a function of a parameter, or parameters or their names: those that are stepped
-            whole. None: those of 2 and 3 dimensions.
+            whole. None: those of 2 and 3 dimensions; of Adafactor, all.
 
     Returns:
         The optimizer.
@@ -634,8 +634,10 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
         return optimizer
     if optimizer.state:
         raise OptimizerError(
-            f"{_CALLER}: this {kind.__name__} has stepped already, and each rank has a part of its"
-            " state. Call step_on_matrices when the optimizer is made, and load the state then"
+            f"{_CALLER}: this {kind.__name__} has state already, of which each rank has a part: it"
+            " has stepped, was loaded, or makes some when it is made, as Adagrad does. Call"
+            " step_on_matrices when the optimizer is made, and load the state then; one that makes"
+            " state at once cannot be given whole matrices"
         )
     if isinstance(stepping, ShardStepping):
         stepping.remove()
@@ -645,7 +647,9 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
 
 def _predicate(optimizer: Optimizer, which: Which) -> Callable[[Tensor], bool]:
     if which is None:
-        return lambda parameter: parameter.ndim in (2, 3)
+        # its updates of vectors take norms over all of a vector, too
+        everything = isinstance(optimizer, optim.Adafactor)
+        return lambda parameter: everything or parameter.ndim in (2, 3)
     if callable(which):
         return which
     named = _names_in(optimizer)

@@ -387,6 +387,52 @@ def test_activations_are_freed_before_the_others_are_followed() -> None:
         assert not any(alive[first + followed :])
 
 
+@spmd(ranks=2)
+def test_a_scope_may_be_used_again() -> None:
+    model = fully_shard(Model().to(current_device()), policy={Block})
+    scope, lost = together(model), []
+    for number in range(5):
+        with scope as step:
+            if number == 3 and dist.get_rank() == 1:
+                raise MemoryError("as planned")
+            model(_batch(number)).sum().backward()
+        model.zero_grad()
+        lost.append(step.lost)
+    assert lost == [False, False, False, True, False]
+
+
+class _Growing(nn.Module):
+    """A table that grows with its inputs, as caches of rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x: Tensor, size: int) -> Tensor:
+        if len(self.table) < size:
+            self.table = torch.ones(size, device=x.device)
+        y: Tensor = self.linear(x) + self.table.sum()
+        return y
+
+
+@spmd(ranks=2)
+def test_a_buffer_that_grew_in_a_lost_step_is_as_before() -> None:
+    model = _Growing().to(current_device())
+    fully_shard(model)
+    before = model.table
+    for number in range(4):
+        with together(model) as step:
+            y = model(_batch(number), 2 + (number == 3))
+            if number == 3 and dist.get_rank() == 1:
+                raise MemoryError("as planned")
+            y.sum().backward()
+        model.zero_grad()
+    assert step.lost
+    assert model.table is before
+    assert model.table.tolist() == [0.0, 0.0]
+
+
 # --- a good step ---------------------------------------------------------------------------------
 
 

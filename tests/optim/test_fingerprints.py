@@ -36,3 +36,14 @@ def test_equal_tensors_that_begin_alike_have_equal_numbers() -> None:
     numbers = fingerprints(parts)
     assert numbers[1] == numbers[2]
     assert fingerprints([whole[1:]])[0] == numbers[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
+def test_signs_that_flip_together_are_seen(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 41).to(dtype)
+    seen = set(fingerprints([tensor, -tensor]))
+    for start in (0, 1):
+        changed = tensor.clone()
+        changed[start::2] = changed[start::2].neg()
+        seen |= set(fingerprints([changed]))
+    assert len(seen) == 4

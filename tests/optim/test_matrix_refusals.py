@@ -66,8 +66,10 @@ OptimizerError: step_on_matrices: OptimizerInBackward steps all of its parameter
 by one in backward, and cannot be given some of them whole. Use another optimizer
 OptimizerError: step_on_matrices: this Adam is differentiable: its steps become part of a graph
 that whole matrices would be missing from. Leave differentiable=True out
-OptimizerError: step_on_matrices: this Shampoo has stepped already, and each rank has a part of
-its state. Call step_on_matrices when the optimizer is made, and load the state then
+OptimizerError: step_on_matrices: this Shampoo has state already, of which each rank has a part:
+it has stepped, was loaded, or makes some when it is made, as Adagrad does. Call step_on_matrices
+when the optimizer is made, and load the state then; one that makes state at once cannot be given
+whole matrices
 OptimizerError: step_on_matrices: which= was chosen for this Shampoo already, and its state is
 with the owners. Make a new optimizer
 OptimizerError: step_on_matrices: which= has 'no such', which Shampoo does not hold; there is:

@@ -301,19 +301,20 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _buffers_of(unit: Unit, name: str) -> list[tuple[Key, Tensor]]:
     """The buffers in modules of a unit, and not in those of units inside."""
-    inside = {id(module) for each in unit.relations.below for module in each.modules}
+    seen = {id(module) for each in unit.relations.below for module in each.modules}
     found: dict[int, tuple[Key, Tensor]] = {}
     for outer in unit.modules:
         pending: list[tuple[str, nn.Module]] = [("", outer)]
         while pending:
             prefix, module = pending.pop()
+            seen.add(id(module))  # a child may have its parent as a child
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.numel():
                     found.setdefault(id(buffer), (Key("buffer", name, prefix + key), buffer))
             pending += [
                 (f"{prefix}{key}.", child)
                 for key, child in module._modules.items()
-                if child is not None and id(child) not in inside
+                if child is not None and id(child) not in seen
             ]
     return list(found.values())
 
