@@ -224,7 +224,7 @@ _FUNCTIONS: Final = {
     "make_batch": "a function that makes one rank's batch",
     "make_target": "a function that makes what the loss gets beside the last stage's output",
     "optimizer": "what makes an optimizer of parameters, e.g. torch.optim.AdamW",
-    "loss": "a function of the model and a batch",
+    "loss": "a function that returns a scalar",
 }
 _MAY_BE_NONE: Final = ("make_target", "optimizer", "loss")
 
@@ -383,7 +383,9 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
         model = make_model()
     found: object = model
     if not isinstance(found, nn.Module):
-        raise ValueError(f"forecast: make_model returned no module: {type(found).__name__}")
+        raise ValueError(
+            f"forecast: what makes the model returned no module: {type(found).__name__}"
+        )
     made: dict[int, Any] = {}  # what is tied stays tied, unlike by `Module.to`
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -435,7 +435,7 @@ class _Moved(dist.Work):
         super().__init__()
         self._end = end
 
-    def wait(self, *_: Any) -> bool:  # type: ignore[override]
+    def wait(self, *_: Any) -> bool:
         self._end.join()
         return True
 
@@ -472,22 +472,22 @@ class VirtualGroup(dist.ProcessGroup):
         note_unknown(*tensors_in(outputs))
         return self.take("reduce_scatter", tensors_in(wholes))
 
-    def send(self, tensors: list[Tensor], dst: int, *_: Any) -> dist.Work:  # type: ignore[override]
+    def send(self, tensors: list[Tensor], dst: int, *_: Any) -> dist.Work:
         return self._move("send", dst, tensors)
 
-    def recv(self, tensors: list[Tensor], src: int, *_: Any) -> dist.Work:  # type: ignore[override]
+    def recv(self, tensors: list[Tensor], src: int, *_: Any) -> dist.Work:
         if tensors[0].dtype is torch.int32 and tensors[0].numel() == 1:
             # by which stages of torch's pipelines agree that all of them know their shapes
             tensors[0].fill_(1)
             return DoneWork()
         note_unknown(*tensors)
+        for tensor in tensors:
+            self.machine.claim(tensor.untyped_storage(), Kind.MESSAGES)
         return self._move("receive", src, tensors)
 
     def _move(self, kind: str, peer: int, tensors: list[Tensor]) -> dist.Work:
         """A message between two ranks: on a stream of its own, until something waits for it."""
         machine = self.machine
-        for tensor in tensors:
-            machine.claim(tensor.untyped_storage(), Kind.MESSAGES)
         with machine.fork(kind if machine.device.accelerator else machine.current):
             machine.move(kind, self, peer, tensors)
             return _Moved(Event(machine))

@@ -1,4 +1,4 @@
-"""Each stage of a pipeline trains for a few steps by torch's schedule, and what it takes is told."""
+"""Each stage of a pipeline trains for some steps by torch's schedule, and what it takes is told."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from composable.forecast.forecast import check_functions, machine_of, running, t
 from composable.forecast.machine import Machine, note_unknown, tensors_in
 from composable.forecast.result import Forecast, aligned
 
+SCHEDULES: Final = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 POINT_TO_POINT: Final = ("send", "receive")
 
 
@@ -30,18 +31,19 @@ class Pipeline:
     """What `forecast_stages` found.
 
     Attributes:
-        schedule: the name of its class.
+        schedule: "GPipe" or "1F1B".
         micro_batches: of a step.
         stages: a rank's step of each stage, in order, without what it waits for other stages:
             what it receives is there when it wants it.
-        seconds_per_micro_batch: of each stage, forward and backward with the messages that they
-            wait for.
+        forwards: seconds of one micro-batch on each stage, with what it waits for messages.
+        backwards: the same of backward.
     """
 
     schedule: str
     micro_batches: int
     stages: tuple[Forecast, ...]
-    seconds_per_micro_batch: tuple[float, ...]
+    forwards: tuple[float, ...]
+    backwards: tuple[float, ...]
 
     @property
     def largest(self) -> int:
@@ -55,23 +57,54 @@ class Pipeline:
 
     @property
     def seconds(self) -> float:
-        """Of a step: a micro-batch passes all stages, and the others follow at the pace of the
-        slowest one. After that, gradients are reduced, and the optimizers step.
+        """Of a step: all micro-batches pass the stages; then gradients are reduced, and the
+        optimizers step.
         """
-        passes, count = self.seconds_per_micro_batch, self.micro_batches
-        after = max(
-            stage.seconds - count * each for stage, each in zip(self.stages, passes, strict=True)
+        busy = map(self._busy, range(len(self.stages)))
+        return self._passing + max(
+            stage.seconds - each for stage, each in zip(self.stages, busy, strict=True)
         )
-        return sum(passes) + (count - 1) * max(passes) + after
 
     @property
     def bubble(self) -> float:
         """The part of forwards and backwards in which the slowest stage waits for others:
-        (stages - 1) / (micro-batches + stages - 1), where stages take equal times.
+        (stages - 1) / (micro-batches + stages - 1), where all stages take equal times.
         """
-        slowest = max(self.seconds_per_micro_batch)
-        others = sum(self.seconds_per_micro_batch) - slowest
-        return others / (self.micro_batches * slowest + others)
+        return 1 - max(map(self._busy, range(len(self.stages)))) / self._passing
+
+    def _busy(self, index: int) -> float:
+        return self.micro_batches * (self.forwards[index] + self.backwards[index])
+
+    @property
+    def _passing(self) -> float:
+        """When the last backward is over, if each stage follows the order of the schedule, and
+        waits for what its neighbours give it.
+        """
+        stages, count = range(len(self.stages)), self.micro_batches
+        orders = []
+        for index in stages:
+            # forwards before the first backward, of as many micro-batches as are kept at a time
+            first = count if self.schedule == "GPipe" else min(len(stages) - index, count)
+            order = [(True, at) for at in range(first)]
+            for at in range(count):
+                order.append((False, at))
+                if first + at < count:
+                    order.append((True, first + at))
+            orders.append(order)
+        free = [0.0 for _ in stages]
+        done: dict[tuple[int, bool, int], float] = {}
+        while any(orders):
+            for index, order in enumerate(orders):
+                if not order:
+                    continue
+                forward, at = order[0]
+                neighbour = index - 1 if forward else index + 1
+                given = done.get((neighbour, forward, at)) if neighbour in stages else 0.0
+                if given is not None:
+                    took = (self.forwards if forward else self.backwards)[index]
+                    free[index] = done[index, forward, at] = max(free[index], given) + took
+                    order.pop(0)
+        return max(free)
 
     def __str__(self) -> str:
         first = self.stages[0]
@@ -182,25 +215,27 @@ def forecast_stages(
             ' the stage on, e.g. lambda part, mesh: fully_shard(part, mesh=mesh["dp"])'
         )
     _check_numbers(mesh, micro_batches, steps)
-    kind, on_device = _schedule_of(schedule), device_of(device)
+    (name, kind), on_device = _schedule_of(schedule), device_of(device)
     dimension, count = next(iter(mesh.items()))
     stages: list[Forecast] = []
-    passes: list[float] = []
+    passes: list[tuple[float, float]] = []
     received: tuple[Tensor, ...] = ()  # by the next stage; on the meta device
+    groups: list[dist.ProcessGroup] = []
+
+    def annotated(stage: nn.Module, whole: DeviceMesh) -> object:
+        groups.append(whole.get_group(dimension))
+        return annotate(stage, whole)
+
     for index in range(count):
-        machine = machine_of(on_device, progress, steps)
-        groups: list[dist.ProcessGroup] = []
-
-        def annotated(stage: nn.Module, whole: DeviceMesh) -> object:
-            groups.append(whole.get_group(dimension))  # noqa: B023 - called in this round
-            return annotate(stage, whole)
-
+        said = progress and partial(_say, progress, index)
+        machine = machine_of(on_device, said, steps)
         rank = index * (prod(mesh.values()) // count)
         with running(machine, partial(make_stage, index), annotated, mesh, rank) as model:
             batch = () if index else _batch_of(make_batch, micro_batches)
             inputs = _described(tuple(t.chunk(micro_batches)[0] for t in batch)) or received
+            machine.phase = "forward"
             received = _described(_outputs_of(model, index, inputs))
-            stage = _Stage(machine, model, index, count, inputs, received, groups[0])
+            stage = _Stage(machine, model, index, count, inputs, received, groups.pop())
             if index < count - 1:
                 target = None
             elif make_target is None:
@@ -211,15 +246,18 @@ def forecast_stages(
             made = kind(stage, micro_batches, loss_fn)
             run = partial(_step, stage, made, target)
             stages.append(train(machine, model, mesh, batch, optimizer, run, steps))
-            passes.append(stage.seconds / micro_batches)
-    return Pipeline(kind.__name__, micro_batches, tuple(stages), tuple(passes))
+            passes.append((stage.seconds["forward"], stage.seconds["backward"]))
+    forwards, backwards = (
+        tuple(s / micro_batches for s in all) for all in zip(*passes, strict=True)
+    )
+    return Pipeline(name, micro_batches, tuple(stages), forwards, backwards)
 
 
 class _Stage(PipelineStage):
     """Tells the machine where it is.
 
     Attributes:
-        seconds: from the beginning of the last step to the end of its last backward.
+        seconds: of the last step's forwards and backwards, with waiting for their messages.
     """
 
     def __init__(
@@ -237,17 +275,32 @@ class _Stage(PipelineStage):
             group=group,
         )  # fmt: skip
         self._machine = machine
-        self.began = self.seconds = 0.0
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._ended = self._machine.now
+        self.seconds = {"forward": 0.0, "backward": 0.0}
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         self._machine.phase = "forward"
-        return super().forward_one_chunk(*args, **kwargs)
+        output = super().forward_one_chunk(*args, **kwargs)
+        self._end_chunk()
+        return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         self._machine.phase = "backward"
         super().backward_one_chunk(*args, **kwargs)
+        self._end_chunk()
         self._machine.unit = "(root)"  # it sends what this gave
-        self.seconds = self._machine.now - self.began
+
+    def _end_chunk(self) -> None:
+        machine = self._machine
+        self.seconds[machine.phase] += machine.now - self._ended
+        self._ended = machine.now
+
+
+def _say(progress: Callable[[str], object], index: int, text: str) -> None:
+    progress(f"stage {index}, {text}")
 
 
 def _step(
@@ -257,18 +310,18 @@ def _step(
     _: nn.Module,
     batch: tuple[Tensor, ...],
 ) -> None:
-    stage.began = stage._machine.now
+    stage.begin_step()
     schedule.step(*batch, target=target)
 
 
-def _schedule_of(name: object) -> type[PipelineScheduleSingle]:
-    found = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}.get(str(name).lower())
-    if found is None:
-        raise ValueError(
-            f'forecast_stages: schedule={name!r} must be "GPipe" or "1F1B", which have one stage on'
-            " each rank"
-        )
-    return found
+def _schedule_of(given: object) -> tuple[str, type[PipelineScheduleSingle]]:
+    for name, kind in SCHEDULES.items():
+        if str(given).lower() == name.lower():
+            return name, kind
+    raise ValueError(
+        f'forecast_stages: schedule={given!r} must be "GPipe" or "1F1B", which have one stage on'
+        " each rank"
+    )
 
 
 def _check_numbers(mesh: object, *numbers: object) -> None:
@@ -295,8 +348,8 @@ def _batch_of(make_batch: Callable[[], Any], micro_batches: int) -> tuple[Tensor
     for tensor in batch:
         if not isinstance(tensor, Tensor) or not tensor.ndim:
             raise ValueError(
-                "forecast_stages: make_batch must return a tensor, or a tuple of tensors, with rows;"
-                f" it returned {type(made).__name__}. torch's stages pass tensors on by position"
+                "forecast_stages: make_batch must return a tensor with rows, or a tuple of them, as"
+                f" torch's stages take by position; it returned {type(made).__name__}"
             )
         if len(tensor) % micro_batches:
             raise ValueError(
