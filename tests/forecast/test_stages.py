@@ -77,7 +77,7 @@ def batch() -> Tensor:
 
 
 def told(name: str = "sharded", schedule: str = "1F1B", **options: Any) -> Pipeline:
-    given = {"device": "cpu", "mesh": MESH, "micro_batches": MICRO, "loss": loss_of}
+    given: dict[str, Any] = {"device": "cpu", "mesh": MESH, "micro_batches": MICRO, "loss": loss_of}
     given |= {"make_target": batch, **options}
     make = partial(part, stages=given["mesh"]["pp"])
     return forecast_stages(make, ANNOTATE[name], batch, schedule=schedule, **given)
@@ -123,7 +123,7 @@ def real_step(name: str, schedule: str, install: bool) -> tuple[list[Any], int]:
         stage.seen = seen
         made = SCHEDULES[schedule](stage, MICRO, loss_of)
         optimizer = torch.optim.AdamW(model.parameters())
-        given: dict[str, Tensor] = {"target": batch()} if index else {}
+        given: dict[str, Any] = {"target": batch()} if index else {}
         inputs = () if index else (batch(),)
 
         def run() -> Tensor:
