@@ -219,7 +219,7 @@ def takes_mesh(annotate: Callable[..., object]) -> bool:
 
 _FUNCTIONS: Final = {
     "make_model": "a function that makes the model, e.g. lambda: Model(config)",
-    "make_stage": "a function that makes a stage by its number, e.g. lambda index: Part(config)",
+    "make_stage": "a function that makes a stage by its number, e.g. lambda index: Part(index)",
     "annotate": "a function that annotates the model it gets, e.g. fully_shard",
     "make_batch": "a function that makes one rank's batch",
     "make_target": "a function that makes what the loss gets beside the last stage's output",
