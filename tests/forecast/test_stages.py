@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -265,7 +266,6 @@ def test_stages_of_several_tensors_without_an_annotation_and_a_loss_are_forecast
         def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
             return self.inner(x) * mask, mask
 
-    said: list[str] = []
     found = forecast_stages(
         lambda _: Two(),
         lambda stage, mesh: None,
@@ -274,7 +274,6 @@ def test_stages_of_several_tensors_without_an_annotation_and_a_loss_are_forecast
         micro_batches=2,
         schedule="gpipe",
         optimizer=None,
-        progress=said.append,
     )
     first, last = (
         {each.kind: (each.count, each.nbytes) for each in stage.collectives}
@@ -283,6 +282,14 @@ def test_stages_of_several_tensors_without_an_annotation_and_a_loss_are_forecast
     both, one = (4, 2 * 2 * 64), (2, 2 * 64)  # no gradient of the mask comes back
     assert (first["send"], first["receive"]) == (both, one)
     assert (last["send"], last["receive"]) == (one, both)
+
+
+def test_progress_names_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["composable.forecast.forecast"], "PACE", 0.0)
+    said: list[str] = []
+    told(progress=said.append)
+    assert "stage 1, step 2 of 2, backward of unit '0'" in said
+    assert said[-1] == "stage 1, step 2 of 2, optimizer"
 
 
 def test_tensor_parallel_stages_are_forecast() -> None:
