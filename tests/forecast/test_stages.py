@@ -109,22 +109,22 @@ class CountingStage(PipelineStage):
         return self._noted("send", super().get_bwd_send_ops(bwd_chunk_id))
 
 
-def real_step(name: str, schedule: str, install: bool) -> tuple[list[Any], int]:
+def real_step(name: str, schedule: str, install: bool, stages: int) -> tuple[list[Any], int]:
     """Messages of the second step of this rank's stage, and its peak."""
     gc.collect()
     before = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     seen: list[tuple[str, str, int, int]] = []
-    mesh = init_device_mesh("cpu", tuple(MESH.values()), mesh_dim_names=tuple(MESH))
+    mesh = init_device_mesh("cpu", (stages, 4 // stages), mesh_dim_names=tuple(MESH))
     index = mesh.get_local_rank("pp")
     torch.manual_seed(index)
     with comms_wrapped_by(partial(Counting, seen=seen)), installed() if install else nullcontext():
-        model = part(index)
+        model = part(index, stages)
         ANNOTATE[name](model, mesh)
-        stage = CountingStage(model, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        stage = CountingStage(model, index, stages, torch.device("cpu"), group=mesh.get_group("pp"))
         stage.seen = seen
         made = SCHEDULES[schedule](stage, MICRO, loss_of)
         optimizer = torch.optim.AdamW(model.parameters())
-        given: dict[str, Any] = {"target": batch()} if index else {}
+        given: dict[str, Any] = {"target": batch()} if index == stages - 1 else {}
         inputs = () if index else (batch(),)
 
         def run() -> Tensor:
@@ -148,24 +148,26 @@ def by_kind(messages: list[tuple[str, str, int, int]]) -> dict[tuple[str, str, i
 
 @pytest.mark.unsampled
 @pytest.mark.parametrize(
-    ("name", "schedule", "install"),
+    ("name", "schedule", "install", "stages"),
     [
-        ("sharded", "1F1B", True),
-        ("sharded", "GPipe", True),
-        ("replicated", "1F1B", True),
-        ("replicated", "GPipe", False),
-        ("sharded", "1F1B", False),
-        ("recomputed", "1F1B", True),
+        ("sharded", "1F1B", True, 2),
+        ("sharded", "GPipe", True, 2),
+        ("replicated", "1F1B", True, 2),
+        ("replicated", "GPipe", False, 2),
+        ("sharded", "1F1B", False, 2),
+        ("recomputed", "1F1B", True, 2),
+        ("sharded", "1F1B", True, 4),
+        ("replicated", "GPipe", True, 4),
     ],
 )
 def test_stages_send_and_take_what_a_real_schedule_does(
-    pool: Pool, name: str, schedule: str, install: bool
+    pool: Pool, name: str, schedule: str, install: bool, stages: int
 ) -> None:
-    real = pool.run(4, real_step, name, schedule, install)
+    real = pool.run(4, real_step, name, schedule, install, stages)
     with installed() if install else nullcontext():
-        found = told(name, schedule)
+        found = told(name, schedule, mesh={"pp": stages, "dp": 4 // stages})
     for index, stage in enumerate(found.stages):
-        seen, peak = real[2 * index]  # of its first rank
+        seen, peak = real[index * 4 // stages]  # of its first rank
         sent: dict[tuple[str, str, int], tuple[int, int]] = {}
         for each in stage.collectives:
             moves = each.kind in ("send", "receive")
