@@ -4,6 +4,7 @@ from composable.forecast.devices import DEVICES, Device, calibrate
 from composable.forecast.forecast import forecast
 from composable.forecast.plans import Comparison, Plan, Suggestion, compare, suggest
 from composable.forecast.result import Collective, Forecast, Subject
+from composable.forecast.stages import Pipeline, forecast_stages
 
 __all__ = [
     "DEVICES",
@@ -11,11 +12,13 @@ __all__ = [
     "Comparison",
     "Device",
     "Forecast",
+    "Pipeline",
     "Plan",
     "Subject",
     "Suggestion",
     "calibrate",
     "compare",
     "forecast",
+    "forecast_stages",
     "suggest",
 ]

@@ -123,18 +123,54 @@ def forecast(
     The idea is that of `torch.distributed._tools` (memory and run-time estimation over fake
     tensors), with the library's own streams and messages.
     """
-    _check_functions(make_model, annotate, make_batch, optimizer, loss)
+    check_functions(
+        make_model=make_model,
+        annotate=annotate,
+        make_batch=make_batch,
+        optimizer=optimizer,
+        loss=loss,
+    )
     found = device_of(device)
     sizes = _sizes_of(mesh, ranks, steps)
-    machine = Machine(found)
+    machine = machine_of(found, progress, steps)
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        value = (loss or _loss)(model, batch)
+        machine.phase = "backward"
+        value.backward()
+        return value
+
+    with running(machine, make_model, annotate, sizes) as model:
+        return train(machine, model, sizes, make_batch(), optimizer, run, steps)
+
+
+def machine_of(device: Device, progress: Callable[[str], object] | None, steps: int) -> Machine:
+    """A machine that tells `progress` what runs."""
+    machine = Machine(device)
     if progress is not None:
         machine.heard = _paced(machine, progress, steps)
-    with _world(machine, ranks), ExitStack() as stack:
+    return machine
+
+
+@contextmanager
+def running(
+    machine: Machine,
+    make_model: Callable[[], nn.Module],
+    annotate: Callable[..., object],
+    sizes: Mapping[str, int],
+    rank: int = 0,
+) -> Iterator[nn.Module]:
+    """Inside, there is the annotated model of a rank, and operations run on the machine.
+
+    Args:
+        sizes: of the dimensions of the mesh, by name.
+    """
+    with _world(machine, prod(sizes.values()), rank), ExitStack() as stack:
         stack.enter_context(_pretended(machine))
-        if found.accelerator:
+        if machine.device.accelerator:
             stack.enter_context(_copies_to_the_host(machine))
         model = _annotated(make_model, annotate, sizes)
-        if found.accelerator:
+        if machine.device.accelerator:
             _refuse_offloaded_shards(model)
         values = NoValues(machine, model)
         stack.enter_context(values)
@@ -142,7 +178,7 @@ def forecast(
         give_memory(model, torch.device("cpu"))
         note_unknown(*map(local_tensor, (*model.parameters(), *model.buffers())))
         stack.enter_context(_places(machine, model))
-        return _train(machine, model, sizes, make_batch, optimizer, loss or _loss, steps)
+        yield model
 
 
 @contextmanager
@@ -168,35 +204,41 @@ def _annotated(
 ) -> nn.Module:
     model = _made(make_model)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    annotated = annotate(model, mesh) if _takes_mesh(annotate) else annotate(model)
+    annotated = annotate(model, mesh) if takes_mesh(annotate) else annotate(model)
     if isinstance(annotated, nn.Module):
         model = annotated
     _refuse_torchs_shards(model)
     return model
 
 
-def _takes_mesh(annotate: Callable[..., object]) -> bool:
+def takes_mesh(annotate: Callable[..., object]) -> bool:
     """Whether it must have a second argument; verbs have one that may be left out."""
     parameters = list(inspect.signature(annotate).parameters.values())
     return len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
 
 
-def _check_functions(
-    make_model: object, annotate: object, make_batch: object, optimizer: object, loss: object
-) -> None:
+_FUNCTIONS: Final = {
+    "make_model": "a function that makes the model, e.g. lambda: Model(config)",
+    "make_stage": "a function that makes a stage by its number, e.g. lambda index: Part(index)",
+    "annotate": "a function that annotates the model it gets, e.g. fully_shard",
+    "make_batch": "a function that makes one rank's batch",
+    "make_target": "a function that makes what the loss gets beside the last stage's output",
+    "optimizer": "what makes an optimizer of parameters, e.g. torch.optim.AdamW",
+    "loss": "a function that returns a scalar",
+}
+_MAY_BE_NONE: Final = ("make_target", "optimizer", "loss")
+
+
+def check_functions(**given: object) -> None:
     """Refuse a model or an optimizer that is there already, and what is no function."""
-    for name, given, wanted in (
-        ("make_model", make_model, "a function that makes the model, e.g. lambda: Model(config)"),
-        ("annotate", annotate, "a function that annotates the model it gets, e.g. fully_shard"),
-        ("make_batch", make_batch, "a function that makes one rank's batch"),
-        ("optimizer", optimizer, "what makes an optimizer of parameters, e.g. torch.optim.AdamW"),
-        ("loss", loss, "a function of the model and a batch"),
-    ):
-        if given is None and name in ("optimizer", "loss"):
+    for name, value in given.items():
+        if value is None and name in _MAY_BE_NONE:
             continue
-        if not callable(given) or (name == "make_model" and isinstance(given, nn.Module)):
+        made = name in ("make_model", "make_stage") and isinstance(value, nn.Module)
+        if made or not callable(value):
             raise ValueError(
-                f"forecast: {name} must be {wanted}; got an object of {type(given).__name__}"
+                f"forecast: {name} must be {_FUNCTIONS[name]}; got an object of"
+                f" {type(value).__name__}"
             )
 
 
@@ -231,7 +273,7 @@ def _paced(machine: Machine, progress: Callable[[str], object], steps: int) -> C
 
 
 @contextmanager
-def _world(machine: Machine, ranks: int) -> Iterator[None]:
+def _world(machine: Machine, ranks: int, rank: int = 0) -> Iterator[None]:
     if dist.is_initialized():
         raise ForecastError(
             "forecast: this process has a process group already. A forecast makes a pretended one:"
@@ -240,7 +282,7 @@ def _world(machine: Machine, ranks: int) -> Iterator[None]:
         )
     # torch's group puts its rank before uncaught errors, once more for each group that there was
     with mock.patch.object(sys, "excepthook", sys.excepthook):
-        form_group(machine, ranks)
+        form_group(machine, ranks, rank)
         try:
             yield
         finally:
@@ -317,10 +359,10 @@ def _refuse_offloaded_shards(model: nn.Module) -> None:
 
 def _joint_mesh(_: str, own: DeviceMesh, spread: Spread, device: torch.device) -> DeviceMesh:
     """As `joint_mesh`, whose ranks tell each other where they are. Here all meshes are parts of one
-    grid, of which this rank is the first: numbers of ranks add up.
+    grid, of which this rank is the first: numbers of ranks, counted from it, add up.
     """
     mesh = spread.mesh
-    ranks = own.mesh.view(*own.shape, *[1] * mesh.ndim) + mesh.mesh
+    ranks = own.mesh.view(*own.shape, *[1] * mesh.ndim) + mesh.mesh - dist.get_rank()
     groups = [*map(own.get_group, range(own.ndim)), *map(mesh.get_group, range(mesh.ndim))]
     names = (*(own.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
     return DeviceMesh.from_group(
@@ -341,7 +383,9 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
         model = make_model()
     found: object = model
     if not isinstance(found, nn.Module):
-        raise ValueError(f"forecast: make_model returned no module: {type(found).__name__}")
+        raise ValueError(
+            f"forecast: what makes the model returned no module: {type(found).__name__}"
+        )
     made: dict[int, Any] = {}  # what is tied stays tied, unlike by `Module.to`
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -394,25 +438,27 @@ def _label_resting(machine: Machine, model: nn.Module) -> None:
             machine.hold_for(storage, Kind.PARAMETERS)
 
 
-def _train(
+def train(
     machine: Machine,
     model: nn.Module,
     mesh: Mapping[str, int],
-    make_batch: Callable[[], Any],
+    batch: Any,
     optimizer: Callable[..., torch.optim.Optimizer] | None,
-    loss: Loss,
+    run: Callable[[nn.Module, Any], object],
     steps: int,
 ) -> Forecast:
+    """Train for some steps, of which the last one counts.
+
+    Args:
+        run: forward and backward; what it returns lives until the optimizer has stepped.
+    """
     stepping = None if optimizer is None else optimizer(model.parameters())
-    batch = make_batch()
     for machine.step in range(1, steps + 1):
         model.zero_grad()
         _label_resting(machine, model)  # the first forward moves them
         machine.phase, machine.module, machine.unit = "forward", "", "(root)"
         start, at_rest = machine.begin_step(), machine.held
-        value = loss(model, batch)
-        machine.phase = "backward"
-        value.backward()
+        kept = run(model, batch)
         machine.phase = "optimizer"
         if stepping is not None:
             stepping.step()
@@ -420,7 +466,7 @@ def _train(
                 for tensor in tensors_in(state):
                     machine.hold_for(local_tensor(tensor).untyped_storage(), Kind.OPTIMIZER)
         end = machine.end_step()
-        del value
+        del kept
     subject = _subject_of(model, batch, stepping)
     return _told(machine, subject, mesh, at_rest, start, end)
 

@@ -131,6 +131,11 @@ class Machine:
     _sampled: int = 0
 
     @property
+    def now(self) -> float:
+        """When a reader of the results on the compute stream can go on."""
+        return max(self.ready[COMPUTE], self.host)
+
+    @property
     def place(self) -> str:
         """What runs, e.g. "backward of unit 'layers.3'"."""
         return "optimizer" if self.phase == "optimizer" else f"{self.phase} of unit '{self.unit}'"
@@ -140,10 +145,7 @@ class Machine:
     ) -> int:
         """A collective is launched on the current stream; returns bytes in sum."""
         nbytes, size = sum(whole.nbytes for whole in wholes), group.size()
-        named = group.group_desc.startswith("mesh_")  # as meshes call their groups
-        dimension = group.group_desc.removeprefix("mesh_") if named else ""
-        key = kind.replace("_", "-"), unit, dimension, size
-        self.messages.setdefault(key, []).append(nbytes)
+        self._note_message(kind, unit, group, size, nbytes)
         # a ring: every rank sends all but its own part of the whole, twice to reduce what all get
         passes = 2 if kind == "all_reduce" else 1
         bandwidth = self.device.bandwidth(dist.get_process_group_ranks(group))
@@ -151,6 +153,26 @@ class Machine:
         seconds += self.device.latency + self.device.part * len(wholes)
         self.run(seconds, label, id(group))
         return nbytes
+
+    def move(
+        self, kind: str, group: dist.ProcessGroup, peer: int, tensors: Sequence[Tensor]
+    ) -> None:
+        """A message between this rank and another one of the group is launched on the current
+        stream.
+        """
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._note_message(kind, self.unit, group, 2, nbytes)
+        ranks = dist.get_process_group_ranks(group)
+        bandwidth = self.device.bandwidth([ranks[group.rank()], ranks[peer]])
+        self.run(nbytes / bandwidth + self.device.latency, kind)
+
+    def _note_message(
+        self, kind: str, unit: str, group: dist.ProcessGroup, ranks: int, nbytes: int
+    ) -> None:
+        named = group.group_desc.startswith("mesh_")  # as meshes call their groups
+        dimension = group.group_desc.removeprefix("mesh_") if named else ""
+        key = kind.replace("_", "-"), unit, dimension, ranks
+        self.messages.setdefault(key, []).append(nbytes)
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -224,11 +246,11 @@ class Machine:
         return now
 
     def end_step(self) -> float:
-        """When a reader of the results on the compute stream can go on."""
+        """Returns when that is."""
         self.exposed += max(0.0, self.ready[COMPUTE] - max(self._ended, self.host))
         self._sampled = -self.peak.total
         self._note_memory()
-        return max(self.ready[COMPUTE], self.host)
+        return self.now
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -305,7 +327,7 @@ class Machine:
             peak.total, peak.by_kind, peak.where = total, tuple(self._held), self.place
         if abs(total - self._sampled) * 300 >= peak.total:
             self._sampled = total
-            self.samples.append((max(self.ready[COMPUTE], self.host), tuple(self._held)))
+            self.samples.append((self.now, tuple(self._held)))
 
 
 # --- what is known of values ---------------------------------------------------------------------
@@ -406,9 +428,21 @@ class _Sent:
             self._received = None
 
 
+class _Moved(dist.Work):
+    """A message between two ranks that was launched."""
+
+    def __init__(self, end: Event) -> None:
+        super().__init__()
+        self._end = end
+
+    def wait(self, *_: Any) -> bool:
+        self._end.join()
+        return True
+
+
 class VirtualGroup(dist.ProcessGroup):
-    """Rank 0 of `size`, for who calls torch's collectives. What is sent takes time and brings
-    nothing; numbers of checks are this rank's.
+    """A rank of `size`, for who calls torch's collectives. What is sent takes time and brings
+    nothing; numbers of checks are this rank's. What another rank sends is there when it is wanted.
     """
 
     machine: Machine
@@ -438,6 +472,26 @@ class VirtualGroup(dist.ProcessGroup):
         note_unknown(*tensors_in(outputs))
         return self.take("reduce_scatter", tensors_in(wholes))
 
+    def send(self, tensors: list[Tensor], dst: int, *_: Any) -> dist.Work:
+        return self._move("send", dst, tensors)
+
+    def recv(self, tensors: list[Tensor], src: int, *_: Any) -> dist.Work:
+        if tensors[0].dtype is torch.int32 and tensors[0].numel() == 1:
+            # by which stages of torch's pipelines agree that all of them know their shapes
+            tensors[0].fill_(1)
+            return DoneWork()
+        note_unknown(*tensors)
+        for tensor in tensors:
+            self.machine.claim(tensor.untyped_storage(), Kind.MESSAGES)
+        return self._move("receive", src, tensors)
+
+    def _move(self, kind: str, peer: int, tensors: list[Tensor]) -> dist.Work:
+        """A message between two ranks: on a stream of its own, until something waits for it."""
+        machine = self.machine
+        with machine.fork(kind if machine.device.accelerator else machine.current):
+            machine.move(kind, self, peer, tensors)
+            return _Moved(Event(machine))
+
     def getBackendName(self) -> str:
         return BACKEND
 
@@ -449,14 +503,13 @@ class VirtualGroup(dist.ProcessGroup):
 def refuse(group: VirtualGroup, name: str) -> NoReturn:
     raise ForecastError(
         f"forecast: the program calls '{name}' of a process group in {group.machine.place}:"
-        " point-to-point messages, as a pipeline's, and exchanges among all, as experts', are"
-        " not forecast. Forecast one stage, or one rank's experts, as a model of its own over"
-        " the data-parallel ranks alone"
+        " exchanges among all, as experts', are not forecast. Forecast one rank's experts, as a"
+        " model of its own over the data-parallel ranks alone"
     )
 
 
 for _name in (
-    "send", "recv", "recv_anysource", "alltoall", "alltoall_base", "gather", "scatter", "reduce",
+    "recv_anysource", "alltoall", "alltoall_base", "gather", "scatter", "reduce",
 ):  # fmt: skip
     setattr(VirtualGroup, _name, lambda group, *_, name=_name: refuse(group, name))
 for _name in (  # the latter two from torch 2.13 on
@@ -471,8 +524,8 @@ for _name in (
     setattr(VirtualGroup, _name, VirtualGroup.take_scatter)
 
 
-def form_group(machine: Machine, size: int) -> None:
-    """Make a process group of `size` ranks, of which this is the first."""
+def form_group(machine: Machine, size: int, rank: int) -> None:
+    """Make a process group of `size` ranks, of which this is number `rank`."""
     VirtualGroup.machine = machine
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(
@@ -481,7 +534,7 @@ def form_group(machine: Machine, size: int) -> None:
             devices=["cpu"],
         )
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(BACKEND, store=store, rank=0, world_size=size)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size)
 
 
 def traits_of(device: Device, size: int) -> Traits:

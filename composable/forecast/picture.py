@@ -26,6 +26,8 @@ STREAMS: Final = {
     "all_gather": "#7b5ea7",
     "reduce_scatter": "#e0a03c",
     "all_reduce": WARNING,
+    "send": FAINT,
+    "receive": INK,
 }
 STYLE: Final[Any] = {
     "text.color": INK,

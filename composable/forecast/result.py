@@ -56,15 +56,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind in one step, in sum.
+    """Messages of one kind in one step, in sum.
 
     Attributes:
-        kind: "all-gather", "reduce-scatter" or "all-reduce".
+        kind: "all-gather", "reduce-scatter" or "all-reduce"; "send" or "receive", between two
+            ranks.
         unit: whose, or in which the program launches them.
         dimension: of the mesh that they run over; empty for all ranks and for other groups.
         ranks: how many take part.
         count: messages.
-        nbytes: in sum, of what is gathered or reduced, as a whole.
+        nbytes: in sum, of what is gathered, reduced or sent, as a whole.
     """
 
     kind: str
@@ -128,7 +129,7 @@ class Forecast:
 
     @property
     def messages(self) -> int:
-        """Collectives of one step."""
+        """How many there are in one step."""
         return sum(each.count for each in self.collectives)
 
     def __str__(self) -> str:
