@@ -12,8 +12,10 @@ from typing import Any, Final
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from composable.api.mesh import communication_device, device_of
+from composable.api.packed import is_packed
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.comm import comm_of
 from composable.contract.contract import registry
@@ -82,6 +84,11 @@ def apply_tp_plan(
         {name: how for name, how in whole._expand_parallel_plan(plan).items() if name in there}
         for plan in (tp_plan, ep_plan)
     )
+    if not tp_plan and not ep_plan:
+        raise AnnotationError(
+            f"apply_tp_plan: no module of the plan is in this {type(model).__name__}. Pass the"
+            " model of transformers itself, before others are put around it"
+        )
     distributed = "transformers.distributed"
     import_module(f"{distributed}.tensor_parallel").apply_tensor_parallelism(model, mesh, tp_plan)
     if experts:
@@ -106,6 +113,12 @@ def _plans_for(model: nn.Module, *, experts: bool) -> tuple[dict[str, str], dict
             raise AnnotationError(
                 f"apply_tp_plan: '{name or '(root)'}' is annotated already. Make the model tensor"
                 " parallel before"
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or is_packed(parameter):
+            what = "a DTensor already" if isinstance(parameter, DTensor) else "packed in 4 bits"
+            raise AnnotationError(
+                f"apply_tp_plan: parameter '{name}' is {what}, and cannot be cut by the plan"
             )
     if not experts:
         return tp_plan, {}

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable.api.mesh import Spread
+from composable.api.spread import spread_of
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
 from composable.errors import AnnotationError, what_is_there
 from composable.memory.streams import has_streams
-from composable.memory.torch_private import local_tensor
 from composable.policies.base import by_all_names, kind_of
 
 logger = logging.getLogger("composable")
@@ -238,6 +238,19 @@ def dim_without_padding(
     return best, here / numel
 
 
+def _largest_part(parameter: nn.Parameter) -> Sequence[int]:
+    """The largest shape that a tensor-parallel rank has, so that these ranks choose alike; nothing
+    of a declared part, of which a rank knows its own shape only.
+    """
+    shape = list(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return shape if spread_of(parameter) is None else ()
+    for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            shape[dim] = -(-shape[dim] // size)
+    return shape
+
+
 def placement_of(
     managed: Managed[nn.Parameter], choose: Placement | None, ranks: int
 ) -> tuple[int | None, DeviceMesh | Spread | None]:
@@ -252,8 +265,8 @@ def placement_of(
     """
     parameter = managed.tensor
     if choose is None and (type(parameter) is nn.Parameter or isinstance(parameter, DTensor)):
-        local = local_tensor(parameter)
-        found = dim_without_padding(local.shape, 0, ranks, local.element_size())
+        shape = _largest_part(parameter)
+        found = dim_without_padding(shape, 0, ranks, parameter.element_size())
         return (0 if parameter.ndim else None) if found is None else found[0], None
     mesh: Any = None
     placement: Any = choose(parameter) if choose is not None else None

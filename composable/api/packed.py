@@ -117,3 +117,8 @@ def _load_scales(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
             state: Any = parameter.quant_state  # type: ignore[attr-defined]
             entries = {key.removeprefix(f"{name}."): state_dict.pop(key) for key in keys}
             vars(state).update(vars(type(state).from_dict(entries, state.absmax.device)))
+            # what `prepare` has put there is of before
+            there = {
+                key.partition(".")[0]: each for key, each in state.as_dict(packed=True).items()
+            }
+            vars(parameter).update({**there, "quant_state": state})

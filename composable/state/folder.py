@@ -427,7 +427,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
     kept = kept_dtypes(model, state, dtype) if _is_of_transformers(model) else {}
     wanted: dict[int, tuple[Tensor, torch.dtype]] = {}
     for name, tensor in state.items():
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and not is_packed(tensor):
             for each in (tensor, tensor.grad):
                 if each is not None:
                     wanted[id(each)] = each, kept.get(name, dtype)

@@ -4,13 +4,15 @@ is tested in `test_transformers.py`.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composable import apply_tp_plan, checkpoint, fully_shard
 from composable.errors import AnnotationError, RanksDisagreeError
@@ -35,6 +37,36 @@ def test_what_cannot_be_is_refused() -> None:
     fully_shard(model.lm_head, mesh=mesh["dp"])
     with pytest.raises(AnnotationError, match="'lm_head' is annotated already"):
         apply_tp_plan(model, mesh["tp"])
+
+
+@spmd(ranks=2)
+def test_what_was_done_before_is_refused_by_name() -> None:
+    tp = mesh_of(1, 2)["tp"]
+    torch.manual_seed(0)
+    model = apply_tp_plan(llama(), tp)
+    with pytest.raises(AnnotationError, match=r"weight' is a DTensor already"):
+        apply_tp_plan(model, tp)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        around = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(AnnotationError, match="no module of the plan is in this PeftModel"):
+        apply_tp_plan(around, tp)
+    assert not any(isinstance(p, DTensor) for p in around.parameters())
+
+
+@spmd(ranks=4)
+def test_ranks_of_one_mesh_choose_one_dimension_where_parts_are_uneven() -> None:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False)
+    whole = torch.randn(3, 1024, 512)
+    model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+    fully_shard(model, mesh=mesh["dp"])
+    placements = [None] * 4
+    dist.all_gather_object(placements, str(model.weight.placements))
+    assert len(set(placements)) == 1
+    assert torch.equal(full(model.weight), whole)
 
 
 @spmd(ranks=2)
