@@ -23,7 +23,7 @@ from composable import fully_shard
 from composable.comm import comm_of, ledger, shared_launches, world_group
 from composable.comm.ledger import Ledger, ledger_of
 from composable.comm.shared_launches import SharedLaunches
-from tests.helpers.world import Pool, RanksFailed, current_device, spmd
+from tests.helpers.world import TIMEOUT, Pool, RanksFailed, current_device, spmd
 
 CPU: Final = torch.device("cpu")
 
@@ -39,7 +39,8 @@ def _sum(label: str = "sum of unit 'b'") -> Any:
 
 def _failure(pool: Pool, function: Callable[..., None], ranks: int = 2) -> str:
     with pytest.raises(RanksFailed) as failed:
-        pool.run(ranks, function, device="cpu")
+        # another timeout: a group of its own, whose launches count from 0
+        pool.run(ranks, function, device="cpu", group_timeout=TIMEOUT - 1)
     return str(failed.value)
 
 
