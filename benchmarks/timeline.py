@@ -186,7 +186,7 @@ Sample = dict[str, Any]
 def simulate(contender: str, name: str, ranks: int, bandwidths: list[int]) -> list[Sample]:
     """One step at each bandwidth (GB/s), the same program each time."""
     machine, shape = Machine(DEVICES["h100"]), SHAPES[name]
-    form_group(machine, ranks)
+    form_group(machine, ranks, rank=0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("meta"):
         model = Llama(shape)
