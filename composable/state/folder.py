@@ -431,9 +431,14 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
             for each in (tensor, tensor.grad):
                 if each is not None:
                     wanted[id(each)] = each, kept.get(name, dtype)
+    # torch exchanges DTensors, and with them the attributes that say what packed bytes mean
+    said = {name: dict(vars(each)) for name, each in model.named_parameters() if is_packed(each)}
     apply_to_tensors(
         model, lambda tensor: tensor.to(wanted[id(tensor)][1]) if id(tensor) in wanted else tensor
     )
+    for name, attributes in said.items():
+        parameter = model.get_parameter(name)
+        vars(parameter).update({**attributes, **vars(parameter)})
 
 
 def _box_of(tensor: Tensor) -> list[slice] | None:

@@ -287,6 +287,25 @@ def test_exports_cast_neither_bytes_nor_scales(
 @pytest.mark.parametrize("storage", _STORAGES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @spmd(ranks=2)
+def test_a_folder_read_in_another_dtype_leaves_the_bytes_alone(
+    kind: str, storage: torch.dtype
+) -> None:
+    pytest.importorskip("safetensors")
+    alone = net(kind, storage)
+    with _folder() as folder:
+        export(_sharded(net(kind, storage)), folder / "out")
+        for annotate in (_sharded, replicate):
+            model = annotate(net(kind, storage, seed=1))
+            load(model, folder / "out", dtype=torch.float16)
+            state = full_state_dict(model, rank0_only=False)
+            packed_ones = {name: v for name, v in state.items() if name.endswith("base.weight")}
+            assert packed_ones
+            _same(packed_ones, {name: alone.state_dict()[name] for name in packed_ones})
+
+
+@pytest.mark.parametrize("storage", _STORAGES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(ranks=2)
 def test_averages_over_steps_keep_the_newest_bytes(kind: str, storage: torch.dtype) -> None:
     alone = net(kind, storage).state_dict()
     for annotate in (_sharded, replicate):
