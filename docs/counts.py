@@ -23,14 +23,13 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 ENGINE: Final = ROOT / "composable/engine"
 
-# What a feature is called in code and prose, and the file of `engine/` that is its own.
+# What a feature is called in code and prose, and the file of `engine/` that is its own, if any: the
+# others are in `features/`.
 FEATURES: Final = {
-    "tensor parallel": (r"tensor.parallel|\bModelSpec\b|\.model\b", "api/spread.py"),
+    "tensor parallel": (r"tensor.parallel|\bModelSpec\b|\.model\b", ""),
     "bucket views": (r"keeps_buckets|bucket.views?\b", ""),
-    "offload": (r"offload|\bhome\b", "edits/host.py"),
-    "communication hooks": (
-        r"comm(unication)?.hooks?\b|CommHook|hook_stages", "gradients/hook_stages.py",
-    ),
+    "offload": (r"offload|\bhome\b", ""),
+    "communication hooks": (r"comm(unication)?.hooks?\b|CommHook|hook_stages", ""),
     "compiled autograd": (r"compiled|eager_because|\.traced\b", "step/compiled.py"),
 }  # fmt: skip
 _NO_CODE: Final = (

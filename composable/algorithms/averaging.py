@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.api.packed import is_packed
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.compilation import untraced, unwrapped
-from composable.engine.edits.host import refuse_extended
-from composable.engine.gradients.hook_stages import cut_flat
 from composable.engine.params.dtensors import describe_mesh
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, MeshError, closest, few
+from composable.features.extension import refuse_extended
+from composable.features.hook_stages import cut_flat
+from composable.features.packed import is_packed
 from composable.memory.torch_private import locals_of
 from composable.state.whole import require_at_rest
 

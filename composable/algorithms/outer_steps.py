@@ -43,7 +43,6 @@ from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo
 from composable.comm.base import DONE, Work
 from composable.compilation import untraced, unwrapped
-from composable.engine.gradients.hook_stages import ALL_REDUCE, cut_flat
 from composable.engine.params.dtensors import dtensor_parameter, gradient_like
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import label_of
@@ -56,6 +55,7 @@ from composable.errors import (
     PhaseError,
     few,
 )
+from composable.features.hook_stages import ALL_REDUCE, cut_flat, hooks_of
 from composable.memory.torch_private import local_of
 from composable.optim.in_backward import OptimizerInBackward
 from composable.optim.stand_in import is_stand_in
@@ -544,7 +544,7 @@ def local_steps(
                 f"{_CALLER}: the replicas of unit '{unit.name}' train apart already. Call remove()"
                 " on what the former call returned"
             )
-        hook = unit.gradients.comm_hooks.get(ALL_REDUCE)
+        hook = hooks_of(unit.gradients).get(ALL_REDUCE)
         if hook is not None and infos[unit] is not unit.mesh_info:
             raise AnnotationError(
                 f"{_CALLER}: unit '{unit.name}' has the communication hook '{hook.name}' for the"

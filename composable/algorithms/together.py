@@ -49,6 +49,7 @@ from composable.errors import (
     UnsupportedError,
     first_line,
 )
+from composable.features.hook_stages import hooks_of
 from composable.memory.torch_private import in_backward
 from composable.optim.in_backward import stepped_in_backward
 
@@ -407,7 +408,7 @@ def _obstacle(unit: Unit, comm: Comm) -> str:
             lambda: unit.mesh_info.all is not comm or not unit.on_one_mesh,
             "parameters over other ranks than the rest of the model",
         ),
-        (lambda: unit.gradients.comm_hooks, "a communication hook"),
+        (lambda: hooks_of(unit.gradients), "a communication hook"),
         (lambda: unit.gradients.sparse, "sparse gradients"),
         (
             lambda: unit.mesh_info.post_forward,

@@ -30,6 +30,7 @@ from composable.engine.params.param_hooks import DeferredHooks
 from composable.engine.step.observer import DECISIONS
 from composable.engine.step.root import Root
 from composable.errors import DifferentiationError
+from composable.features.hook_stages import hooks_of
 from composable.memory.torch_private import hooks_after_accumulation
 from composable.optim.in_backward import counted_in_backward
 
@@ -121,7 +122,7 @@ def _obstacle(root: Root) -> str:
             return f"unit '{unit.name}' has a mixed precision policy (torch.autocast works)"
         if any(not param.info.form.is_whole for param in unit.params):
             return f"unit '{unit.name}' has tensor-parallel parameters"
-        if unit.gradients.comm_hooks:
+        if hooks_of(unit.gradients):
             return f"unit '{unit.name}' has a communication hook"
         if unit.gradients.sparse:
             return f"unit '{unit.name}' has sparse gradients"

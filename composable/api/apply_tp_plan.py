@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.api.mesh import communication_device, device_of
-from composable.api.packed import is_packed
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.comm import comm_of
 from composable.contract.contract import registry
@@ -26,6 +25,7 @@ from composable.contract.tree import (
     managed_parameters,
 )
 from composable.errors import AnnotationError
+from composable.features.packed import is_packed
 
 _NAME: Final = "apply_tp_plan"
 

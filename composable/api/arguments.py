@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable.api.mesh import Spread
-from composable.api.spread import spread_of
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
 from composable.errors import AnnotationError, what_is_there
+from composable.features.spread import spread_of
 from composable.memory.streams import has_streams
 from composable.policies.base import by_all_names, kind_of
 

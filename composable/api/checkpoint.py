@@ -8,9 +8,9 @@ from typing import Any, Final
 from torch import nn
 
 from composable.api.brackets import annotate_each
-from composable.api.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.contract.contract import contract
 from composable.errors import AnnotationError
+from composable.features.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.policies import PolicyLike
 
 _CHECKS: Final = ("default", "none")

@@ -21,8 +21,6 @@ from torch.optim import Optimizer
 
 from composable.api.arguments import dim_without_padding
 from composable.api.mesh import Spread, part_of
-from composable.api.packed import is_packed, refusal_of
-from composable.api.spread import spread_of
 from composable.comm import is_distributed
 from composable.contract.contract import add_attribute
 from composable.contract.naming import find_fqn, module_name
@@ -33,6 +31,8 @@ from composable.engine.params.param import ParamInfo, label_of
 from composable.engine.params.protocol import has_protocol, pieces_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
+from composable.features.packed import is_packed, refusal_of
+from composable.features.spread import spread_of
 from composable.memory.torch_private import hooks_after_accumulation, local_of
 
 logger = logging.getLogger("composable")
@@ -290,7 +290,7 @@ def refuse_unfit_extension(
     elif after is not None and not isinstance(after, bool):
         what = f"kept over {after} ranks after forward"
         instead = "Pass reshard_after_forward=True, False or None"
-    elif settings["offload"] is not None and device.type != "cpu":
+    elif settings["grouping"].on_host and device.type != "cpu":
         what, instead = "offloaded", "Leave offload_policy out"
     if what:
         raise AnnotationError(

@@ -12,7 +12,6 @@ from torch import nn
 from composable.compilation import untraced
 from composable.contract.naming import find_fqn, modules_of
 from composable.contract.tree import SHARD, annotation_of, walk
-from composable.engine.gradients.hook_stages import ALL_REDUCE, REDUCE_SCATTER, CommHook
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.step.unit import Unit, units_below
 from composable.errors import (
@@ -26,6 +25,7 @@ from composable.errors import (
     describe_module,
     first_line,
 )
+from composable.features.hook_stages import ALL_REDUCE, REDUCE_SCATTER, CommHook, hooks_of, set_hook
 from composable.policies.base import takes
 
 _VERB: Final = "register_comm_hook"
@@ -64,7 +64,7 @@ class CommHookHandle:
             refuse_moment("remove a communication hook", unit)
         self._units = []
         for unit in units:
-            unit.set_comm_hook(self._stage, None)
+            set_hook(unit, self._stage, None)
 
     def __enter__(self) -> CommHookHandle:
         return self
@@ -220,10 +220,10 @@ def register_comm_hook(
         for index, top in enumerate(modules)
         for fqn, below in walk(top, str(index) if len(modules) > 1 else "")
     }
-    shared = CommHook(hook, state, chosen)
+    shared = CommHook(hook, state)
     for each in units:
         fqn = names.get(id(each.modules[0]))
-        each.set_comm_hook(chosen, shared, f"{fqn}." if fqn and each is not unit else "")
+        set_hook(each, chosen, shared, f"{fqn}." if fqn and each is not unit else "")
     return CommHookHandle(units, chosen)
 
 
@@ -245,7 +245,7 @@ def _inside(hook: Any) -> str:
 
 
 def _check_unit(unit: Unit, outer: Unit, stage: str, where: str) -> None:
-    former = unit.gradients.comm_hooks.get(stage)
+    former = hooks_of(unit.gradients).get(stage)
     if former is not None:
         raise AlreadyAnnotatedError(
             f"{_VERB}: unit '{unit.name}' has the communication hook '{former.name}'{where}"

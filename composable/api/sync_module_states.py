@@ -22,13 +22,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from composable.api.spread import spread_of
 from composable.comm import Comm
 from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
 from composable.engine.params.param import copy_attributes
 from composable.engine.params.protocol import plain_parts
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
+from composable.features.spread import spread_of
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
 # without the verb: labels pair messages, and verbs may differ

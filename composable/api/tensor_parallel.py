@@ -13,20 +13,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.mesh import Spread, joint_mesh, part_of
-from composable.api.packed import form_of
 from composable.api.selection import ids_of_ignored
-from composable.api.spread import (
+from composable.comm import Comm, comm_of
+from composable.contract.tree import Managed, managed_parameters
+from composable.engine.params.dtensors import describe_mesh
+from composable.engine.params.form import ParamForm
+from composable.errors import AnnotationError, RanksDisagreeError, first_line
+from composable.features.packed import form_of
+from composable.features.spread import (
     PART,
     PartForm,
     SpreadForm,
     spread_like,
     spread_of,
 )
-from composable.comm import Comm, comm_of
-from composable.contract.tree import Managed, managed_parameters
-from composable.engine.params.dtensors import describe_mesh
-from composable.engine.params.form import ParamForm
-from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 
 @contextmanager

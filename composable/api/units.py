@@ -48,7 +48,6 @@ from composable.api.checks import (
     warn_of_gradients,
     warn_of_padding,
 )
-from composable.api.exact import ExactModule
 from composable.api.mesh import (
     Spread,
     check_reshard_after_forward,
@@ -57,7 +56,6 @@ from composable.api.mesh import (
     own_spread,
     spread_over,
 )
-from composable.api.packed import is_packed, prepare
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.api.tensor_parallel import forms_of, told_across, told_to
@@ -87,6 +85,9 @@ from composable.engine.params.param_group import Kind
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import HEARS, Visit
 from composable.errors import unit_name
+from composable.features.exact import ExactModule
+from composable.features.grouping import GroupingByForm
+from composable.features.packed import is_packed, prepare
 from composable.policies import PolicyLike
 
 
@@ -192,7 +193,7 @@ def annotate(
     unit = _attach(verb, plans[0])
     settle(modules, unit, [(owner, managed.tensor, managed.places) for owner, managed in tied])
     warn_of_padding(state for plan in plans if (state := verb.state(plan.modules[0])) is not None)
-    if any(plan.settings.get("offload") for plan in plans):
+    if name == SHARD and any(plan.settings["grouping"].on_host for plan in plans):
         warn_of_no_offload(comm.device)
 
 
@@ -256,10 +257,11 @@ def _plan(
         settings["reshard_after_forward"] = after = options["reshard_after_forward"]
         check_reshard_after_forward(spread, after)
         settings["prefetch"] = prefetch_of(options["prefetch"])
-        settings["offload"] = offload_policy_of(
+        offload = offload_policy_of(
             verb, options["offload_policy"], device if spread is None else None
         )
-        if settings["offload"] is not None and spread is not None:
+        settings["grouping"] = GroupingByForm(precision, offload)
+        if offload is not None and spread is not None:
             refuse_spread_offload(share, communication_device(spread.mesh, device))
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
@@ -312,7 +314,7 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
         start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}"
         if plan.options["mesh"] is not None and plan.spread is not None:
             start += f", over ranks {plan.spread.rows.tolist()}"
-        if settings["offload"] is not None:
+        if settings["grouping"].on_host:
             rest.append("offloaded")
         if settings["prefetch"] != 1:
             rest.append(f"prefetch={settings['prefetch']}")

@@ -38,9 +38,9 @@ from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.reduction import Reduction
-from composable.engine.params.offloaded import OffloadedGroup
 from composable.engine.step.unit import units_below
 from composable.errors import ForecastError
+from composable.features.offloaded import OffloadedGroup
 from composable.forecast.devices import Device, device_of
 from composable.forecast.machine import (
     COMPUTE,
@@ -349,7 +349,7 @@ def _refuse_torchs_shards(model: nn.Module) -> None:
 
 def _refuse_offloaded_shards(model: nn.Module) -> None:
     for unit in units_below([model]):
-        if unit.spec.offload is not None:
+        if unit.spec.grouping.on_host:
             raise ForecastError(
                 f"forecast: unit '{unit.name}' has an offload_policy; how long an optimizer takes"
                 " on the host of an accelerator is not known. Leave the policy out: the device"

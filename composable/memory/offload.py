@@ -123,6 +123,10 @@ class HostHome:
         self.traffic.send(targets, leaving, partial(list.clear, leaving))
         return targets
 
+    def take_one(self, tensor: Tensor) -> Tensor:
+        """The same for one."""
+        return self.take([tensor])[0]
+
 
 class ComingShards:
     """The copy of a group's shards on the device, which exists while an all-gather needs it.

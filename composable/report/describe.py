@@ -16,10 +16,10 @@ from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
 from composable.contract.contract import registry
 from composable.contract.tree import REPLICATE, SHARD, annotation_of, managed_parameters
-from composable.engine.gradients.hook_stages import names_of_hooks
-from composable.engine.params.offloaded import OffloadedGroup
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import few, unit_name
+from composable.features.hook_stages import names_of_hooks
+from composable.features.offloaded import OffloadedGroup
 from composable.memory.streams import any_has_streams, has_streams
 from composable.memory.torch_private import locals_of
 from composable.report.parameters import ParameterDescription, describe_parameters
@@ -230,7 +230,7 @@ def _unit_row(name: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
     spec, is_sharded = unit.spec, unit.spec.verb == SHARD
     parameters = [param.at_rest for param in unit.params]
     offload = ""
-    if spec.offload is not None:
+    if spec.grouping.on_host:
         offload = (
             "host"
             if any(isinstance(group, OffloadedGroup) for group in unit.groups)

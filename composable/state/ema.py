@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.api.packed import is_packed
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import show_at_rest, warn_of_other_groups
 from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import units_below
 from composable.errors import ForeignParameterError, few
+from composable.features.packed import is_packed
 from composable.memory.torch_private import local_tensor, placed_alike
 from composable.state.whole import write_whole
 

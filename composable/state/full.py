@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.api.packed import is_packed
 from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
@@ -26,6 +25,7 @@ from composable.engine.params.param import mesh_of
 from composable.engine.params.protocol import plain_parts
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, RanksDisagreeError
+from composable.features.packed import is_packed
 from composable.memory.torch_private import local_tensor
 from composable.state.whole import (
     all_or_none,

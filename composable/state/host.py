@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.values import map_tensors
-from composable.engine.edits.host import refuse_sleep, sleep
 from composable.engine.step.unit import Unit
-from composable.errors import AnnotationError
+from composable.errors import AnnotationError, PhaseError
+from composable.features.extension import refuse_extended
 from composable.memory.offload import HostHome, free_cached_memory, wait_for_traffic
 from composable.memory.streams import has_streams
-from composable.memory.torch_private import dtensor_like, local_of
+from composable.memory.torch_private import can_take_data, dtensor_like, local_of
 from composable.state.whole import require_at_rest
 
 
@@ -64,17 +64,23 @@ class HostOffload:
         homes = {
             device: HostHome(device, pin_memory=True) for device in devices if has_streams(device)
         }
-        for unit in self._units:
-            sleep(unit, homes.get(unit.mesh_info.device))
 
         def to_host(tensor: Tensor) -> Tensor:
             home = homes.get(tensor.device)
             if home is None:
                 return tensor
-            (host,) = home.take([tensor.detach()])
+            host = home.take_one(tensor.detach())
             self._hosted[id(host)] = host, tensor.device
             return host
 
+        for unit in self._units:
+            unit.give_up_step()
+            unit.forget_root()  # it holds shards
+            unit.hide()
+            unit.reshard()
+            # otherwise the shards are on the host already
+            leaves = unit.mesh_info.device in homes and not unit.spec.grouping.on_host
+            unit.sleep(homes[unit.mesh_info.device].take_one if leaves else None)
         self._move(to_host)
         wait_for_traffic()
         gc.collect()  # the roots that are forgotten form cycles
@@ -156,8 +162,32 @@ def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
                 f"offload_to_host takes the model's optimizers, got a {type(given).__name__}"
             )
     for unit in units:
-        refuse_sleep(unit)
+        _refuse_sleep(unit)
     require_at_rest("offload_to_host", units)
     offload = HostOffload(model, units, optimizers)
     offload.leave()
     return offload
+
+
+def _refuse_sleep(unit: Unit) -> None:
+    """Raise where a unit may not leave the device."""
+    refuse_extended("offload_to_host", unit)
+    if unit.shown_by or unit.gradients.has_unreduced:
+        what = (
+            f"inside of {unit.shown_by}"
+            if unit.shown_by
+            else "with accumulated gradients; call reduce_gradients(model) first, or zero_grad()"
+        )
+        raise PhaseError(
+            f"offload_to_host was called on unit '{unit.name}' {what}. Call it between two steps"
+        )
+    if unit.is_sharded or unit.mesh_info.device.type == "cpu":
+        return
+    for param in unit.params:
+        own = param.own
+        if own is not None and not can_take_data(own, torch.empty(0, device="cpu")):
+            raise AnnotationError(
+                f"offload_to_host: parameter '{param.fqn}' of unit '{unit.name}' is replicated"
+                f" on {own.device}, whose tensors torch cannot move in place. Shard it, or"
+                " leave the model where it is"
+            )

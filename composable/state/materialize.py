@@ -359,7 +359,7 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in made:
                     unit = unit_of(parameter)
-                    offloaded = unit is not None and unit.is_sharded and unit.spec.offload
+                    offloaded = unit is not None and unit.is_sharded and unit.spec.grouping.on_host
                     empty = torch.empty_like(parameter, device="cpu" if offloaded else device)
                     made[id(parameter)] = new = whole_parameter(empty, parameter)
                     move_hooks(parameter, new)

@@ -32,6 +32,7 @@ from composable.comm import Comm
 from composable.engine.params.layout import Route
 from composable.engine.step.unit import Unit
 from composable.errors import few
+from composable.features.hook_stages import hooks_of
 from composable.memory.offload import wait_for_traffic
 from composable.memory.torch_private import local_tensor
 
@@ -129,7 +130,7 @@ class Agreement:
                 if key not in self._own:
                     buffers.append((key, buffer.detach()))
             self._note(unit.mesh_info.all, buffers)
-            if unit.gradients.comm_hooks:
+            if hooks_of(unit.gradients):
                 continue
             for group in unit.groups:
                 replicas = group.mesh_info.replicate

@@ -23,6 +23,7 @@ from composable.contract.methods import Method
 from composable.contract.values import map_tensors, tensors_in
 from composable.engine.step.unit import Unit
 from composable.errors import first_line
+from composable.features.hook_stages import hooks_of
 from composable.memory.torch_private import local_tensor
 
 FORMAT: Final = 1
@@ -121,7 +122,7 @@ def _of_unit(unit: Unit, names: Mapping[Unit, str], call: Call | None) -> dict[s
         "shards": info.shard.size,
         "replica": 0 if info.replicate is None else info.replicate.rank,
         "parameters": [_of_parameters(each, names.get(each, each.name)) for each in units],
-        "averaged": not any(each.spec.divisor or each.gradients.comm_hooks for each in units),
+        "averaged": not any(each.spec.divisor or hooks_of(each.gradients) for each in units),
     }
     if call is not None:
         found["inputs"] = _pickled(call.inputs)

@@ -123,8 +123,7 @@ def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
     choose_rest(twin)
     if not twin.groups:
         twin.build()
-    for stage, hook in copy.deepcopy(unit.gradients.comm_hooks, memo).items():
-        twin.set_comm_hook(stage, hook, unit.gradients.prefixes[stage])
+    twin.reduce_by(copy.deepcopy(unit.gradients.stages, memo))
     for param, other in pairs:
         memo[id(param.at_rest)] = other.at_rest
 

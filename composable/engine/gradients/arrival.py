@@ -21,7 +21,6 @@ from typing import Final, NoReturn, Protocol
 
 from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.gradients.hook_stages import attach_comm_hooks
 from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import UnitGradients
 from composable.engine.gradients.unreduced import SyncMode
@@ -165,7 +164,7 @@ class Buckets:
             self.buckets.append(bucket)
             self._bucket_of.update(dict.fromkeys(members, bucket))
         for unit in self._units:
-            attach_comm_hooks(unit, [each for each in self.buckets if each.unit is unit])
+            unit.stages.attach(unit, [each for each in self.buckets if each.unit is unit])
 
     def follow(self) -> None:
         """Parameters were frozen or unfrozen."""

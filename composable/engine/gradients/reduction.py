@@ -110,8 +110,8 @@ def scales_of(
     return Scales(before, 1.0 / after, 1.0, 1.0)
 
 
-# What takes the place of a collective: a communication hook. It reduces the gradients of the
-# parameters with these indices. When the returned work is complete, the results are in the third
+# What takes the place of a collective. It reduces the gradients of the parameters with these
+# indices. When the returned work is complete, the results are in the third
 # argument, and the sum of the fourth, the row, is in its place. The last one is a label.
 Stage = Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Tensor, str], Work]
 
@@ -133,8 +133,7 @@ class Reducer:
         mesh_info: its `replicate` is of the second stage, or of the only one for replicated
             parameters.
         is_alone: one rank, so that there is nothing to reduce.
-        first_stage, second_stage: communication hooks in place of the collectives, see
-            `composable.engine.gradients.hook_stages`.
+        first_stage, second_stage: what reduces in place of the collectives (`Stages`).
         scales: of a message, by whether it is reduced over the shard dimension only.
         compares: messages carry `Counts`, and the ranks compare them.
     """
@@ -166,7 +165,7 @@ class Reducer:
         self.label = label
 
     def make_stages(self, first: Stage | None, second: Stage | None) -> None:
-        """From now on these stages are made by communication hooks."""
+        """From now on these make the stages; None: a collective."""
         self.first_stage, self.second_stage = first, second
         self.plans: dict[tuple[bool, ...], Plan] = {}
         every, shards = self.mesh_info.all.size, self.mesh_info.shard.size

@@ -16,7 +16,6 @@ from torch import Tensor
 from composable.comm.mesh_info import MeshInfo
 from composable.compilation import traceable, untraced
 from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.gradients.hook_stages import CommHook, attach_comm_hooks
 from composable.engine.gradients.sparse import SparseGradients, only_looked_up
 from composable.engine.gradients.unreduced import Accumulation
 from composable.engine.params.param import ManagedParam, holds_unreduced
@@ -53,6 +52,17 @@ class GradientSpec:
     is_read_apart: bool = False
 
 
+class Stages:
+    """Who makes the reductions of a unit: here, collectives. Of `features/hook_stages.py`, a hook
+    of the user's.
+    """
+
+    def attach(self, unit: UnitGradients, buckets: Sequence[GradBucket]) -> None:
+        """Reduce `buckets`, which are all that the unit has now."""
+        for bucket in buckets:
+            bucket.reducer.make_stages(None, None)
+
+
 class UnitGradients:
     """See the top of this file. It lives as long as its unit.
 
@@ -67,8 +77,7 @@ class UnitGradients:
         arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
             unit will be reduced anyway.
         accumulation: `no_sync`.
-        comm_hooks: of users, by the stage that they replace.
-        prefixes: by stage, what precedes the FQNs of parameters for the hook.
+        stages: who makes the reductions.
         hooks_due: with one rank only: parameters with a gradient whose post-accumulate hooks are
             still to be called.
     """
@@ -81,8 +90,7 @@ class UnitGradients:
     def __init__(self) -> None:
         self.name = ""
         self.accumulation = Accumulation()
-        self.comm_hooks: dict[str, CommHook] = {}
-        self.prefixes: dict[str, str] = {}
+        self.stages = Stages()
         self.hooks_due: dict[ManagedParam, None] = {}
         self._undo: list[Callable[[], object]] = []
         self.clear()
@@ -117,7 +125,7 @@ class UnitGradients:
             self._build_group(group)
         for param in params:
             self._hear_of(param)
-        attach_comm_hooks(self, self.buckets)
+        self.stages.attach(self, self.buckets)
 
     def _build_group(self, group: ParamGroup) -> None:
         kind = self.spec.kind
@@ -307,19 +315,10 @@ class UnitGradients:
         self.hooks_due = {}
         self.hear()
 
-    # --- communication hooks of users ------------------------------------------------------------
-
-    def set_comm_hook(self, stage: str, hook: CommHook | None, prefix: str = "") -> None:
-        """Let `hook` make a stage of the reduction; None: the library makes it again. Between two
-        steps.
-
-        Args:
-            prefix: of the FQNs of parameters, for the hook.
-        """
-        self.comm_hooks.pop(stage, None)
-        if hook is not None:
-            self.comm_hooks[stage], self.prefixes[stage] = hook, prefix
-        attach_comm_hooks(self, self.buckets)
+    def reduce_by(self, stages: Stages) -> None:
+        """Let `stages` make the reductions. Between two steps."""
+        self.stages = stages
+        stages.attach(self, self.buckets)
 
 
 def _when_accumulated(

@@ -1,5 +1,5 @@
 """What a parameter is: a plain tensor, or one that its user has spread over ranks
-(`api/spread.py`). The annotation picks the form, and nothing else asks which one it is.
+(`features/spread.py`). The annotation picks the form, and nothing else asks which one it is.
 
 A unit shards, gathers and reduces one tensor of each parameter on this rank, the *local* one: all
 of a plain parameter, this rank's part of one that is spread. The form says what is around it. How a

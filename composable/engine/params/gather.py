@@ -5,7 +5,7 @@ parameters to their places. A launch allocates, casts and sends; `land` puts wha
 compute with it.
 
 `Neighbours` gathers for backward from the few ranks that keep what forward has gathered.
-`ExtendedGather` (extension.py) sends a message in another form, fewer bits with scales for example.
+`ExtendedGather` (`features/extension.py`) sends a message in another form, fewer bits with scales for example.
 A comm may send from and into memory of others (comm/supplied.py).
 """
 

@@ -127,7 +127,7 @@ class ParamGroup(ABC):
     Attributes:
         unit: its name, for messages.
         to_rest: brings what rests beside them, as gradients do, from the device to where they rest.
-        extended: its parameters are gathered in a form of their own, see `extension.py`.
+        extended: its parameters are gathered in a form of their own, see `features/extension.py`.
         shard: the memory of shards; None if there is no one buffer of them.
         gathers: compute parameters are memory of ours that comes and goes: unsharding takes a
             message, a cast, or a copy from the host. Otherwise they are the users' memory.

@@ -1,5 +1,5 @@
 """Tensors of classes with FSDP2's extension protocol: how they are cut, copied and filled. How they
-are gathered is in `extension.py`. All functions take plain tensors, too.
+are gathered is in `features/extension.py`. All functions take plain tensors, too.
 """
 
 from __future__ import annotations

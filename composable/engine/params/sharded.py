@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from composable.comm.mesh_info import MeshInfo
 from composable.engine.params.dtensors import dtensor_parameter, shard_placements
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import (
@@ -20,6 +22,7 @@ from composable.engine.params.param import (
     whole_shape,
 )
 from composable.engine.params.param_group import ParamGroup
+from composable.engine.params.precision import Precision
 from composable.engine.params.protocol import has_protocol
 from composable.errors import ForeignParameterError
 from composable.memory.elastic import with_own_storage
@@ -124,3 +127,24 @@ class ShardedGroup(ParamGroup):
         self.shard = move(self.shard)
         for param, slot in zip(self.params, self.slots, strict=True):
             param.move(move, self._local(slot))
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Which groups the sharded parameters of a unit are in: here, one. `features/grouping.py` has
+    others. Equal ones give the same kinds of groups.
+    """
+
+    @property
+    def on_host(self) -> bool:
+        """Whether shards rest in host memory, wherever they are gathered."""
+        return False
+
+    def groups(
+        self,
+        params: Sequence[ManagedParam],
+        precision: Precision,
+        device: torch.device,
+        mesh_info: MeshInfo,
+    ) -> list[ParamGroup]:
+        return [ShardedGroup(params, precision, device, mesh_info)]

@@ -117,8 +117,8 @@ class Decisions:
         source: the rank that buffers of replicated units follow.
         by_arrival: whether buckets may be launched while gradients arrive, where no other root
             takes part in the backward.
-        traced: asked when a forward begins under compiled autograd: lets the compiler reduce the
-            gradients, or returns why it cannot.
+        traced: asked when a forward begins whose backward a compiler will record: lets it reduce
+            the gradients, or returns why it cannot.
     """
 
     source: Callable[[], int] = int

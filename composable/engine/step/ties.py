@@ -77,7 +77,7 @@ def _can_move(unit: Unit, owner: Unit) -> bool:
     return (
         unit.is_sharded
         and unit.mesh_info.mesh == owner.mesh_info.mesh
-        and unit.spec.offload == owner.spec.offload
+        and unit.spec.grouping == owner.spec.grouping
         and not unit.gradients.has_unreduced
         and not any(group.extended for group in unit.groups)
     )

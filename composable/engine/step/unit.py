@@ -41,13 +41,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm.base import Comm
 from composable.comm.mesh_info import MeshInfo
-from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
+from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
-from composable.engine.gradients.hook_stages import CommHook
 from composable.engine.gradients.sparse import only_looked_up
-from composable.engine.gradients.unit_gradients import GradientSpec, UnitGradients
-from composable.engine.params.extension import sharded_groups
+from composable.engine.gradients.unit_gradients import GradientSpec, Stages, UnitGradients
 from composable.engine.params.param import (
     ManagedParam,
     ParameterSwap,
@@ -58,9 +56,9 @@ from composable.engine.params.param import (
 from composable.engine.params.param_group import Kind, ParamGroup, ShardedState
 from composable.engine.params.precision import BufferCasts, BufferHolder, Precision, resolve
 from composable.engine.params.replicated import ReplicatedGroup
+from composable.engine.params.sharded import Grouping
 from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
-from composable.memory.offload import HostHome
 from composable.memory.torch_private import in_backward, locals_of
 
 if TYPE_CHECKING:
@@ -87,6 +85,7 @@ class UnitSpec:
         reshard_after_forward: as the user spelled it: None, True, False or a number of ranks.
         prefetch: how many units to gather ahead of need when this one is entered.
         buffer_holders: modules whose buffers are cast while they compute.
+        grouping: `fully_shard`: which groups its parameters are in, and where shards rest.
         divisor: what sums of gradients are divided by; None for the number of ranks (a mean).
         bucket_bytes: `replicate`: bytes of small gradients that share a message.
         keeps_buckets: `replicate`: gradients live in their buckets from step to step.
@@ -103,7 +102,7 @@ class UnitSpec:
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     buffer_holders: tuple[BufferHolder, ...] = ()
     divisor: float | None = None
-    offload: CPUOffloadPolicy | None = None
+    grouping: Grouping = field(default_factory=Grouping)
     bucket_bytes: int = 25 << 20
     keeps_buckets: bool = False
     broadcast_buffers: tuple[Place, ...] = ()
@@ -392,9 +391,7 @@ class Unit:
         self.groups = []
         for (precision, device, mesh_info, sparse, spread), members in alike.items():
             if self.is_sharded:
-                self.groups += sharded_groups(
-                    members, precision, device, mesh_info, spec.mp_policy, spec.offload
-                )
+                self.groups += spec.grouping.groups(members, precision, device, mesh_info)
                 continue
             self.groups.append(
                 ReplicatedGroup(
@@ -725,9 +722,9 @@ class Unit:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def set_comm_hook(self, stage: str, hook: CommHook | None, prefix: str = "") -> None:
-        """See `UnitGradients`."""
-        self.gradients.set_comm_hook(stage, hook, prefix)
+    def reduce_by(self, stages: Stages) -> None:
+        """Let `stages` make the reductions of gradients. Between two steps."""
+        self.gradients.reduce_by(stages)
         if self.root is not None:
             self.root.post_backward.make_buckets()
 
@@ -785,16 +782,15 @@ class Unit:
                 " on what that returned first, on all ranks"
             )
 
-    def sleep(self, home: HostHome | None) -> None:
-        """Rest in `home`, without groups; None: there is nothing to move."""
+    def sleep(self, move: Callable[[Tensor], Tensor] | None) -> None:
+        """Rest elsewhere, without groups; None: there is nothing to move."""
         self.asleep = True
-        if home is None or self.spec.offload is not None:
-            return
-        self.gradients.clear()
-        for group in self.groups:
-            group.move(lambda tensor: home.take([tensor])[0])
-        self.groups = []
-        self._swap = ParameterSwap(())
+        if move is not None:
+            self.gradients.clear()
+            for group in self.groups:
+                group.move(move)
+            self.groups = []
+            self._swap = ParameterSwap(())
 
     def wake(self) -> None:
         """The inverse of `sleep`."""

@@ -151,10 +151,9 @@ def _recomputes(unit: Unit, root: Root) -> bool:
     backward of its own root. (A model without a root, which checkpointing around it runs again, has
     its first forward there.)
     """
-    if not root.eager_because:  # the compiler reduces the gradients: backwards have no iteration
-        return runs_again()
     # The second half of a split backward runs outside of a step.
-    return in_backward() and (root.in_step or BY_HAND in unit.kept_by)
+    inside = in_backward() and (root.in_step or BY_HAND in unit.kept_by)
+    return inside or runs_again(root)
 
 
 def end_call(call: UnitCall, *, keep: bool) -> None:

@@ -23,38 +23,27 @@ the backend, in another order on each rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from composable.comm.base import DONE, Comm, Work
 from composable.comm.ledger import ledger_of
-from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.reduction import Stage
+from composable.engine.gradients.unit_gradients import Stages, UnitGradients
 from composable.engine.params.param import cut
+from composable.engine.step.unit import Unit
 from composable.errors import CommHookError, CommunicationError, first_line
 
 REDUCE_SCATTER: Final = "reduce_scatter"
 ALL_REDUCE: Final = "all_reduce"
-
-
-class Hooked(Protocol):
-    """A unit with communication hooks (`UnitGradients`), as far as this file looks."""
-
-    comm_hooks: dict[str, CommHook]
-    prefixes: dict[str, str]
-
-    @property
-    def mesh_info(self) -> MeshInfo: ...
-
-    @property
-    def is_sharded(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -121,13 +110,11 @@ class CommHook:
     Args:
         state: the hook's first argument. If it is None, or its `process_group` is, the hook gets
             the ranks that reduce.
-        stage: that it replaces.
     """
 
-    def __init__(self, hook: Callable[[Any, Any], Any], state: Any, stage: str) -> None:
+    def __init__(self, hook: Callable[[Any, Any], Any], state: Any) -> None:
         self.name = str(getattr(hook, "__name__", None) or type(hook).__name__)
-        self.stage = stage
-        self._stages: dict[Hooked, list[HookStage]] = {}
+        self._stages: dict[UnitGradients, list[HookStage]] = {}
         self._hook = hook
         self._state = state
         self._called: set[HookStage] = set()  # in this backward
@@ -147,11 +134,11 @@ class CommHook:
             # torch's states are copied with the default group in its place
             if hasattr(state, "process_group"):
                 state.process_group = self._state.process_group
-        twin = CommHook(self._hook, state, self.stage)
+        twin = CommHook(self._hook, state)
         twin._indices = dict(self._indices)  # by which the state tells buckets apart
         return twin
 
-    def replace(self, unit: Hooked, stages: list[HookStage]) -> None:
+    def replace(self, unit: UnitGradients, stages: list[HookStage]) -> None:
         """It makes these stages of the unit's reductions now, and no others."""
         self._stages[unit] = stages
 
@@ -231,13 +218,13 @@ class HookStage:
     """
 
     def __init__(
-        self, hook: CommHook, unit: Hooked, bucket: GradBucket, comm: Comm, *, whole: bool
+        self, hook: CommHook, prefix: str, bucket: GradBucket, comm: Comm, *, whole: bool
     ) -> None:
         self._hook = hook
         self._bucket = bucket
         self._comm = comm
         self._whole = whole
-        self._fqns = [f"{unit.prefixes[hook.stage]}{param.fqn}" for param in bucket.params]
+        self._fqns = [f"{prefix}{param.fqn}" for param in bucket.params]
 
     @property
     def takes_part(self) -> bool:
@@ -315,32 +302,60 @@ class _HookWork:
             self.flags.wait()
 
 
-def attach_comm_hooks(unit: Hooked, buckets: Sequence[GradBucket]) -> None:
-    """Let the communication hooks of `unit` reduce `buckets`, which are all of its buckets now. One
-    rank calls no hook.
+@dataclass(frozen=True)
+class HookedStages(Stages):
+    """Some stages are made by hooks. One rank calls no hook.
+
+    Attributes:
+        hooks: by the stage that they replace.
+        prefixes: by stage, what precedes the FQNs of parameters for the hook.
     """
-    shard, replicate = unit.mesh_info.shard, unit.mesh_info.replicate
-    first: list[Stage] = []
-    second: list[Stage] = []
-    for hook in unit.comm_hooks.values():
-        comm = shard if hook.stage == REDUCE_SCATTER else replicate
-        whole = hook.stage == REDUCE_SCATTER or shard.size == 1
-        stages = [
-            HookStage(hook, unit, bucket, comm, whole=whole)
-            for bucket in buckets
-            if comm is not None and comm.size > 1
-        ]
-        hook.replace(unit, stages)
-        (first if whole else second).extend(stage.launch for stage in stages)
-    for bucket, one, two in zip_longest(buckets, first, second):
-        bucket.reducer.make_stages(one, two)
+
+    hooks: Mapping[str, CommHook]
+    prefixes: Mapping[str, str]
+
+    @override
+    def attach(self, unit: UnitGradients, buckets: Sequence[GradBucket]) -> None:
+        shard, replicate = unit.mesh_info.shard, unit.mesh_info.replicate
+        first: list[Stage] = []
+        second: list[Stage] = []
+        for name, hook in self.hooks.items():
+            comm = shard if name == REDUCE_SCATTER else replicate
+            whole = name == REDUCE_SCATTER or shard.size == 1
+            stages = [
+                HookStage(hook, self.prefixes[name], bucket, comm, whole=whole)
+                for bucket in buckets
+                if comm is not None and comm.size > 1
+            ]
+            hook.replace(unit, stages)
+            (first if whole else second).extend(stage.launch for stage in stages)
+        for bucket, one, two in zip_longest(buckets, first, second):
+            bucket.reducer.make_stages(one, two)
 
 
-def names_of_hooks(unit: Hooked) -> str:
+def hooks_of(unit: UnitGradients) -> Mapping[str, CommHook]:
+    """The hooks of a unit, by the stage that they replace."""
+    return unit.stages.hooks if isinstance(unit.stages, HookedStages) else {}
+
+
+def set_hook(unit: Unit, stage: str, hook: CommHook | None, prefix: str = "") -> None:
+    """Let `hook` make a stage of the unit's reductions; None: a collective makes it again. Between
+    two steps.
+
+    Args:
+        prefix: of the FQNs of parameters, for the hook.
+    """
+    stages = unit.gradients.stages
+    prefixes = stages.prefixes if isinstance(stages, HookedStages) else {}
+    hooks = {name: each for name, each in hooks_of(unit.gradients).items() if name != stage}
+    if hook is not None:
+        hooks[stage] = hook
+    unit.reduce_by(HookedStages(hooks, {**prefixes, stage: prefix}))
+
+
+def names_of_hooks(unit: UnitGradients) -> str:
     """The hooks of `unit` in words, with their stages where there are two."""
-    hooks = [
-        unit.comm_hooks[stage] for stage in (REDUCE_SCATTER, ALL_REDUCE) if stage in unit.comm_hooks
-    ]
+    hooks = sorted(hooks_of(unit).items(), reverse=True)  # in the order of the stages
     mesh = unit.mesh_info.mesh
     two = unit.is_sharded and mesh is not None and mesh.ndim == 2
-    return ", ".join(f"{hook.name} ({hook.stage})" if two else hook.name for hook in hooks)
+    return ", ".join(f"{hook.name} ({stage})" if two else hook.name for stage, hook in hooks)

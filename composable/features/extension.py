@@ -38,13 +38,10 @@ from typing_extensions import override
 
 from composable.comm.base import Again, Comm, Work
 from composable.comm.mesh_info import MeshInfo
-from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
+from composable.config import MixedPrecisionPolicy
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot
-from composable.engine.params.offloaded import OffloadedGroup
-from composable.engine.params.param import ManagedParam, Sends, memory_order
-from composable.engine.params.param_group import ParamGroup
-from composable.engine.params.precision import Precision
+from composable.engine.params.param import ManagedParam, Sends
 from composable.engine.params.protocol import (
     POST,
     PRE,
@@ -55,13 +52,11 @@ from composable.engine.params.protocol import (
     plain_parts,
 )
 from composable.engine.params.sharded import ShardedGroup
+from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.offload import HostHome
-from composable.memory.streams import has_streams
 from composable.memory.torch_private import (
     local_of,
-    local_tensor,
     storage_key,
     up_to_collectives,
 )
@@ -329,19 +324,6 @@ def _refusal(param: _Plain, why: str) -> AnnotationError:
     )
 
 
-def _is_extended(param: ManagedParam) -> bool:
-    """A plain parameter's attributes are not its shards', so that it has no protocol."""
-    if type(param.current) is nn.Parameter or not param.info.form.is_whole:
-        return False
-    return has_protocol(local_tensor(param.current))
-
-
-def _may_join(param: ManagedParam) -> bool:
-    """Whether its shards are rows in memory order."""
-    rows = param.info.form.is_whole and param.info.shard_dim == 0
-    return rows and not memory_order(param.current)
-
-
 class ExtendedGroup(ShardedGroup):
     """A group of parameters with the protocol, and others. They have memory of their own."""
 
@@ -407,25 +389,12 @@ def _mesh_of_shards(info: MeshInfo) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_group(info.shard_dim), mesh.device_type)
 
 
-def sharded_groups(
-    params: Sequence[ManagedParam],
-    precision: Precision,
-    device: torch.device,
-    mesh_info: MeshInfo,
-    policy: MixedPrecisionPolicy,
-    offload: CPUOffloadPolicy | None,
-) -> list[ParamGroup]:
-    """One group, or two where some parameters have the protocol: these, with plain ones that can
-    share their message, and the rest.
-    """
-    args, together = (precision, device, mesh_info), list[ManagedParam]()
-    if any(map(_is_extended, params)):
-        together = [param for param in params if _is_extended(param) or _may_join(param)]
-    rest = [param for param in params if param not in together]
-    groups: list[ParamGroup] = [ExtendedGroup(policy, together, *args)] if together else []
-    if rest and offload and has_streams(device):
-        home = HostHome(device, pin_memory=offload.pin_memory)
-        groups.append(OffloadedGroup(home, rest, *args))
-    elif rest:
-        groups.append(ShardedGroup(rest, *args))
-    return groups
+def refuse_extended(what: str, unit: Unit) -> None:
+    """Raise if parameters are gathered in a form of their own, and have no shard buffer."""
+    for group in unit.groups:
+        if group.extended:
+            raise AnnotationError(
+                f"{what}: unit '{unit.name}' gathers parameters in a form of their own"
+                f" (fsdp_pre_all_gather), '{group.params[0].fqn}' among them; {what} takes"
+                " plain parameters only. Leave it out for this model"
+            )
