@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from operator import itemgetter
-from typing import Final, NoReturn, Protocol
+from typing import Final, NoReturn
 
 from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.grad_bucket import GradBucket
@@ -31,12 +31,6 @@ from composable.engine.params.param_hooks import Arrival, hear_arrivals, ignore_
 from composable.errors import PhaseError
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
-
-
-class Backward(Protocol):
-    """What one iteration has to reduce (`Due`), as far as this file looks."""
-
-    builds_graph: bool
 
 
 class ArrivalBucket(GradBucket):
@@ -185,8 +179,8 @@ class Buckets:
             for bucket in self.buckets:
                 bucket.open(agreed=self._ready is None)
 
-    def arrived(self, param: ManagedParam, due: Backward) -> None:
-        """Autograd has accumulated a gradient of `param`."""
+    def arrived(self, param: ManagedParam, *, builds_graph: bool) -> None:
+        """Autograd has accumulated a gradient of `param`, in a backward that may build a graph."""
         bucket = self._bucket_of.get(param)
         if bucket is None:
             return  # sparse gradients are summed at the end of backward
@@ -203,15 +197,15 @@ class Buckets:
             and self._launched < len(self.buckets)
             and self.buckets[self._launched].is_complete
         ):
-            self._launch_next(due)
+            self._launch_next(builds_graph=builds_graph)
 
-    def _launch_next(self, due: Backward) -> None:
+    def _launch_next(self, *, builds_graph: bool) -> None:
         bucket = self.buckets[self._launched]
         unit, absent = bucket.unit, bucket.absent()
-        if due.builds_graph and len(absent) < bucket.trainable.count(True):
+        if builds_graph and len(absent) < bucket.trainable.count(True):
             unit.refuse_graph()
         self._launched += 1
-        if due.builds_graph:
+        if builds_graph:
             return
         bucket.reduce(unit.accumulation.now, absent)
         # Optimizers in backward free gradients as they step: land the bucket before this one now,
@@ -220,10 +214,10 @@ class Buckets:
             if before.has_post_accumulate_hooks:
                 before.land()
 
-    def launch_rest(self, due: Backward) -> None:
+    def launch_rest(self, *, builds_graph: bool) -> None:
         """Backward is at its end: what has not come does not come."""
         while self.is_open and self._launched < len(self.buckets):
-            self._launch_next(due)
+            self._launch_next(builds_graph=builds_graph)
 
     def land(self) -> None:
         """Wait for all buckets, in their order."""

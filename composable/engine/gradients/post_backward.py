@@ -183,7 +183,7 @@ class PostBackward:
 
     def launch_last(self, due: Due) -> None:
         """`rest` was reduced: launch the buckets that did not fill, and all second stages."""
-        self.buckets.launch_rest(due)
+        self.buckets.launch_rest(builds_graph=due.builds_graph)
         for unit in list(due.in_flight):
             if unit.advance():
                 due.in_flight.remove(unit)

@@ -5,8 +5,8 @@ parameters to their places. A launch allocates, casts and sends; `land` puts wha
 compute with it.
 
 `Neighbours` gathers for backward from the few ranks that keep what forward has gathered.
-`ExtendedGather` (`features/extension.py`) sends a message in another form, fewer bits with scales for example.
-A comm may send from and into memory of others (comm/supplied.py).
+`ExtendedGather` (`features/extension.py`) sends a message in another form, fewer bits with scales
+for example. A comm may send from and into memory of others (`comm/supplied.py`).
 """
 
 from __future__ import annotations

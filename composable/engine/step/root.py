@@ -755,7 +755,9 @@ class Root:
         """Autograd has accumulated a gradient."""
         due = self.open_backward().due
         if unit.kind is Kind.ARRIVAL:
-            self.post_backward.buckets.arrived(param, due)  # may launch a bucket
+            self.post_backward.buckets.arrived(
+                param, builds_graph=due.builds_graph
+            )  # may launch a bucket
         elif unit.gradients not in due.to_reduce:
             # a parameter that was read outside of its module, or after the unit was left
             due.come_again(unit.gradients)
