@@ -137,7 +137,7 @@ class Buckets:
         filled: list[tuple[Key, list[ManagedParam]]] = []
         repeat = {each() for each in self._agreed.repeat}
         order = dict.fromkeys([*(each() for each in self._agreed.buckets or ()), *rest])
-        for param in (each for each in order if each in self._members):
+        for param in (each for each in order if each in self._members):  # not those replaced since
             unit, group, _ = self._members[param]
             key = group, param in repeat
             members = open_buckets.setdefault(key, [])
@@ -215,7 +215,9 @@ class Buckets:
                 before.land()
 
     def launch_rest(self, *, builds_graph: bool) -> None:
-        """Backward is at its end: what has not come does not come."""
+        """Backward is at its end: what has not come does not come. Of a step that was given up in
+        it nothing is open.
+        """
         while self.is_open and self._launched < len(self.buckets):
             self._launch_next(builds_graph=builds_graph)
 
@@ -232,7 +234,8 @@ class Buckets:
             bucket.decide()
             bucket.close()
         self.is_open = False
-        # On ranks without any gradient, too: the order is broadcast.
+        # On ranks without any gradient, too: the order is broadcast. Not under `no_sync`, where no
+        # rank launches anything.
         if (
             self._ready is not None
             and self._members

@@ -32,8 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.gradients.reduction import Reducer, Reduction
-from composable.engine.gradients.row import counts_of
+from composable.engine.gradients.reduction import Reducer, Reduction, counts_of
 from composable.engine.gradients.unreduced import Accumulated, SyncMode
 from composable.engine.params.dtensors import gradient_like, is_unreduced
 from composable.engine.params.layout import Slot
@@ -93,6 +92,7 @@ class GradBucket:
         self.in_place = all(map(is_, self.at_rest, self.compute))
         # What is added to a gradient that is there must not be in its memory already.
         keeps = keeps and self.in_place and precision.reduce == precision.gradient
+        # Local tensors of the user's DTensors have memory of their own.
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
             self.at_rest, slots, precision, device, mesh_info,
@@ -132,7 +132,7 @@ class GradBucket:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether backward has left gradients here that were neither reduced nor accumulated."""
+        """Whether backward has left gradients here; in place, also if they have landed earlier."""
         return any(map(is_not, map(gradient_of, self.compute), repeat(None)))
 
     @property
@@ -201,7 +201,7 @@ class GradBucket:
         if reducer.is_alone:
             self._land_alone()
             return
-        if mode is SyncMode.HOLD_SHARDS and reducer.shard_comm is None:
+        if mode is SyncMode.HOLD_SHARDS and reducer.shard_comm is None:  # replicas alone
             mode = SyncMode.HOLD
         if mode is SyncMode.HOLD:
             waiting.begin(self.trainable)
@@ -209,6 +209,7 @@ class GradBucket:
                 waiting.add(self._take(), self.trainable)
             return
         assert self.reduction is None
+        # without replicas the first stage is the only one
         shards_only = mode is SyncMode.HOLD_SHARDS and reducer.mesh_info.replicate is not None
         trainable = (
             tuple(map(or_, waiting.wanted, self.trainable)) if waiting.wanted else self.trainable
@@ -297,6 +298,7 @@ class GradBucket:
         after = self.has_post_accumulate_hooks
         with as_tensors():
             grads = list(map(gradient_of, parameters))
+            # in place autograd has called them
             hooked = any(map(gradient_hooks, parameters)) and not self.in_place
             merges = hooked or any(map(is_not, grads, repeat(None)))
             if not merges:  # nearly always
@@ -337,7 +339,7 @@ class GradBucket:
             elif self.in_place:  # it was part of the sum
                 if placed_alike([grad], [gradient]):
                     grad.copy_(gradient)
-                else:
+                else:  # a `DTensor` in other placements
                     parameter.grad = gradient
             else:
                 _add(parameter, grad, gradient)

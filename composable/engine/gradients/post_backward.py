@@ -200,8 +200,12 @@ class PostBackward:
                 bucket.decide()
                 if now:
                     bucket.run_hooks()
-            for sparse in unit.sparse if not due.builds_graph else ():
-                sparse.end_backward(reduces=now)
+            for sparse in unit.sparse:
+                if not due.builds_graph:
+                    sparse.end_backward(reduces=now)
+                elif sparse.came:
+                    unit.refuse_graph()
+        # under `no_sync` ranks launch nothing, this included
         if self._agreed.in_one_order is None and all(reduces):
             self._compare_left(due)
 

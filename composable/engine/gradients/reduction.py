@@ -15,7 +15,22 @@ reduce dtype, which the sum is computed in), reduced, and scaled so that the sum
 `scales_of` has the table.
 
 A rank without a gradient sends zeros, so that launches do not depend on which gradients arrived.
-The row behind the gradients tells whether any rank had one (`row.py`).
+
+The row behind the gradients of a message: one small table, which each rank writes when it
+launches the message, and of which all read the sum over the ranks when it lands.
+
+| column | a rank writes | the sum tells |
+|--------|---------------|---------------|
+| used: one per parameter | 1 if it has a gradient | whether any rank has one |
+| label: 4 bits | a checksum of the message's label | whether the ranks mean one message |
+| held: 4 bits | how many backwards it accumulated before | whether all did as many |
+
+A bit is two elements, "it is 0" and "it is 1", of which a rank sets one: if the sums of both are
+not zero, two ranks differ. Any dtype can tell that.
+
+All columns but `used` are there only where the ranks compare: on hosts, which have nothing to wait
+for when a message lands, and in debug mode. What is kept from message to message is one row,
+whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +38,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -33,9 +48,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm.base import DONE, Work
-from composable.comm.ledger import debug_enabled
+from composable.comm.ledger import checksum, debug_enabled
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.gradients.row import Counts, Row
 from composable.engine.params.layout import ReduceLayout, Route, Slot, plan_reduction
 from composable.engine.params.param import as_parameter
 from composable.engine.params.precision import Precision
@@ -58,7 +72,7 @@ def division_factors(dtype: torch.dtype, divisor: float) -> tuple[float, float]:
         >>> division_factors(torch.float16, 8), division_factors(torch.float32, 8)
         ((4.0, 2.0), (1.0, 8.0))
     """
-    if dtype is not torch.float16 or divisor < 1.0:
+    if dtype is not torch.float16:
         return 1.0, float(divisor)
     before = 2.0 ** math.floor((math.log2(divisor) + 1.0) / 2)
     while before > 1.0 and divisor % before and before * before > divisor:
@@ -114,6 +128,78 @@ def scales_of(
 # indices. When the returned work is complete, the results are in the third
 # argument, and the sum of the fourth, the row, is in its place. The last one is a label.
 Stage = Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Tensor, str], Work]
+
+
+# --- the row behind the gradients ---------------------------------------------------------------
+
+
+class Counts(NamedTuple):
+    """What must be equal on all ranks; their low bits travel."""
+
+    label: int = 0
+    held: int = 0
+
+
+@lru_cache(maxsize=1024)
+def counts_of(label: str, held: int) -> Counts:
+    """The counts of a message with this label."""
+    return Counts(checksum(label), held)
+
+
+_BITS: Final = {"label": 4, "held": 4}
+
+
+class Row:
+    """The rows of messages with the gradients of these parameters.
+
+    Args:
+        parameters: indices.
+        compares: the ranks compare their counts.
+    """
+
+    def __init__(self, parameters: Sequence[int], *, compares: bool) -> None:
+        self._parameters = tuple(parameters)
+        sizes = {"used": len(self._parameters)}
+        if compares:
+            sizes |= {name: 2 * bits for name, bits in _BITS.items()}
+        self._columns: dict[str, slice] = {}
+        self.numel = 0
+        for name, size in sizes.items():
+            self._columns[name] = slice(self.numel, self.numel + size)
+            self.numel += size
+        self._last: tuple[object, Tensor] | None = None  # most rows are like the one before
+
+    def write(
+        self, unused: Sequence[int], counts: Counts, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """This rank's row.
+
+        Args:
+            unused: indices of parameters that this rank has no gradient of.
+        """
+        key = tuple(unused), counts, dtype
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        values = {"used": [float(index not in unused) for index in self._parameters]}
+        for name, bits in _BITS.items():
+            number: int = getattr(counts, name)
+            values[name] = [
+                float(number >> bit & 1 == value) for bit in range(bits) for value in (0, 1)
+            ]
+        with torch.inference_mode(False):
+            said = torch.tensor([x for name in self._columns for x in values[name]], dtype=dtype)
+            row = torch.empty(self.numel, dtype=dtype, device=device)
+            row.copy_(said, non_blocking=True)
+        self._last = key, row
+        return row
+
+    def used(self, sums: Sequence[float]) -> dict[int, bool]:
+        """By parameter, whether any rank has a gradient."""
+        return dict(zip(self._parameters, map(bool, sums), strict=False))
+
+    def agrees(self, sums: Sequence[float]) -> bool:
+        """Whether all ranks wrote the same counts."""
+        return all(sums[self._columns[name]].count(0.0) >= bits for name, bits in _BITS.items())
 
 
 # --- the same in every step ---------------------------------------------------------------------
@@ -252,7 +338,7 @@ class Plan:
         self.specs: dict[int, Any] = {}
         rests_on = local_tensor(reducer.at_rest[0]).device
         self.stand_in = torch.empty(0, dtype=precision.gradient, device=rests_on)
-        if precision.gradient == precision.original:
+        if precision.gradient == precision.original:  # a `_spec` says its parameter's dtype
             at_rest = [(index, reducer.at_rest[index]) for index in layout.trainable]
             self.specs = {i: each._spec for i, each in at_rest if isinstance(each, DTensor)}
         self.message = ElasticBuffer(ranks * layout.row_numel, precision.reduce, reducer.device)
@@ -261,7 +347,8 @@ class Plan:
             self.rows = self.sent.view(ranks, -1)
         # a hook does not write to what is between gradients
         self._new = self.sent.new_zeros if reducer.first_stage else self.sent.new_empty
-        # Which columns can be handed to `chunk_cat` as autograd made them.
+        # Which columns can be handed to `chunk_cat` as autograd made them: cut along their first
+        # dimension, or not cut at all. What each rank gets whole is repeated first.
         self._plain = all(
             slot.dim == 0
             and not slot.order
@@ -457,7 +544,7 @@ class Reduction:
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat()
         there = dict(carried)
-        unused = [index for index in self.missing if index not in there]
+        unused = [index for index in self.missing if index not in there]  # nor carried
         try:
             self.work: Work = self._launch(gradients, unused)
         except BaseException:
@@ -511,6 +598,7 @@ class Reduction:
         if reducer.second_stage is not None:
             indices = plan.layout.trainable
             here = dict(zip(indices, plan.views(flat, indices), strict=True))
+            # PowerSGD and others cannot take shards without rows
             here = {index: shard for index, shard in here.items() if shard.numel()}
             shards = list(here.values())
             self.work = reducer.second_stage(list(here), shards, shards, flat[plan.row_at], label)

@@ -63,11 +63,16 @@ class SparseGradients:
         if param in self.params:
             self._here.add(param)
 
+    @property
+    def came(self) -> bool:
+        """Whether backward has brought any that were not reduced."""
+        return bool(self._here)
+
     @torch.no_grad()
     def end_backward(self, *, reduces: bool) -> None:
         """All ranks call this at the end of every backward."""
         if not self.holds and not any(param.at_rest.requires_grad for param in self.params):
-            return
+            return  # all are frozen, on all ranks
         for param in self.params:
             gradient, at_rest = param.compute.grad, param.at_rest
             if param.compute is at_rest or gradient is None:

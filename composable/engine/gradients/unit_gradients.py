@@ -71,8 +71,8 @@ class UnitGradients:
         on_gradient_at_rest: the same, on an at-rest parameter that modules do not compute with.
         name: of the unit, in messages.
         params, groups: of the unit.
-        buckets: for all that is reduced where backward leaves the unit. Gradients of the kind
-            ARRIVAL are in buckets of all units (`arrival.py`).
+        buckets: for all that is reduced where backward leaves the unit, or the next one with
+            shards. Gradients of the kind ARRIVAL are in buckets of all units (`arrival.py`).
         sparse: gradients of parameters that only sparse lookups read.
         arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
             unit will be reduced anyway.
@@ -201,7 +201,7 @@ class UnitGradients:
         """
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
-            return
+            return  # bytes of quantised weights: torch hooks no integers
         ranks = self.mesh_info_of(param).all.size
         in_place = param.compute is param.at_rest
         sparse = any(param in each.params for each in self.sparse)
@@ -219,9 +219,10 @@ class UnitGradients:
             assert table is not None
             arrival = table, handle.id, arrived
             self._undo.append(handle.remove)
-            if ranks > 1:
+            if ranks > 1:  # one rank's gradient is right wherever it came
                 read_apart = _when_accumulated(UnitGradients.arrived_at_rest, self, param)
                 self._undo.append(defer_hooks(param.at_rest, read_apart)[1])
+        # autograd tells of sparse ones in any case, and of one rank's own nobody asks
         if not sparse and not (in_place and ranks == 1):
             self.arrivals[param] = arrival
 
@@ -263,7 +264,9 @@ class UnitGradients:
 
     @property
     def are_there(self) -> bool:
-        """Whether autograd has brought any that were not taken yet."""
+        """Whether autograd has brought any that were not taken yet; in place, also if they have
+        landed earlier.
+        """
         return any(bucket.has_gradients for bucket in self.buckets)
 
     @property

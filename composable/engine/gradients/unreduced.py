@@ -124,6 +124,8 @@ class Accumulated:
             before = at_rest.grad
             unreduced = self.backwards > 1 if self.marks else is_unreduced(before)
             reduced = before is not None and not unreduced
+            # Without a gradient there is nothing to do, but for a mean that is to become a term of
+            # the next one, on all ranks alike. A marked one reads as a term already.
             if gradient is None and (self.marks or not (reduced and trainable[index])):
                 continue
             if reduced:
@@ -142,6 +144,7 @@ class Accumulated:
                 # come divides by as many ranks as it sums over: those of the shard dimension each
                 # add the shard that they have, times their number, and all replicas the same.
                 whole, slot = gradient.to(dtype), self._reducer.slots[index]
+                # of a parameter that each rank has whole, that is all of it
                 ranks = 1 if slot.route is Route.WHOLE else slot.num_shards
                 mean = local_of(before).to(whole.device)  # type: ignore[arg-type]
                 cut(whole, slot, self._reducer.mesh_info.shard.rank).add_(mean, alpha=ranks)
@@ -194,6 +197,7 @@ class Accumulated:
         carried: list[tuple[int, Tensor]] = []
         for index, at_rest in enumerate(self._at_rest):
             held = at_rest.grad
+            # what is marked and never trained meanwhile is of earlier steps
             if held is None or not (self.wanted[index] if self.marks else is_unreduced(held)):
                 continue
             if not self.marks and not _is_whole(held, self._params[index].info.form):

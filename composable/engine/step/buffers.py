@@ -15,7 +15,7 @@ from composable.memory.torch_private import outside_transforms
 
 @outside_transforms
 def broadcast_buffers(units: Sequence[Unit], source: int = 0, *, saved: bool) -> None:
-    """Buffers of replicated units follow one rank, in training forwards only, as with DDP.
+    """Buffers of replicated units follow one rank, in forwards with gradients only, as with DDP.
 
     The values are written into the tensors that users hold, on hosts only where they differ.
 

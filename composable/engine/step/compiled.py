@@ -46,11 +46,11 @@ def refuse_compiled(root: Root) -> None:
         _refuse(root)
 
 
-def runs_again(root: Root) -> bool:
+def runs_again() -> bool:
     """Whether a forward runs inside of a backward whose gradients the compiler reduces. Such a
     backward has no iteration.
     """
-    return not root.eager_because and (in_backward() or backward_is_compiled())
+    return in_backward() or backward_is_compiled()
 
 
 def _refuse(root: Root) -> NoReturn:

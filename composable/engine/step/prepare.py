@@ -91,15 +91,16 @@ class Preparation:
             root.follow_schedule(split_by)
             for hear in HEARERS.splits_backwards if split_by else ():
                 hear()
-            if not self._looked_around:
+            if not self._looked_around:  # in the first forward that may be trained on
                 self._looked_around = True
-                if ddp is None and not _is_alone(root):
+                if ddp is None and not _is_alone(root):  # DDP averages what is around
                     _warn_of_unmanaged_around(root)
         if self._watched is not None and self._unchanged(*self._watched):
             return
         self._watched = None
         for unit in root.units:  # whose roots are planned anew, so that nothing is watched
             unit.refuse_asleep("forward")
+        # `unsharded` shows other tensors, in which ties are no news
         if not root.in_step and not any(unit.shown_by for unit in root.units):
             follow_ties(root.units, _left_alone(root.units))
         below = dict.fromkeys((*root.units, *units_below(root.modules)))
@@ -311,7 +312,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         for place, parameter in registered_parameters(model, stop=())
         if parameter.requires_grad
         and not _is_managed(parameter)
-        and not isinstance(parameter, DTensor)
+        and not isinstance(parameter, DTensor)  # which somebody else spreads, and reduces
         and place not in ignored
     ]
     if names:

@@ -259,7 +259,7 @@ class Root:
     Attributes:
         top: the unit that was called.
         modules: of that unit.
-        units: of both verbs, in `.modules()` order of when they were first planned.
+        units: of both verbs, in the order of `.modules()` at the first plan.
         agreed: what all ranks have alike about these units.
         order: `Agreed.order`. The next forward gathers ahead by it; a backward does by
             `Iteration.finished`.
@@ -279,7 +279,7 @@ class Root:
 
     def __init__(self, top: Unit, units: Sequence[Unit], shared: Sequence[Unit]) -> None:
         self.top, self.modules = top, top.modules
-        self.agreed = agreed_by(units)
+        self.agreed = agreed_by(units)  # the first forward fills it, and all ranks alike change it
         self.units: list[Unit] = self.agreed.units()
         self.order = [self.units[index] for index in self.agreed.order]
         self.step = Step()
@@ -322,7 +322,7 @@ class Root:
         units = [each for each in dict.fromkeys(units) if each not in shared]
         rename_below(unit.modules, units)
         for former in roots_of(units):
-            if not in_backward():
+            if not in_backward():  # checkpointing runs a part again: the backward goes on
                 former.give_up_backward()
             if former.top is unit and set(former.units) == set(units):
                 former._watch_tree(shared)  # of units nothing has changed
@@ -338,7 +338,7 @@ class Root:
         """A unit came or went below: the next forward plans anew."""
         ROOTS.discard(self)
         for unit in self.units:
-            if unit.root is self:
+            if unit.root is self:  # not yet a newer one's
                 unit.follow_root(None)
 
     @property
@@ -396,7 +396,8 @@ class Root:
         step = self.step
         forward = step.forward
         assert forward is not None
-        for outer in step.running if forward.with_gradients else ():
+        for outer in step.running if forward.with_gradients else ():  # read by backwards
+            # a module may call itself
             if outer is not unit and unit not in outer.relations.ran_inside:
                 outer.relations.note_inside(unit)
         # Backward must enter the call on all ranks or on none. Buckets go without an entrance.
@@ -420,6 +421,7 @@ class Root:
                 given = self._compare_place(unit.mesh_info.all, self.units.index(unit), given)
                 if given != UNKNOWN or unit.trains:  # otherwise no rank has computed it
                     forward.compared.append(unit)
+            # an evaluation says nothing of what backward will enter
             if given != UNKNOWN and forward.with_gradients:
                 unit.note_given(self, given)
             call.take_place(forward.number, outermost=outermost, inside=inside)
@@ -443,7 +445,9 @@ class Root:
             # outputs were detached; what that forward has kept may have been written to since
             self.end_unseen()
         iteration = self.step.iteration
-        if iteration is None:  # gradient penalties: a forward with gradients, or a write, ends them
+        # Gradient penalties: a forward with gradients, or a write, ends them when a backward
+        # without create_graph=True has ended the step. Before, another loss may use the graph.
+        if iteration is None:
             for unit in self.units:
                 if GRAPH in unit.step.needed_by and (
                     grad or any(group.is_stale for group in unit.groups)
@@ -475,7 +479,7 @@ class Root:
             if grad:
                 if module.training:
                     self._trained.append(forward.number)
-                # as DDP does; buffers of replicated units only
+                # as DDP does, in evaluation mode with gradients, too; of replicated units only
                 broadcast_buffers(self.units, DECISIONS.source(), saved=saved)
                 self.eager_because = why_not(self)
         except BaseException:
@@ -576,6 +580,7 @@ class Root:
         self._learn_order(forward, iteration, grad=grad)
         self.step.forward = None
         waits = any(unit.step.pending > 0 or UNSEEN in unit.step.needed_by for unit in self.units)
+        # what backward will come to; an evaluation that ends now frees also what it found gathered
         stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         for unit in self.beside:
             unit.end_need(ROOT_RUNS)
@@ -673,7 +678,8 @@ class Root:
         self.post_backward.buckets.open(by_arrival=by_arrival)
         for unit in self.shared:
             # On all ranks: its buckets go out also if this rank's batch did not come to it, and a
-            # recomputation is told from a forward only while its root is in a step.
+            # recomputation is told from a forward only while its root is in a step. One with shards
+            # that has no root was not computed since the tree changed.
             if unit.root is not None or unit.kind is Kind.ARRIVAL:
                 (unit.root or Root.plan(unit)).open_backward()
         return iteration
@@ -803,7 +809,7 @@ class Root:
             hear(self)
         iteration = self._backward_iteration()
         if iteration is None:
-            return
+            return  # a forward inside of this backward has given up the step
         with self._streams.on(iteration.stream):
             units = {unit.gradients: unit for unit in self.units}
             unseen = [unit.gradients for unit in self.units if UNSEEN in unit.step.needed_by]
@@ -820,7 +826,7 @@ class Root:
             hear(self)
         iteration = self._backward_iteration()
         if iteration is None:
-            return
+            return  # see `launch_rest`
         if debug_enabled():
             self._compare_forwards()
         with self._streams.on(iteration.stream):
@@ -868,6 +874,7 @@ class Root:
             calls.popleft()
         for unit in self.units:
             unit.end_backward(in_forward=bool(self.step.running), goes_on=following is not None)
+            # `reshard_after_forward=None`: until the open forward enters another unit
             if following is None or unit not in following.last:
                 unit.free()
         if not self.step.running:
@@ -885,7 +892,7 @@ class Root:
         is kept as `UNSEEN`. In the next forward they might judge differently what is out of date.
         """
         if self.phase is not Phase.WAITING:
-            return
+            return  # optimizers in backward step while units are needed
         if not any(unit.step.pending > 0 for unit in self.units):
             self.step.iteration = None
         for unit in self.units:
@@ -948,7 +955,7 @@ class Root:
                 unit.release(BY_HAND)  # and whatever else ended, so that it is freed
             except CommunicationError as error:
                 self._warn(error)  # what failed in flight must not keep the rest
-            if EXPLICIT in unit.kept_by:
+            if EXPLICIT in unit.kept_by:  # `unshard()` outlives a lost step
                 unit.show()
         for unit in self.shared:  # of several modules, of which the lost forward has called some
             unit.end_forward()

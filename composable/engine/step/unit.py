@@ -62,7 +62,7 @@ from composable.errors import PhaseError, unit_name
 from composable.memory.torch_private import in_backward, locals_of
 
 if TYPE_CHECKING:
-    from composable.engine.step.root import Root  # which a unit tells what changed, and no more
+    from composable.engine.step.root import Root  # which a unit tells what changed
 
 # The reason for modules to hold whole parameters outside of forwards, after `unshard` or in
 # `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
@@ -116,7 +116,8 @@ class UnitCall:
     Attributes:
         step: of the unit; a backward that comes after it was lost counts nowhere.
         since: the number of autograd's next node when the call began.
-        root: of the forward; None if the call recomputes what checkpointing dropped.
+        root: of the forward; None if the call recomputes what checkpointing dropped, or belongs to
+            no forward.
         outermost: of the root.
         anchors: outputs get a node also where this rank used no parameter, because other ranks may
             have. A recomputation repeats what its forward did.

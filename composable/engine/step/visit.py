@@ -55,7 +55,7 @@ class Visit:
             # Checkpointing runs this forward again: no order is recorded and nothing resharded,
             # backward needs it next.
             call = UnitCall(unit, unit.step, module, next_node(), None)
-            if root.in_step:
+            if root.in_step:  # not in the second half of a split backward
                 before = _before_recomputation(root, call)
                 # so that it repeats what its forward did
                 call.take_place(None, outermost=False, inside=before is None or before.anchors)
@@ -119,7 +119,7 @@ class Visit:
                     " Return tensors, containers, dataclasses or objects with attributes"
                 )
             return output, aliases or unit.trains
-        if root is not None:
+        if root is not None:  # backward comes once, however often parts run again
             call.await_backward()
             output = guarded(output, root)
         return output, aliases
@@ -151,15 +151,16 @@ def _recomputes(unit: Unit, root: Root) -> bool:
     backward of its own root. (A model without a root, which checkpointing around it runs again, has
     its first forward there.)
     """
+    if not root.eager_because:  # the compiler reduces the gradients
+        return runs_again()
     # The second half of a split backward runs outside of a step.
-    inside = in_backward() and (root.in_step or BY_HAND in unit.kept_by)
-    return inside or runs_again(root)
+    return in_backward() and (root.in_step or BY_HAND in unit.kept_by)
 
 
 def end_call(call: UnitCall, *, keep: bool) -> None:
     """A call has computed. `keep`: parameters must outlive forward."""
     root = call.root or call.unit.root
-    if root is not None:
+    if root is not None:  # a part that runs again may have none since the tree changed
         for hear in HEARERS.leaves:
             hear(root, call, keep)
         if call.root is root:  # otherwise it recomputes, and backward needs the unit next
@@ -216,7 +217,7 @@ def _gradient_arrived(unit: Unit, param: ManagedParam) -> None:
 def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
     """Autograd has accumulated on an at-rest parameter that modules do not compute with."""
     root = unit.root
-    if root is not None:
+    if root is not None:  # none before the first forward: a penalty alone
         root.on_gradient_at_rest(unit, param)
     # Shards are DTensors there, which torch does not mix with a batch.
     if not isinstance(param.at_rest, DTensor) and unit not in _TOLD:
