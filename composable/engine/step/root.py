@@ -590,7 +590,9 @@ class Root:
             # otherwise the forward of a model around this unit of several modules goes on
             if unit.step.to_run and not self._is_called_by_another(unit):
                 unit.end_forward()
-            if unit not in stay:  # of those `_reshard_after_forward` has decided
+            # Of those that stay `_reshard_after_forward` has decided, or some of their modules have
+            # not run: their weights may have been read (fused losses), and backward needs them.
+            if unit not in stay:
                 unit.free()
         for unit in self.shared:  # of several modules, of which this model has called some
             if unit.step.to_run:

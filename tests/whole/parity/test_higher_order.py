@@ -361,3 +361,22 @@ def test_gradients_of_parameters_are_not_differentiated(annotate: Any, unit: str
         " differentiated through them. Ask for gradients of inputs only,"
         " torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
     )
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+@spmd(ranks=2)
+def test_sparse_gradients_are_not_differentiated_and_a_graph_without_any_is_legal() -> None:
+    table, head = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2).requires_grad_(False)
+    model = nn.Sequential(table, head)
+    replicate(model)
+    x = torch.tensor([1, 3])
+    assert refusal(lambda: model(x).square().sum().backward(create_graph=True)).startswith(
+        "DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit"
+    )
+    model.zero_grad()
+    rows = torch.randn(2, 3, requires_grad=True)
+    loss = model(x).sum().detach() + head(rows).square().sum()
+    (gradient,) = torch.autograd.grad(loss, rows, create_graph=True)
+    gradient.square().sum().backward()
+    assert rows.grad is not None
+    assert table.weight.grad is None
