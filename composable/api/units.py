@@ -260,6 +260,7 @@ def _plan(
         offload = offload_policy_of(
             verb, options["offload_policy"], device if spread is None else None
         )
+        # plain parameters that rest on the device: one `ShardedGroup`
         settings["grouping"] = GroupingByForm(precision, offload)
         if offload is not None and spread is not None:
             refuse_spread_offload(share, communication_device(spread.mesh, device))

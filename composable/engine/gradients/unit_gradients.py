@@ -195,9 +195,10 @@ class UnitGradients:
     def _hear_of(self, param: ManagedParam) -> None:
         """Let autograd tell when it has accumulated a gradient.
 
-        That is for gradients that are reduced by arrival, and for those of parameters that are
-        read outside of their module. A unit not of the kind ARRIVAL is reduced anyway once backward
-        has entered it at its outputs: `ignore` lets autograd call nothing, until `hear`.
+        That is for gradients that are reduced by arrival, for those of parameters that are read
+        outside of their module, and for users' hooks where one rank trains alone. A unit not of the
+        kind ARRIVAL is reduced anyway once backward has entered it at its outputs: `ignore` lets
+        autograd call nothing, until `hear`.
         """
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):

@@ -42,7 +42,7 @@ from composable.memory.torch_private import gradient_hooks, local_of, local_tens
 
 
 class SyncMode(enum.Enum):
-    """What happens to a unit's gradients when backward leaves it."""
+    """What happens to a unit's gradients when its reduction is due."""
 
     REDUCE = "they are reduced, with all that was accumulated"
     HOLD = "they are accumulated on their rank (no_sync)"

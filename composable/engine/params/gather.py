@@ -63,7 +63,7 @@ class Gather:
         self._stagings: list[ElasticBuffer] = []
         self._sent = ElasticBuffer(layout.cut_numel if precision.casts else 0, dtype, device)
         self._holds_input = self._sent.nbytes > 0  # what is sent has memory of its own
-        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.pairs: list[tuple[Tensor, Tensor]] = []  # the whole, and this rank's part of it
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
         # Of each kernel that copies packed parameters out: rows, their sizes and targets.
         self._columns: list[tuple[Tensor, list[int], list[Tensor]]] = []

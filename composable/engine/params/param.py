@@ -2,7 +2,7 @@
 with.
 
 Autograd always accumulates on the compute form; gradients land on the at-rest form. Both are one
-object where nothing is sharded or cast:
+object where nothing is sharded or cast, and gradients are reduced in their own dtype:
 
 | case                            | at rest                  | compute                             |
 |---------------------------------|--------------------------|-------------------------------------|
@@ -12,6 +12,7 @@ object where nothing is sharded or cast:
 |                                 | over the user's memory   |                                     |
 | `replicate` alone, or one rank  | the user's own parameter | the same object                     |
 | the last two with a cast        | as above                 | `nn.Parameter` over the full buffer |
+| ... with another reduce dtype   | as above                 | `nn.Parameter` over the same memory |
 """
 
 from __future__ import annotations

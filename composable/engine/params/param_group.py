@@ -113,7 +113,7 @@ class Kind(enum.Enum):
     SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
     BESIDE = "replicated in a tree with shards: all-reduced before the next unit with shards"
     ARRIVAL = "replicated: all-reduced in buckets of the root, as autograd accumulates gradients"
-    LOCAL = "one rank: autograd does everything"
+    LOCAL = "one rank: autograd does everything, but for casts"
 
 
 class ParamGroup(ABC):
@@ -204,11 +204,13 @@ class ParamGroup(ABC):
 
     @abstractmethod
     def _make_memory(self) -> tuple[Tensor, ...]:
-        """The memory that at-rest parameters are views of."""
+        """The memory that at-rest parameters are views of: a buffer of shards, with the values that
+        parameters have now; or the users' own.
+        """
 
     @abstractmethod
     def _make_at_rest(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
-        """The at-rest parameter over that memory."""
+        """The at-rest parameter over that memory: a `DTensor` around it, or the user's own."""
 
     @abstractmethod
     def _is_changed(self, param: ManagedParam, slot: Slot, address: int) -> bool:

@@ -394,7 +394,7 @@ class Unit:
             if self.is_sharded:
                 self.groups += spec.grouping.groups(members, precision, device, mesh_info)
                 continue
-            self.groups.append(
+            self.groups.append(  # users' own memory; nothing is gathered, but casts are made
                 ReplicatedGroup(
                     members, precision, device, mesh_info,
                     rest_mesh=None if sparse or spread else self.rest_mesh,
