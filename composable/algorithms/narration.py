@@ -111,6 +111,6 @@ def shadow(unit: Unit, event: Event, detail: int) -> None:
         case Event.GRADIENT:
             root.on_gradient(unit, unit.params[0])
         case Event.END:
-            root.launch_rest()
+            root.launch_remaining()
         case Event.LANDED:
             root.finish_backward()

@@ -24,7 +24,7 @@ class Root:
         if what == self._fails:
             raise ValueError("as planned")
 
-    def launch_rest(self) -> None:
+    def launch_remaining(self) -> None:
         self._note("launch")
 
     def finish_backward(self) -> None:

@@ -214,7 +214,7 @@ class Buckets:
             if before.has_post_accumulate_hooks:
                 before.land()
 
-    def launch_rest(self, *, builds_graph: bool) -> None:
+    def launch_remaining(self, *, builds_graph: bool) -> None:
         """Backward is at its end: what has not come does not come. Of a step that was given up in
         it nothing is open.
         """

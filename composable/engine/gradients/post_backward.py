@@ -5,7 +5,7 @@
 | units with shards | where backward leaves the unit: `leave` |
 | the same, after several forwards | when backward has left the last of these |
 | replicated units next to shards | where backward leaves the next unit with shards, used or not |
-| a unit whose gradient came after it was left, or that may be entered unseen | at the end: `rest` |
+| a unit whose gradient came after it was left, or that may be entered unseen | at the end: `remaining` |
 | a replicated unit with tied weights, or that none with shards follows | at the end, used or not |
 | what `no_sync` has left on the ranks | at the end of the next backward outside, or `launch_held` |
 | replicated units below a root without shards | all in each backward, by arrival: `arrival.py` |
@@ -154,7 +154,7 @@ class PostBackward:
 
     # --- at its end ------------------------------------------------------------------------------
 
-    def rest(self, due: Due, unseen: Iterable[UnitGradients]) -> list[UnitGradients]:
+    def remaining(self, due: Due, unseen: Iterable[UnitGradients]) -> list[UnitGradients]:
         """What is still to be reduced, in the order of launches: what backward has entered, the
         last one first; what it may have come to unseen; what only earlier backwards brought
         gradients to; and replicated units next to shards.
@@ -165,7 +165,7 @@ class PostBackward:
             if unit.accumulation.now is SyncMode.REDUCE and (unit.hooks_due or unit.backwards)
         ]
         sent = [*due.in_flight, *due.over_replicas]
-        rest = [
+        units = [
             unit
             for unit in dict.fromkeys([*reversed(due.to_reduce), *unseen, *held])
             # what is in flight: only if backward has entered it again, or brought more gradients
@@ -173,7 +173,7 @@ class PostBackward:
         ]
         beside = dict.fromkeys(unit for unit in self.beside if unit not in due.reduced)
         order: dict[UnitGradients, None] = {}
-        for unit in rest:
+        for unit in units:
             if unit not in beside:  # backward leaves it now, and these before it
                 for before in self._agreed.before.get(self._indices[unit], ()):
                     if self._units[before] in beside:
@@ -182,8 +182,8 @@ class PostBackward:
         return [*(order | beside)]
 
     def launch_last(self, due: Due) -> None:
-        """`rest` was reduced: launch the buckets that did not fill, and all second stages."""
-        self.buckets.launch_rest(builds_graph=due.builds_graph)
+        """`remaining` was reduced: launch the buckets that did not fill, and all second stages."""
+        self.buckets.launch_remaining(builds_graph=due.builds_graph)
         for unit in list(due.in_flight):
             if unit.advance():
                 due.in_flight.remove(unit)

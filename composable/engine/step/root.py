@@ -216,7 +216,7 @@ class BackwardEnd:
         try:
             with torch.no_grad():
                 for root in self.roots:
-                    root.launch_rest()
+                    root.launch_remaining()
                 for root in self.roots:
                     root.finish_backward()
             self.roots = []
@@ -803,7 +803,7 @@ class Root:
         if len(unit.modules) == 1 or unit.step.pending <= 0:
             unit.free()  # of several modules: when backward has been in all that ran
 
-    def launch_rest(self) -> None:
+    def launch_remaining(self) -> None:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it
         (first stages of hybrid meshes).
         """
@@ -815,7 +815,7 @@ class Root:
         with self._streams.on(iteration.stream):
             units = {unit.gradients: unit for unit in self.units}
             unseen = [unit.gradients for unit in self.units if UNSEEN in unit.step.needed_by]
-            for gradients in self.post_backward.rest(iteration.due, unseen):
+            for gradients in self.post_backward.remaining(iteration.due, unseen):
                 self._leave_backward(units[gradients], iteration)
                 self.post_backward.reduce(gradients, iteration.due)
             self.post_backward.launch_last(iteration.due)
@@ -828,7 +828,7 @@ class Root:
             hear(self)
         iteration = self._backward_iteration()
         if iteration is None:
-            return  # see `launch_rest`
+            return  # see `launch_remaining`
         if debug_enabled():
             self._compare_forwards()
         with self._streams.on(iteration.stream):
