@@ -24,7 +24,6 @@ from composable import (
     replicate,
 )
 from composable.comm import comms_wrapped_by
-from composable.errors import AnnotationError, MeshError, NotAnnotatedError, PhaseError
 from tests.algorithms.replicas import (
     PLANS,
     WORLDS,
@@ -263,77 +262,3 @@ def test_shards_are_averaged_in_groups_of_the_replicate_dimension() -> None:
     averager.average_parameters()
     for parameter, value in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(local(parameter), value * 2.5)
-
-
-# --- bad input ----------------------------------------------------------------------------------
-
-
-@spmd(ranks=4)
-def test_a_dimension_that_shards_is_refused_by_name() -> None:
-    mesh = grid(2)
-    model = fully_shard(plain(), mesh=mesh, policy={Block})
-    everyone, some = dist.group.WORLD, dist.new_group([0, 1, 2])
-    for over in ("shard", mesh["shard"], everyone, *([some] if dist.get_rank() < 3 else [])):
-        with pytest.raises(
-            MeshError,
-            match=r"^average_parameters: unit '\(root\)' is sharded over ranks 0, 1|ranks 2, 3",
-        ):
-            average_parameters(model, over=over)  # type: ignore[arg-type]
-    with pytest.raises(MeshError, match=r"^PeriodicAverager: unit '\(root\)' is sharded"):
-        PeriodicAverager(model, 2, over="shard")
-
-
-@spmd(ranks=2)
-def test_bad_arguments_are_refused_by_name_on_every_rank() -> None:
-    model = fully_shard(plain(), policy={Block})
-    with pytest.raises(
-        MeshError, match=r"has no dimension 'replicate'\. Its dimensions are without names"
-    ):
-        average_parameters(model)
-    mesh = grid(2)
-    hybrid = fully_shard(plain(), mesh=mesh, policy={Block})
-    with pytest.raises(
-        MeshError, match=r"has no dimension 'replicates'; did you mean 'replicate'\?"
-    ):
-        average_parameters(hybrid, over="replicates")
-    with pytest.raises(MeshError, match=r"over must be .* got DeviceMesh of 2 dimensions"):
-        average_parameters(hybrid, over=mesh)
-    with pytest.raises(
-        NotAnnotatedError, match=r"^average_parameters: no fully sharded or replicated module"
-    ):
-        average_parameters(plain())
-    with pytest.raises(
-        AnnotationError, match=r"^PeriodicAverager: period must be at least 1, got 0"
-    ):
-        PeriodicAverager(hybrid, 0)
-    with pytest.raises(
-        AnnotationError, match=r"^PeriodicAverager: warmup_steps must not be negative, got -1"
-    ):
-        PeriodicAverager(hybrid, 2, -1)
-
-
-@spmd(ranks=4)
-def test_periods_and_sizes_that_do_not_divide_are_refused_on_every_rank() -> None:
-    model = replicate(plain())
-    for periods, message in {
-        ((3, 2), (4, 4)): r"groups of 3 ranks do not divide groups of 4",
-        ((2, 3), (4, 4)): (
-            r"groups of 4 ranks average every 4 steps, which the 3 steps of groups of 2 do not"
-            r" divide"
-        ),
-        ((2, 2),): (
-            r"the largest group must have the 4 ranks that unit '\(root\)' is averaged over .*, got"
-            r" sizes \[2\]"
-        ),
-        ((2, 0), (4, 4)): r"sizes and periods must be at least 1",
-    }.items():
-        with pytest.raises(AnnotationError, match=f"^HierarchicalAverager: {message}"):
-            HierarchicalAverager(model, dict(periods))
-
-
-@spmd(ranks=2)
-def test_averages_inside_of_a_forward_are_refused() -> None:
-    model = replicate(plain())
-    model.blocks[0].register_forward_hook(lambda *_: average_parameters(model))
-    with pytest.raises(PhaseError, match=r"^average_parameters was called inside of the forward"):
-        model(torch.arange(6, device=current_device()))

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -665,43 +664,6 @@ def _refusal_inside(scope: Any, act: Callable[[], object]) -> str:
 
 
 @spmd(ranks=2)
-@pytest.mark.parametrize("on", ["all ranks", "one rank"])
-def test_33_shards_without_an_optimizer_are_refused(on: str) -> None:
-    model = _plain()
-    _shard(model)
-    runs = on == "all ranks" or dist.get_rank() == 1
-    said = _refusal_inside(join(model), lambda: runs and model(_batch(0, 0)).sum().backward())
-    assert said.startswith(
-        "OptimizerError: join: parameter 'weight' of unit '0' is trained by no optimizer that the"
-        " scope knows"
-    )
-
-
-@spmd(ranks=2)
-def test_33_a_model_that_is_annotated_inside_is_refused() -> None:
-    model = _plain()
-    _shard(model)
-
-    def act() -> None:
-        added = fully_shard(nn.Linear(1, 2).double().to(current_device()))
-        if dist.get_rank() == 1:
-            model.append(added)
-            model(_batch(0, 0))
-
-    said = _refusal_inside(join(model, _sgd(model)), act)
-    assert said.startswith("PhaseError: unit '3' was annotated inside of a join scope")
-
-
-@spmd(ranks=2)
-def test_33_a_model_that_was_not_passed_is_refused() -> None:
-    model, teacher = _plain(), _plain()
-    _shard(model)
-    _shard(teacher)
-    said = _refusal_inside(join(model), lambda: dist.get_rank() and teacher(_batch(0, 0)))
-    assert said.startswith("PhaseError: unit '(root)' of another model ran inside of a join scope")
-
-
-@spmd(ranks=2)
 def test_33_scopes_do_not_nest() -> None:
     model = _plain()
     _shard(model)
@@ -715,59 +677,6 @@ def test_33_scopes_do_not_nest() -> None:
         "PhaseError: joinable: a join scope is open already. Scopes do not nest"
     )
     assert open_scope() is None
-
-
-@spmd(ranks=2)
-def test_33_a_scaler_that_was_not_passed_is_refused() -> None:
-    model = _plain()
-    _shard(model)
-    optimizer = _sgd(model)
-    scaler = torch.amp.GradScaler(current_device().type)
-
-    def act() -> None:
-        scaler.scale(model(_batch(0, 0)).sum()).backward()
-        scaler.step(optimizer)
-
-    said = _refusal_inside(join(model, optimizer), act)
-    assert said.startswith(
-        "OptimizerError: join: GradScaler scales gradients of a model in the scope, and is not"
-        " known to it"
-    )
-
-
-@spmd(ranks=2)
-def test_33_a_step_with_a_closure_is_refused() -> None:
-    model = _plain()
-    _shard(model)
-    optimizer = _sgd(model)
-
-    def act() -> None:
-        model(_batch(0, 0)).sum().backward()
-        optimizer.step(lambda: 1.0)
-
-    assert _refusal_inside(join(model, optimizer), act).startswith(
-        "OptimizerError: join: SGD.step was called with a closure"
-    )
-
-
-@spmd(ranks=2)
-def test_33_what_joinable_cannot_take() -> None:
-    model, other = _plain(), nn.Linear(3, 3).double().to(current_device())
-    assert refusal(lambda: joinable(model)).startswith(
-        "NotAnnotatedError: joinable: no fully sharded or replicated module"
-    )
-    _shard(model)
-    assert refusal(lambda: joinable(model, 3)).startswith(
-        "OptimizerError: joinable: a int is neither a model nor an optimizer"
-    )
-    fully_shard(other, mesh=DeviceMesh(current_device().type, [dist.get_rank()]))
-    assert refusal(lambda: joinable(model, other)).startswith(
-        "MeshError: joinable: unit '(root)' is on ranks ["
-    )
-    joinables = [joinable(model), joinable(other)]
-    assert refusal(lambda: Join(joinables)).startswith(
-        f"MeshError: joinable: unit '(root)' is on ranks [{dist.get_rank()}] of"
-    )
 
 
 def test_33_one_process_without_ranks_needs_nothing() -> None:

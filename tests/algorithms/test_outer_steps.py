@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Optimizer
 
@@ -28,15 +27,10 @@ from composable import (
     local_steps,
     no_sync,
     reduce_gradients,
-    register_comm_hook,
     remove,
-    replicate,
 )
 from composable.comm import comms_wrapped_by
 from composable.errors import (
-    AlreadyAnnotatedError,
-    AnnotationError,
-    MeshError,
     OptimizerError,
     PhaseError,
 )
@@ -52,7 +46,7 @@ from tests.algorithms.replicas import (
     local,
 )
 from tests.helpers.communicators import Log, Recording
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import Pool, need_devices, spmd
 from tests.state.models import Block, plain
 
 _sgd = partial(SGD, lr=0.1, momentum=0.5)
@@ -521,70 +515,3 @@ def test_state_is_sharded_as_the_parameters_are_and_known_by_name() -> None:
     state["backups"].pop("blocks.0.up.weight")
     with pytest.raises(KeyError, match=r"local_steps: 'blocks\.0\.up\.weight' is in only one"):
         outer.load_state_dict(state)
-
-
-# --- bad input ----------------------------------------------------------------------------------
-
-
-@spmd(ranks=2)
-@pytest.mark.parametrize("plan", ["replicate", "hybrid"])
-def test_communication_hooks_that_would_not_be_called_are_refused(plan: str) -> None:
-    model, _ = annotated(plan, 2)
-    register_comm_hook(model, allreduce_hook, stage="all_reduce")
-    with pytest.raises(
-        AnnotationError,
-        match=r"^local_steps: unit '.*' has the communication hook 'allreduce_hook'",
-    ):
-        local_steps(model, _sgd(model.parameters()), every=2)
-
-
-@spmd(ranks=2)
-def test_a_model_without_replicas_is_refused_on_every_rank() -> None:
-    model = fully_shard(plain(), policy={Block})
-    optimizer = _sgd(model.parameters())
-    with pytest.raises(
-        MeshError,
-        match=r"^local_steps: the mesh of unit '\(root\)', .* has no dimension 'replicate'",
-    ):
-        local_steps(model, optimizer, every=2)
-    with pytest.raises(
-        MeshError, match=r"^local_steps: unit '\(root\)' is sharded over ranks 0, 1"
-    ):
-        local_steps(model, optimizer, every=2, over=dist.group.WORLD)  # type: ignore[arg-type]
-
-
-@spmd(ranks=4)
-def test_some_of_the_replicas_are_refused() -> None:
-    model = replicate(plain())
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    with pytest.raises(
-        MeshError, match=r"only some of the replicas that unit '\(root\)' is reduced over"
-    ):
-        local_steps(model, _sgd(model.parameters()), every=2, over=pairs[dist.get_rank() // 2])
-
-
-@spmd(ranks=2)
-def test_bad_numbers_and_moments_are_refused_on_every_rank() -> None:
-    model, _ = annotated("hybrid", 2)
-    optimizer = _sgd(model.parameters())
-    for options, message in (
-        ({"every": 0}, r"every must be at least 1, got 0"),
-        ({"every": 4, "delay": 4}, r"delay must be from 0 to every - 1 = 3, got 4"),
-        ({"every": 4, "keep": 2.0}, r"keep must be from 0 to 1, got 2\.0"),
-    ):
-        with pytest.raises(AnnotationError, match=f"^local_steps: {message}"):
-            local_steps(model, optimizer, **options)  # type: ignore[arg-type]
-    with pytest.raises(OptimizerError, match=r"^local_steps: the list of optimizers is empty"):
-        local_steps(model, [], every=2)
-    loss = model(torch.arange(6, device=current_device())).sum()
-    with pytest.raises(
-        PhaseError, match=r"^local_steps: unit '\(root\)' is in the middle of a step"
-    ):
-        local_steps(model, optimizer, every=2)
-    loss.backward()
-    local_steps(model, optimizer, every=2)
-    with pytest.raises(
-        AlreadyAnnotatedError,
-        match=r"^local_steps: the replicas of unit '\(root\)' train apart already",
-    ):
-        local_steps(model, optimizer, every=2)

@@ -16,23 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable import (
     MixedPrecisionPolicy,
-    apply_optimizer_in_backward,
     checkpoint,
     clip_grad_norm_,
     fully_shard,
-    join,
     no_sync,
-    register_comm_hook,
     replicate,
     together,
 )
 from composable.comm.base import LAUNCHED, LAUNCHING
 from composable.engine.step import root
-from composable.errors import NotAnnotatedError, PhaseError, StepLostError, UnsupportedError
+from composable.errors import StepLostError
 from tests.helpers.compare import all_full
 from tests.helpers.world import current_device, spmd
 
@@ -451,95 +447,3 @@ def test_nothing_but_the_vote_is_sent_in_a_good_step(name: str) -> None:
     clip_grad_norm_(trainer.model.parameters(), 1.0)
     LAUNCHED.pop()
     assert labels[True] == [*labels[False], "vote on the step"]
-
-
-# --- misuse --------------------------------------------------------------------------------------
-
-
-@spmd(ranks=2)
-def test_a_scope_inside_of_another_one_is_refused() -> None:
-    model = fully_shard(Model().to(current_device()))
-    with (
-        pytest.raises(PhaseError, match="inside of another one"),
-        together(model),
-        together(model),
-    ):
-        pass
-    with together(model) as step:
-        pass
-    assert not step.lost
-
-
-@spmd(ranks=2)
-def test_a_scope_inside_of_join_is_refused() -> None:
-    model = fully_shard(Model().to(current_device()))
-    optimizer = torch.optim.SGD(model.parameters())
-    with join(model, optimizer), pytest.raises(PhaseError, match="inside of join"), together(model):
-        pass
-
-
-@spmd(ranks=2)
-def test_a_scope_in_the_middle_of_a_step_is_refused() -> None:
-    model = fully_shard(Model().to(current_device()))
-    with no_sync(model):
-        model(_batch(0)).sum().backward()
-    with pytest.raises(PhaseError, match="has accumulated gradients"):
-        together(model)
-
-
-@spmd(ranks=2)
-def test_another_model_in_the_scope_is_refused() -> None:
-    model, other = (fully_shard(Model().to(current_device())) for _ in range(2))
-    with pytest.raises(PhaseError, match="another annotated model"), together(model):
-        other(_batch(0))
-
-
-@spmd(ranks=1)
-def test_a_model_without_annotations_is_refused() -> None:
-    with pytest.raises(NotAnnotatedError, match="together"):
-        together(Model())
-
-
-def _with_a_hook(model: Model) -> None:
-    replicate(model)
-    register_comm_hook(model, lambda group, bucket: bucket.buffer())
-
-
-def _with_an_optimizer_in_backward(model: Model) -> None:
-    fully_shard(model)
-    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-
-
-def _with_tensor_parallelism(model: Model) -> None:
-    mesh = init_device_mesh(
-        current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp")
-    )
-    parallelize_module(model, mesh["tp"], {"blocks.0.linear": ColwiseParallel()})
-    fully_shard(model, mesh=mesh["dp"])
-
-
-def _with_synchronised_norms(model: Model) -> None:
-    model.blocks[0].norm = nn.SyncBatchNorm(WIDTH)
-    fully_shard(model)
-
-
-def _with_some_neighbours(model: Model) -> None:
-    fully_shard(model, reshard_after_forward=2)
-
-
-REFUSED: Final[dict[str, Callable[[Model], None]]] = {
-    "a communication hook": _with_a_hook,
-    "an optimizer in backward": _with_an_optimizer_in_backward,
-    "tensor-parallel parameters": _with_tensor_parallelism,
-    "is a SyncBatchNorm": _with_synchronised_norms,
-    "reshard_after_forward with a number of ranks": _with_some_neighbours,
-}
-
-
-@pytest.mark.parametrize("what", list(REFUSED))
-@spmd(ranks=4)
-def test_a_step_that_one_rank_cannot_give_up_is_refused(what: str) -> None:
-    model = Model()
-    REFUSED[what](model)
-    with pytest.raises(UnsupportedError, match=what):
-        together(model)

@@ -24,15 +24,11 @@ from composable import (
     join,
     registry,
     remove,
-    replicate,
     watch,
 )
 from composable.contract.hooks import dispatcher_of
 from composable.errors import (
-    AlreadyAnnotatedError,
-    AnnotationError,
     NonFiniteError,
-    NotAnnotatedError,
 )
 from composable.memory.torch_private import local_tensor
 from tests.algorithms.watched import PROGRAMS, SKIPPING, Fault, Program, spoil_at_rest
@@ -399,21 +395,3 @@ def test_the_environment_watches_every_model(pool: Pool) -> None:
         )  # fmt: skip
         assert (said in ran.stderr) if said else not ran.stderr, ran.stderr
         assert ran.returncode == (value == "raise")
-
-
-# --- misuse --------------------------------------------------------------------------------------
-
-
-def test_what_it_refuses() -> None:
-    with pytest.raises(NotAnnotatedError, match="watch: no fully sharded or replicated module"):
-        watch(nn.Linear(2, 2))
-    model = replicate(nn.Linear(2, 2))
-    with pytest.raises(AnnotationError, match="every must be at least 1, got 0"):
-        watch(model, every=0)
-    with pytest.raises(AnnotationError, match="on must be 'warn' or 'raise', got 'stop'"):
-        watch(model, on="stop")
-    with (
-        watch(model),
-        pytest.raises(AlreadyAnnotatedError, match="'\\(root\\)' is watched already"),
-    ):
-        watch(model)

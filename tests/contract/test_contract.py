@@ -24,6 +24,7 @@ from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
     ClashError,
+    ComposableError,
     NotAnnotatedError,
 )
 from tests.contract.verbs import (
@@ -385,3 +386,22 @@ def test_an_outer_verb_owns_what_a_verb_inside_it_annotated_on_submodules_only()
     ]
     remove(model, outer)
     assert everything_about(model) == before
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+def test_an_unknown_argument_raises_a_type_error_that_is_a_composable_error():
+    for kind in (TypeError, ValueError, ComposableError):
+        with pytest.raises(kind):
+            fully_shard(Block(), foo=1)
+
+
+def test_a_verb_with_var_keywords_takes_any_keyword():
+    @contract()
+    def note(module, **words):
+        return module
+
+    block = Block()
+    note(block, a=1, b=2)
+    assert dict(registry(block)["note"].kwargs) == {"a": 1, "b": 2}

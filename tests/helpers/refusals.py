@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -16,12 +17,17 @@ from tests.helpers.compare import anatomy
 _PLACE = re.compile(r"\w+\.py:\d+")
 
 
+def text_of(error: Exception) -> str:
+    """The type and the message; places in files as FILE:LINE."""
+    return f"{type(error).__name__}: {_PLACE.sub('FILE:LINE', str(error))}"
+
+
 def refusal(act: Callable[[], object]) -> str:
-    """The type and the message of the error that `act` must raise; places in files as FILE:LINE."""
+    """The text of the error that `act` must raise."""
     try:
         act()
     except ComposableError as error:
-        return f"{type(error).__name__}: {_PLACE.sub('FILE:LINE', str(error))}"
+        return text_of(error)
     raise AssertionError("nothing was refused")
 
 
@@ -30,17 +36,23 @@ def same_on_all(texts: list[str]) -> str:
     return texts[0]
 
 
+def _state_of(model: nn.Module) -> list[Any]:
+    return [
+        anatomy(model),
+        [list(registry(module)) for module in model.modules()],
+        list(map(id, model.parameters())),
+    ]
+
+
+def unchanged(model: nn.Module, act: Callable[[], object]) -> None:
+    """Let `act` raise; the model must be as it was."""
+    before = _state_of(model)
+    try:
+        act()
+    finally:
+        assert before == _state_of(model), "the call that was refused has changed the model"
+
+
 def refused(model: nn.Module, act: Callable[[], object]) -> str:
     """The refusal's text; the model must be as it was."""
-    before = (
-        anatomy(model),
-        [list(registry(module)) for module in model.modules()],
-        list(map(id, model.parameters())),
-    )
-    text = refusal(act)
-    assert before == (
-        anatomy(model),
-        [list(registry(module)) for module in model.modules()],
-        list(map(id, model.parameters())),
-    )
-    return text
+    return refusal(lambda: unchanged(model, act))

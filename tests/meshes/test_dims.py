@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -86,50 +85,6 @@ def test_dimensions_that_are_not_named_are_tensor_parallel_or_left_alone() -> No
     up, last = model[0].up.weight, model[1].weight  # type: ignore[index]
     assert up.device_mesh.mesh_dim_names == ("tp", "dp_cp")
     assert last.device_mesh is dp
-
-
-@spmd(ranks=2)
-def test_what_names_no_dimension_is_refused() -> None:
-    mesh, model = mesh_of(2, 1), made(MLP)
-    for match, verb, options in (
-        (
-            "must name a dimension to shard over",
-            fully_shard,
-            {"mesh": mesh, "dp_mesh_dims": Dims()},
-        ),
-        ("to shard over", fully_shard, {"mesh": mesh, "dp_mesh_dims": Dims(replicate="dp")}),
-        ("to replicate over, and none", replicate, {"mesh": mesh, "dp_mesh_dims": Dims("dp")}),
-        ("names shard='cp'", fully_shard, {"mesh": mesh, "dp_mesh_dims": Dims("cp")}),
-        (
-            r"names shard=\('dp', 'dp'\)",
-            fully_shard,
-            {"mesh": mesh, "dp_mesh_dims": Dims(("dp", "dp"))},
-        ),
-        ("must be a DeviceMesh with names, got None", fully_shard, {"dp_mesh_dims": Dims("dp")}),
-        (
-            "in dp_mesh_dims=",
-            fully_shard,
-            {"mesh": mesh_of(1, 1, 2, names=("a", "b", "c"))},
-        ),
-    ):
-        said = refused(model, lambda: verb(model, **options))  # noqa: B023
-        assert re.search(match, said), said
-    fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
-
-
-@spmd(ranks=4)
-def test_ranks_that_name_other_dimensions_are_refused_on_all_ranks() -> None:
-    mesh, rank = mesh_of(2, 2, names=("dp", "cp")), dist.get_rank()
-    for dims in (
-        Dims("dp") if rank == 0 else Dims(("dp", "cp")),
-        Dims("dp", "cp") if rank == 3 else Dims("cp", "dp"),
-        Dims("there is none") if rank == 1 else Dims("dp"),
-    ):
-        model = made(MLP)
-        said = refused(model, lambda: fully_shard(model, mesh=mesh, dp_mesh_dims=dims))  # noqa: B023
-        match = r"RanksDisagreeError.*dp_mesh_dims names \{.*\} on rank 0 and \{.*\} on rank [13]"
-        assert re.search(match, said), said
-        fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(("dp", "cp")))
 
 
 @spmd(ranks=4)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
@@ -17,7 +17,17 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from composable import fully_shard, remove, step_on_shards
 from composable.errors import OptimizerError
 from tests.helpers.world import current_device, spmd
-from tests.optim.twins import local, make_twins, sharded_model, train
+from tests.optim.twins import (
+    Exchanging,
+    Sign,
+    groups_of,
+    local,
+    make_twins,
+    plain_copies,
+    sharded_model,
+    step_beside_plain_copies,
+    train,
+)
 
 ADAMW: Final = ("AdamW", {"foreach": True})
 LOOP: Final = ("AdamW", {"foreach": False})
@@ -242,3 +252,32 @@ def test_gradients_are_released() -> None:
             for parameter in model.parameters()
             if isinstance(parameter, DTensor)
         )
+
+
+# --- what is known to step on shards ------------------------------------------------------------
+
+
+class Named(optim.AdamW):
+    """A subclass that steps like its base."""
+
+
+def test_a_subclass_that_steps_like_its_base_is_accepted() -> None:
+    optimizer = Named([nn.Parameter(torch.ones(2, 2))])
+    handle = step_on_shards(optimizer)
+    assert step_on_shards(optimizer) is handle
+
+
+@spmd(ranks=2)
+def test_an_optimizer_that_is_vouched_for_steps_on_shards() -> None:
+    """One that keeps numbers as state, makes new tensors, and writes to its groups and to
+    itself.
+    """
+    for kind in (Sign, Exchanging):
+        model = sharded_model()
+        groups = groups_of(model, 0.1, apart=False)
+        optimizer, reference = kind(groups, {"lr": 0.1}), kind(plain_copies(groups), {"lr": 0.1})
+        step_on_shards(optimizer, elementwise=True)
+        step_beside_plain_copies(model, optimizer, reference)
+        rates = [[group["lr"] for group in one.param_groups] for one in (optimizer, reference)]
+        assert rates[0] == rates[1]
+        assert optimizer.calls == reference.calls == 5

@@ -5,7 +5,6 @@ together with it.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, Final
@@ -34,7 +33,7 @@ from composable import (
     replicate,
 )
 from composable.engine.step.unit import units_below
-from composable.errors import ClippingError, OptimizerError, PhaseError
+from composable.errors import ClippingError, OptimizerError
 from tests.helpers.world import current_device, spmd
 from tests.optim.twins import local
 
@@ -368,97 +367,6 @@ def test_other_optimizers_clipping_and_closures_are_refused_by_name_until_it_is_
         assert not all(
             torch.equal(old, new) for old, new in zip(before, _values(model), strict=True)
         )
-
-
-@spmd(ranks=2)
-def test_unusable_arguments_are_refused_by_name() -> None:
-    model = _model(None)
-    original = model.head.weight
-    _sharded(model)
-    refused: list[tuple[Callable[[], object], str]] = [
-        (
-            lambda: apply_optimizer_in_backward(torch.optim.SGD, model),
-            "takes parameters, e.g. model.parameters(), not a Model",
-        ),  # type: ignore[arg-type]
-        (
-            lambda: apply_optimizer_in_backward(torch.optim.SGD, [{"params": []}]),
-            "Call it once for each parameter group",
-        ),  # type: ignore[list-item]
-        (
-            lambda: apply_optimizer_in_backward(torch.optim.SGD, [original]),
-            "is not registered any more",
-        ),
-        (
-            lambda: apply_optimizer_in_backward(torch.optim.LBFGS, model.parameters()),
-            "step each parameter by itself",
-        ),
-        (
-            lambda: apply_optimizer_in_backward(nn.Linear, model.parameters()),
-            "takes a class of optimizers first",
-        ),  # type: ignore[arg-type]
-    ]
-    for act, message in refused:
-        with pytest.raises(OptimizerError, match=re.escape(message)):
-            act()
-
-
-class _CountingSGD(torch.optim.SGD):
-    """Keeps one number for all parameters, as optimizers do that adapt themselves."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
-
-
-@spmd(ranks=2)
-def test_an_optimizer_that_keeps_a_number_for_all_parameters_is_refused() -> None:
-    model = _model(_sharded)
-    apply_optimizer_in_backward(_CountingSGD, model.parameters(), {"lr": 0.1})
-    with pytest.raises(OptimizerError, match="_CountingSGD wrote 'k' to its parameter group"):
-        model(_x()).sum().backward()
-
-
-@spmd(ranks=2)
-def test_a_gradient_scaler_is_refused_where_it_steps() -> None:
-    for annotate in VERBS:
-        model = _model(annotate)
-        optimizer = apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-        scaler = torch.amp.GradScaler(current_device().type, init_scale=4.0)
-        scaler.scale(model(_x()).sum()).backward()
-        with pytest.raises(
-            OptimizerError,
-            match="a GradScaler came to step this optimizer, but backward has stepped already",
-        ):
-            scaler.step(optimizer)
-        off = torch.amp.GradScaler(current_device().type, enabled=False)
-        off.scale(model(_x()).sum()).backward()
-        off.step(optimizer)  # one that does nothing may
-
-
-@spmd(ranks=2)
-def test_a_step_by_hand_on_accumulated_gradients_is_refused() -> None:
-    for annotate in VERBS:
-        model = _model(annotate)
-        optimizer = apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-        with no_sync(model):
-            model(_x()).sum().backward()
-        with pytest.raises(OptimizerError, match="this rank's alone"):
-            optimizer.step()
-
-
-@spmd(ranks=1)
-def test_it_is_not_applied_or_removed_inside_a_backward() -> None:
-    model = _model(_sharded)
-    optimizer = apply_optimizer_in_backward(torch.optim.SGD, [model.scale], {"lr": 0.1})
-    rest = [parameter for parameter in model.parameters() if parameter is not model.scale]
-    for act in (
-        optimizer.remove,
-        lambda: apply_optimizer_in_backward(torch.optim.SGD, rest, {"lr": 0.1}),
-    ):
-        output = model(_x())
-        output.register_hook(lambda _, act=act: act())  # type: ignore[misc]
-        with pytest.raises(PhaseError, match="inside a backward"):
-            output.sum().backward()
 
 
 # --- memory -------------------------------------------------------------------------------------

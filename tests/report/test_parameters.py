@@ -442,13 +442,6 @@ def test_rows_are_plain_values() -> None:
     }
 
 
-def test_rows_that_are_neither_units_nor_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match=r'describe: by=.* must be "unit" or "parameter"'):
-        describe(nn.Linear(2, 2), by="layer")  # type: ignore[call-overload]
-    model = nn.Linear(2, 2)
-    assert describe(model, by="unit") == describe(model)
-
-
 def _in_a_terminal() -> str:
     console = pytest.importorskip("rich.console")
     model, _ = _uneven()

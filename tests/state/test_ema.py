@@ -186,24 +186,6 @@ def test_averages_of_another_shape_or_rank_are_refused_before_anything_changes()
         )
 
 
-@spmd(ranks=2)
-def test_another_plan_and_bad_arguments_are_refused_by_name() -> None:
-    model = plain()
-    ema = EMA(model, decay=0.5)
-    fully_shard(model)
-    with pytest.raises(ForeignParameterError, match=r"^EMA: 'embed\.weight'"):
-        ema.update()
-    whole = ema.state_dict()
-    ema = EMA(model, decay=0.9)
-    ema.load_state_dict(whole)
-    ema.update()
-    with pytest.raises(ValueError, match=r"^EMA: decay must be between 0 and 1, and is 2"):
-        EMA(model, decay=2)
-    del whole["averages"]["embed.weight"]
-    with pytest.raises(KeyError, match=r"embed\.weight"):
-        ema.load_state_dict(whole)
-
-
 @pytest.mark.parametrize("plan", _EXACT)
 @spmd(ranks=2)
 def test_torchs_averaged_model_has_the_averages_of_one_process(plan: str) -> None:

@@ -36,11 +36,9 @@ from composable import (
     replicate,
 )
 from composable.errors import (
-    NotAnnotatedError,
     PhaseError,
     RanksDisagreeError,
     StateError,
-    UnknownArgumentError,
 )
 from composable.state import folder as folder_module
 from composable.state.folder import Files
@@ -328,16 +326,6 @@ def test_a_buffer_that_neither_folder_nor_initialiser_has_is_named_and_a_second_
     materialize(model, init, folder=tmp_path)
     assert torch.equal(model.table.cpu(), torch.arange(4.0))
     _agrees(model, {"scale": torch.full((4,), 2.0)})
-
-
-@spmd(ranks=1)
-def test_how_a_folder_is_read_is_refused_without_a_folder() -> None:
-    with torch.device("meta"):
-        model = fully_shard(WithHead())
-    with pytest.raises(UnknownArgumentError, match="there is no folder="):
-        materialize(model, strict=False)
-    materialize(model, dtype=torch.bfloat16)
-    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
 
 # --- models of transformers ---------------------------------------------------------------------
@@ -792,13 +780,6 @@ def test_names_that_differ_are_told_or_renamed(tmp_path: Path) -> None:
     assert left == (["down.weight", "down.bias"], ["module.down.bias", "module.down.weight"])
     assert load(model, tmp_path, rename=lambda name: name.removeprefix("module.")) == ([], [])
     _agrees(model, expected.state_dict())
-
-
-@spmd(ranks=2)
-def test_a_model_without_annotation_is_refused(tmp_path: Path) -> None:
-    _written_by_rank_0(lambda: _save(tmp_path))
-    with pytest.raises(NotAnnotatedError, match=r"^load: "):
-        load(Pair(), tmp_path)
 
 
 # --- the bar ------------------------------------------------------------------------------------

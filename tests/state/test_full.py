@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable import export, full_state_dict, fully_shard, replicate, stream_full
-from composable.errors import NotAnnotatedError, RanksDisagreeError
+from composable.errors import RanksDisagreeError
 from composable.memory.torch_private import local_of
 from composable.state import full
 from composable.state.full import SMALLEST_FILE, plan_files
@@ -267,13 +267,6 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
     folder = "/proc/nothing/model" if dist.get_rank() == 0 else "/tmp/composable-never-written"
     with pytest.raises((OSError, RanksDisagreeError)):
         export(model, folder)
-
-
-@spmd(ranks=1)
-def test_plain_models_are_refused() -> None:
-    for act in (full_state_dict, stream_full, lambda model: export(model, "/tmp/never")):
-        with pytest.raises(NotAnnotatedError):
-            act(nn.Linear(2, 2))
 
 
 def test_files_are_balanced() -> None:

@@ -17,15 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable import (
     fully_shard,
     keep_unsharded,
-    no_sync,
     offload_to_host,
     remove,
     replicate,
     stream_full,
     unshard,
-    unsharded,
 )
-from composable.errors import AnnotationError, OptimizerError, PhaseError
+from composable.errors import OptimizerError, PhaseError
 from composable.memory.offload import HostHome
 from composable.memory.torch_private import can_take_data, local_of
 from composable.state import host
@@ -204,23 +202,3 @@ def test_a_sleeping_model_is_refused_by_name() -> None:
     with keep_unsharded(model), torch.no_grad():
         model(torch.ones(2, WIDTH, device=current_device()))
     remove(model, fully_shard)
-
-
-@spmd(ranks=2)
-def test_what_cannot_sleep_now_is_refused_and_goes_on() -> None:
-    model = fully_shard(_model(), policy={Block})
-    with no_sync(model):
-        _backward(model, 0)
-    with pytest.raises(PhaseError, match="with accumulated gradients; call reduce_gradients"):
-        offload_to_host(model)
-    _backward(model, 1)
-    with unsharded(model), pytest.raises(PhaseError, match=r"inside of unsharded\(\)"):
-        offload_to_host(model)
-    given: Any = model
-    with pytest.raises(AnnotationError, match="takes the model's optimizers, got a Sequential"):
-        offload_to_host(model, given)
-    handle = model[0].register_forward_hook(lambda *_: offload_to_host(model))
-    with pytest.raises(PhaseError, match="inside of the forward"):
-        _backward(model, 2)
-    handle.remove()
-    _backward(model, 3)

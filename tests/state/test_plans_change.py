@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable import fully_shard, rebind_optimizer, refresh, registry, remove, replicate
-from composable.errors import OptimizerError
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, plain, train
@@ -164,20 +163,6 @@ def test_state_is_cut_like_the_parameter() -> None:
         )
     rebind_optimizer(optimizer, model)  # again: nothing to do
     train(model, optimizer, range(1))
-
-
-@spmd(ranks=2)
-def test_an_optimizer_of_another_model_is_refused_and_unchanged() -> None:
-    model, other = fully_shard(plain()), nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(
-        OptimizerError,
-        match=(
-            r"^rebind_optimizer: SGD holds a parameter of shape \(3, 3\), .*which Net does not have"
-        ),
-    ):
-        rebind_optimizer(optimizer, model)
-    assert optimizer.param_groups[0]["params"][0] is other.weight
 
 
 @spmd(ranks=2)

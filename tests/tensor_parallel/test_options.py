@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint.state_dict import (
@@ -26,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 import composable.fsdp2 as fsdp2
 from composable import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     apply_optimizer_in_backward,
     fully_shard,
@@ -33,7 +35,12 @@ from composable import (
     no_sync,
     replicate,
 )
+from composable.api.checks import refuse_spread_offload
+from composable.comm import comms_wrapped_by
+from composable.contract.tree import managed_parameters
+from composable.errors import AnnotationError
 from composable.optim.shard_steps import step_on_shards
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import (
     GPT,
@@ -350,3 +357,33 @@ def test_sums_over_tensor_parallel_ranks_are_made_in_the_reduce_dtype(how: str) 
             if between == "zero_grad":
                 model.zero_grad()
                 expected = 0
+
+
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="torch 2.11's redistribution looks for dimensions of the mesh in another order",
+)
+@spmd(ranks=2)
+def test_offload_on_an_accelerator_is_refused_and_has_no_effect_on_hosts() -> None:
+    mesh = mesh_of(1, 2)
+    model, plain = made(MLP), made(MLP)
+    parallelize_mlp(model, mesh["tp"])
+    with pytest.raises(AnnotationError, match="is tensor parallel, and offload_policy"):
+        refuse_spread_offload(managed_parameters([model]), torch.device("cuda"))
+    refuse_spread_offload(managed_parameters([plain]), torch.device("cuda"))
+    log = Log()
+    with comms_wrapped_by(lambda comm: Recording(comm, log)):
+        fully_shard(model, mesh=mesh["dp"], offload_policy=CPUOffloadPolicy())
+    train(model, batches(model, 0, 1, 1))
+    train(plain, batches(plain, 0, 1, 1))
+    assert_same_parameters(model, plain)
+    assert not log.events  # over one data-parallel rank nothing is sent
+
+
+@spmd(ranks=2)
+def test_ignored_parameters_of_other_ranks_are_not_asked_for() -> None:
+    mesh = mesh_of(1, 2)
+    model = made(MLP)
+    parallelize_mlp(model, mesh["tp"])
+    if dist.get_rank() == 0:  # the other rank of the ignored parameters' mesh takes no part
+        fully_shard(model, mesh=mesh["dp"], ignored_params="*")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import nullcontext as _nothing
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable import (
     clip_grad_norm_,
@@ -21,10 +20,8 @@ from composable import (
     materialize,
     no_sync,
     remove,
-    replicate,
     unsharded,
 )
-from composable.errors import AnnotationError, RanksDisagreeError
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import assert_same_parameters, batches, full, mesh_of
 from tests.tensor_parallel.test_state import _folder
@@ -196,34 +193,3 @@ def test_materialize_draws_the_whole() -> None:
     whole.norm.reset_parameters()
     whole.reset_parameters()
     assert_same_parameters(model, whole)
-
-
-@spmd(ranks=4)
-def test_parts_that_do_not_fit_are_refused_on_all_ranks() -> None:
-    mesh = mesh_of(2, 2)
-    tp = mesh["tp"]
-    parameter = nn.Parameter(torch.zeros(4, 2))
-    for placements in ([], [Shard(2)], [Partial()], [Shard(0), Shard(0)]):
-        with pytest.raises(AnnotationError, match="do not fit a parameter of shape"):
-            declare_part(parameter, tp, placements)
-    with pytest.raises(AnnotationError, match="takes a plain"):
-        declare_part(parameter.data, tp, [Shard(0)])  # type: ignore[arg-type]
-    first, rank = tp.get_local_rank() == 0, dist.get_rank()
-    module = nn.Linear(2, 3 if first else 4)  # the last ones have the rest, not the first
-    declare_part(module.weight, tp, [Shard(0)])
-    with pytest.raises(AnnotationError, match="chunk does not give"):
-        fully_shard(module, mesh=mesh["dp"], sync_module_states="off")
-    module = nn.Linear(2, 4)
-    nn.init.zeros_(module.weight)
-    nn.init.zeros_(module.bias)
-    for other in (rank == 0, first):  # which others of its data-parallel or of its tp ranks see
-        declare_part(module.weight, tp, [Replicate() if other else Shard(0)])
-        with pytest.raises(RanksDisagreeError, match=r"weight|another"):
-            fully_shard(module, mesh=mesh["dp"])
-    declare_part(module.weight, tp, [Shard(0)])
-    with pytest.raises(AnnotationError, match="state dicts would take it for the whole"):
-        replicate(module, mesh=mesh["dp"])
-    with pytest.raises(AnnotationError, match="which share ranks"):
-        fully_shard(module, mesh=tp)
-    fully_shard(module, mesh=mesh["dp"], sync_module_states="off")
-    assert full(module.weight).shape == (8, 2)

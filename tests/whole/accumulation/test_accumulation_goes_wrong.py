@@ -113,25 +113,6 @@ def test_what_is_held_is_refused_by_name(scheme: str, parameter: str, unit: str)
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_what_is_no_level_or_has_no_units_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    fully_shard(model)
-    lines = [
-        refusal(lambda: no_sync(model, level="replicas").__enter__()),
-        refusal(lambda: no_sync(nn.Linear(2, 2)).__enter__()),
-        refusal(lambda: reduce_gradients(nn.Linear(2, 2))),
-    ]
-    assert_text(
-        "\n".join(fill(line, 110) for line in lines),
-        """\
-AnnotationError: no_sync: level must be 'all' or 'replicate', got 'replicas'; did you mean 'replicate'?
-NotAnnotatedError: no_sync: no fully sharded or replicated module in this Linear; call fully_shard(module) or
-replicate(module) first
-NotAnnotatedError: reduce_gradients: no fully sharded or replicated module in this Linear; call
-fully_shard(module) or replicate(module) first""",  # noqa: E501
-    )
-
-
 # --- ranks that differ --------------------------------------------------------------------------
 
 

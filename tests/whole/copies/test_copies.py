@@ -35,7 +35,6 @@ from composable import (
     unsharded,
 )
 from composable.comm import ledger_of
-from composable.errors import AnnotationError, CommHookError, PhaseError
 from tests.extensions.rows import Rows
 from tests.helpers.battery import BATTERY
 from tests.helpers.compare import (
@@ -196,19 +195,6 @@ def test_a_copy_inside_of_unsharded_has_the_edits(plan: str) -> None:
         _train(each, _optimizer(each), (1, 2))
     _assert_same(twin, expected)
     _assert_trains_as_plain(model)
-
-
-@spmd(ranks=2)
-def test_a_copy_where_one_rank_edits_is_refused() -> None:
-    model = _annotated("fully_shard")
-    with (
-        unsharded(model, rank0_only=True),
-        pytest.raises(
-            PhaseError, match=r"^copy\.deepcopy of unit '.*' inside of unsharded\(rank0_only=True\)"
-        ),
-    ):
-        copy.deepcopy(model)
-    _assert_trains_as_plain(copy.deepcopy(model))
 
 
 @spmd(ranks=2)
@@ -525,42 +511,6 @@ def test_methods_and_communication_hooks_are_those_of_the_copy() -> None:
         for parameter in model.parameters():
             parameter.zero_()
         assert twin.generate(x).abs().sum() > 0
-
-
-# --- refusals -----------------------------------------------------------------------------------
-
-
-@spmd(ranks=2)
-def test_states_of_hooks_and_modules_that_cannot_be_copied_are_refused_by_name() -> None:
-    model = _annotated("replicate")
-    register_comm_hook(model, lambda state, bucket: bucket.buffer(), [dist.group.WORLD])
-    with pytest.raises(
-        CommHookError,
-        match=r"^copy\.deepcopy: the state of the communication hook '<lambda>' cannot be copied",
-    ):
-        copy.deepcopy(model)
-    traced = fully_shard(torch.fx.symbolic_trace(_plain()))
-    with pytest.raises(
-        AnnotationError,
-        match=r"^copy\.deepcopy of Sequential: the __deepcopy__ of Sequential leaves out hooks",
-    ):
-        copy.deepcopy(traced)
-    _assert_trains_as_plain(traced)
-
-
-@spmd(ranks=2)
-def test_shards_are_not_pickled() -> None:
-    for plan in ("fully_shard", "replicate inside fully_shard"):
-        model = _annotated(plan)
-        for part in (model, nn.ModuleList([model]), model[2]):
-            with pytest.raises(
-                AnnotationError,
-                match=(
-                    r"^the annotated unit '.*' is spread over process groups, and cannot be pickled"
-                ),
-            ):
-                pickle.dumps(part)
-        _assert_trains_as_plain(model)
 
 
 # --- pickling -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.func import functional_call
 
-from composable import checkpoint, describe, fully_shard, register_forward_method, remove, replicate
+from composable import describe, fully_shard, register_forward_method, replicate
 from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.refusals import refusal, same_on_all
@@ -167,23 +167,6 @@ def test_a_registered_method_is_bound_as_the_attribute_is() -> None:
     assert torch.equal(copied.scored(x), plain.scored(x))
 
 
-@spmd(ranks=2)
-def test_registering_on_a_plain_module_or_a_misspelt_method_is_refused() -> None:
-    model, plain = fully_shard(_model()), checkpoint(_model())
-    for module, name, said in (
-        (
-            model.head,
-            "forward",
-            "'head' is not annotated; call fully_shard or replicate on it first",
-        ),
-        (plain, "generate", "Model is not annotated; call fully_shard or replicate on it first"),
-        (model, "genrate", "no method 'genrate' on Model; did you mean 'generate'?"),
-        (model, "head", "no method 'head' on Model"),
-    ):
-        refused = refusal(lambda module=module, name=name: register_forward_method(module, name))
-        assert refused == f"NotAnnotatedError: register_forward_method: {said}"
-
-
 # --- what users do to modules -------------------------------------------------------------------
 
 
@@ -274,21 +257,3 @@ def test_a_step_is_lost_on_the_rank_whose_first_forward_ends_before_that_of_othe
     assert [unit["state"] for unit in describe(model).to_dict()["units"]] == ["SHARDED"] * 3
     vars(model).pop("forward", None)
     _good_step(model)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@spmd(ranks=2, everywhere=True)
-def test_a_backward_after_remove_says_that_its_parameters_are_gone(keep: bool) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(current_device())
-    fully_shard(model, policy={nn.Linear}, reshard_after_forward=not keep)
-    x = torch.ones(1, 2, device=current_device())
-    loss = model(x).sum()
-    remove(model, fully_shard)
-    assert (
-        refusal(loss.backward)
-        == "PhaseError: fully_shard was removed from unit '1' between a forward and its backward:"
-        " the parameters that this backward goes to are no longer the module's. Run the backward"
-        " first, or the forward again"
-    )
-    model(x).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())

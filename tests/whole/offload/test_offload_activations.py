@@ -5,7 +5,7 @@ every composition.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 from unittest import mock
 
 import pytest
@@ -23,7 +23,6 @@ from composable import (
     remove,
     replicate,
 )
-from composable.errors import AnnotationError
 from tests.helpers.battery import BATTERY
 from tests.helpers.battery.transformers import Block, Transformer, next_token_loss
 from tests.helpers.compare import full_gradients
@@ -200,30 +199,3 @@ def test_remove_undoes_it() -> None:
             assert not line._forward_pre_hooks
         model(inputs_of()).sum().backward()
         assert not seen.left
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"min_bytes": -1},
-            "offload_activations: min_bytes must be a number of bytes, 0 or more, got -1",
-        ),
-        (
-            {"min_bytes": 1.5},
-            "offload_activations: min_bytes must be a number of bytes, 0 or more, got 1.5",
-        ),
-        (
-            {"min_bytes": True},
-            "offload_activations: min_bytes must be a number of bytes, 0 or more, got True",
-        ),
-        ({"pin_memory": "yes"}, "offload_activations: pin_memory must be True or False, got 'yes'"),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
-    model = Line()
-    with pytest.raises(AnnotationError) as caught:
-        offload_activations(model, **options)
-    assert str(caught.value) == message
-    assert not registry(model)
-    assert not model._forward_hooks

@@ -1,29 +1,20 @@
-"""Offload of parameters on a CPU: nothing changes, which is said once; what is no policy is
-refused.
-"""
-
-# Messages are compared word for word, each on one line.
-# ruff: noqa: E501
+"""Offload of parameters on a CPU: nothing changes, which is said once."""
 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from composable import CPUOffloadPolicy, describe, fully_shard, remove, replicate
-from composable.api import arguments
+from composable import CPUOffloadPolicy, describe, fully_shard, remove
 from composable.errors import AnnotationError
 from tests.helpers.compare import full
 from tests.helpers.logged import logged
 from tests.helpers.offloading import Line
-from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool
 
 
@@ -77,37 +68,6 @@ def test_on_a_cpu_nothing_changes_and_that_is_said_once(pool: Pool, ranks: int) 
 
 def test_without_a_process_group_nothing_changes_and_that_is_said_once() -> None:
     _nothing_changes()
-
-
-def test_without_a_process_group_a_model_on_an_accelerator_is_refused() -> None:
-    with mock.patch.object(arguments, "has_streams", return_value=True):
-        text = refused(
-            model := _model(), lambda: fully_shard(model, offload_policy=CPUOffloadPolicy())
-        )
-    assert_text(
-        text,
-        """AnnotationError: fully_shard: offload_policy needs a process group. Without one nothing is sharded, and parameters stay where they are, on cpu. Call torch.distributed.init_process_group first, for one process alone, too; or leave offload_policy out""",
-    )
-
-
-def test_what_is_no_policy_is_refused() -> None:
-    model = _model()
-    assert_text(
-        refused(model, lambda: fully_shard(model, offload_policy=True)),
-        """AnnotationError: fully_shard: offload_policy must be a CPUOffloadPolicy (composable's or torch's), or None for parameters that rest on the mesh's device; got True""",
-    )
-    assert_text(
-        refused(model, lambda: fully_shard(model, policy={"0": {"offload_policy": "cpu"}})),
-        """AnnotationError: fully_shard: offload_policy must be a CPUOffloadPolicy (composable's or torch's), or None for parameters that rest on the mesh's device; got 'cpu'""",
-    )
-    assert_text(
-        refusal(lambda: CPUOffloadPolicy(pin_memory=1)),
-        """AnnotationError: CPUOffloadPolicy: pin_memory must be True or False, got 1""",
-    )
-    assert_text(
-        refused(model, lambda: replicate(model, offload_policy=CPUOffloadPolicy())),
-        """UnknownArgumentError: replicate() has no argument 'offload_policy'; replicated parameters stay on their device; leave it out, or shard with fully_shard(offload_policy=)""",
-    )
 
 
 def test_units_have_policies_of_their_own() -> None:

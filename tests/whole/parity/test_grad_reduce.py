@@ -24,7 +24,6 @@ from composable import (
     remove,
     replicate,
 )
-from composable.errors import AnnotationError
 from tests.helpers.compare import full_gradients
 from tests.helpers.world import current_device, spmd
 
@@ -182,15 +181,6 @@ def test_what_was_removed_is_divided_no_longer_and_what_is_unfrozen_is(
     assert [p.grad.item() for p in model.parameters() if p.grad is not None] == [0.5, 0.25]
     model(torch.ones(1, 1)).sum().backward()
     assert [p.grad.item() for p in model.parameters() if p.grad is not None] == [1.5, 1.25]
-
-
-@pytest.mark.parametrize("verb", [fully_shard, replicate])
-@pytest.mark.parametrize("value", ["average", 0, -1.0, float("nan"), float("inf"), True, None])
-def test_other_values_are_refused(verb: Callable[..., nn.Module], value: object) -> None:
-    with pytest.raises(
-        AnnotationError, match="grad_reduce must be 'mean', 'sum' or a positive number"
-    ):
-        verb(nn.Linear(1, 1), grad_reduce=value)
 
 
 def test_a_policy_gives_units_their_own_and_describe_shows_what_is_not_a_mean() -> None:

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable import MixedPrecisionPolicy, fully_shard, no_sync, remove, replicate
 from composable.api import arguments
-from composable.errors import AnnotationError
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -243,21 +242,6 @@ def test_a_function_says_which_parameters_of_a_unit_keep_their_dtype() -> None:
             model(torch.ones(2, 4, device=current_device())).float().sum().backward()
             assert model.seen == (F32, BF16, BF16)
             assert all(p.grad is not None and p.grad.dtype == F32 for p in model.parameters())
-
-
-@spmd(ranks=2)
-def test_a_function_that_names_a_third_dtype_is_refused_before_anything_changes() -> None:
-    model = Routed().to(current_device())
-    before = list(model.parameters())
-    policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: torch.float16)
-    with pytest.raises(AnnotationError, match="param_dtype_override_fn returned torch"):
-        fully_shard(model, mp_policy=policy)
-    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-
-
-def test_a_function_of_a_policy_must_be_callable() -> None:
-    with pytest.raises(AnnotationError, match="param_dtype_override_fn must be a function"):
-        MixedPrecisionPolicy(BF16, param_dtype_override_fn=BF16)
 
 
 def test_torchs_policy_without_a_reduce_dtype_means_what_it_does_in_that_version(

@@ -20,10 +20,8 @@ from composable import (
     fully_shard,
     register_forward_method,
     remove,
-    replicate,
 )
 from composable.errors import ForeignParameterError
-from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool
 from tests.whole.precision.test_precision import Block, loss_of, model_of, tokens_of
 
@@ -287,53 +285,3 @@ def test_the_table_of_units_says_in_which_dtypes_they_compute() -> None:
     assert (rows[0].computes_in, rows[0].reduces_in) == (("bfloat16",), ("float32",))
     assert rows[1].dtypes == ("bfloat16", "float64", "float32", "int64")
     assert "float32 as bfloat16" in str(describe(model))
-
-
-_REFUSED: Final[dict[str, tuple[Callable[[], Any], str]]] = {
-    "a dtype of integers": (
-        lambda: fully_shard(nn.Linear(2, 2), mp_policy=torch.int8),
-        (
-            "AnnotationError: MixedPrecisionPolicy: param_dtype must be one of torch.float64,"
-            " float32, bfloat16 and float16, or its name, e.g. 'bf16'; got torch.int8"
-        ),
-    ),
-    "a name that is none": (
-        lambda: MixedPrecisionPolicy(reduce_dtype="bf61"),
-        (
-            "AnnotationError: MixedPrecisionPolicy: reduce_dtype must be one of torch.float64,"
-            " float32, bfloat16 and float16, or its name, e.g. 'bf16'; got 'bf61'"
-        ),
-    ),
-    "a flag that is none": (
-        lambda: MixedPrecisionPolicy("bf16", cast_forward_inputs="no"),  # type: ignore[arg-type]
-        (
-            "AnnotationError: MixedPrecisionPolicy: cast_forward_inputs must be True or False, got"
-            " 'no'"
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", _REFUSED)
-def test_a_dtype_that_nothing_can_be_cast_to_is_refused_where_it_is_said(case: str) -> None:
-    act, expected = _REFUSED[case]
-    assert refusal(act) == expected
-
-
-def test_a_policy_that_is_none_is_refused_and_names_what_would_be_one() -> None:
-    model = nn.Linear(2, 2)
-    assert (
-        refused(model, lambda: fully_shard(model, mp_policy=True))
-        == "AnnotationError: fully_shard: mp_policy must be a MixedPrecisionPolicy (composable's or"
-        " torch's), or a floating-point dtype or its name, e.g. 'bf16'; got True"
-    )
-    assert (
-        refused(model, lambda: fully_shard(model, mixed_precision="bf16"))
-        == "UnknownArgumentError: fully_shard() has no argument 'mixed_precision'; use mp_policy="
-        " instead"
-    )
-    assert (
-        refused(model, lambda: replicate(model, mp_policy=True))
-        == "AnnotationError: replicate: mp_policy must be a MixedPrecisionPolicy (composable's or"
-        " torch's), or a floating-point dtype or its name, e.g. 'bf16'; got True"
-    )

@@ -22,7 +22,6 @@ from composable import (
     replicate,
 )
 from tests.helpers.compare import full_gradients
-from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool, current_device
 from tests.whole.precision.test_precision import seat
 
@@ -194,18 +193,6 @@ def test_removal_takes_the_casts_away(verb: Any) -> None:
     assert not model[0].norm._forward_hooks
 
 
-def test_what_is_no_class_of_modules_is_refused() -> None:
-    for wrong in ("LayerNorm", int, [nn.LayerNorm, 3]):
-        text = refusal(
-            lambda wrong=wrong: MixedPrecisionPolicy("bf16", full_precision_classes=wrong)
-        )
-        assert (
-            text
-            == "AnnotationError: MixedPrecisionPolicy: full_precision_classes must be a class of"
-            f" modules, or several, got {wrong!r}"
-        )
-
-
 # --- buffers by name ----------------------------------------------------------------------------
 
 
@@ -259,21 +246,6 @@ def test_names_that_one_buffer_has_twice_each_count() -> None:
     model(torch.ones(2, 4))
     assert (model.seen[0], model.inner.seen[0]) == (BF16, torch.float16)
     assert model.inner.table is model.table
-
-
-def test_a_name_that_no_buffer_has_is_refused() -> None:
-    model = Table(1)
-    policy = MixedPrecisionPolicy("bf16", buffer_dtype={"inner.tabel": "bf16"})
-    assert (
-        refused(model, lambda: fully_shard(model, mp_policy=policy))
-        == "AnnotationError: fully_shard: buffer_dtype names 'inner.tabel', which matches no"
-        " floating-point buffer; close to it: inner.table, inner.other"
-    )
-    assert (
-        refusal(lambda: MixedPrecisionPolicy(buffer_dtype={"steps": "int8"}))
-        == "AnnotationError: MixedPrecisionPolicy: buffer_dtype['steps'] must be one of"
-        " torch.float64, float32, bfloat16 and float16, or its name, e.g. 'bf16'; got 'int8'"
-    )
 
 
 # --- what does not go together ------------------------------------------------------------------

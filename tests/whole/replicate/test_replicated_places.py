@@ -1,6 +1,4 @@
-"""`replicate`: buffers that ranks keep for themselves, devices that do not fit, and modules that
-are not made yet.
-"""
+"""`replicate`: buffers that ranks keep for themselves, and devices that do not fit."""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -14,10 +12,10 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
-from composable import NamePolicy, fully_shard, replicate
+from composable import NamePolicy, replicate
 from composable.api.arguments import move_buffers, refuse_elsewhere
 from composable.contract.tree import Managed, managed_buffers, managed_parameters
-from tests.helpers.refusals import refusal, refused
+from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device
 
 
@@ -109,14 +107,6 @@ def test_a_second_forward_leaves_the_buffers_alone_that_the_first_one_saved(pool
     pool.run(2, _two_forwards)
 
 
-def test_what_stands_for_broadcast_buffers_is_true_or_false() -> None:
-    model = nn.Linear(2, 2)
-    said = refused(model, lambda: replicate(model, broadcast_buffers=["running_mean"]))
-    assert_text(
-        said, """AnnotationError: broadcast_buffers must be True or False, got ['running_mean']"""
-    )
-
-
 # --- devices ------------------------------------------------------------------------------------
 
 
@@ -152,31 +142,3 @@ def test_a_buffer_that_modules_share_moves_at_all_of_its_places() -> None:
     move_buffers([model], torch.device("meta"))
     assert model[1].running_mean is model[0].running_mean
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
-
-
-# --- lazy modules -------------------------------------------------------------------------------
-
-
-def _lazy() -> list[str]:
-    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-    norm = nn.LazyBatchNorm1d(affine=False)
-    return [
-        refusal(lambda: replicate(model)),
-        refusal(lambda: replicate(model, policy={nn.LazyLinear})),
-        refusal(lambda: fully_shard(model)),
-        refusal(lambda: replicate(norm)),
-    ]
-
-
-def test_lazy_modules_are_refused_by_name(pool: Pool) -> None:
-    first, picked, sharded, buffer = pool.run(2, _lazy)[0]
-    assert_text(
-        first,
-        """AnnotationError: parameter '1.weight' is uninitialised; run a lazy module once before annotating it""",
-    )
-    assert picked == first  # named below the whole model, also where a policy picked the module
-    assert sharded == first
-    assert_text(
-        buffer,
-        """AnnotationError: buffer 'running_mean' is uninitialised; run a lazy module once before annotating it""",
-    )

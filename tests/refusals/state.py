@@ -1,0 +1,175 @@
+"""State that cannot be read, filled, averaged, moved or copied."""
+
+# Messages are compared word for word, each on one line.
+# ruff: noqa: E501
+# fmt: off
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from composable import (
+    EMA,
+    describe,
+    export,
+    full_state_dict,
+    fully_shard,
+    load,
+    materialize,
+    no_sync,
+    offload_to_host,
+    rebind_optimizer,
+    register_comm_hook,
+    replicate,
+    stream_full,
+    unsharded,
+)
+from tests.helpers.world import current_device
+from tests.refusals.table import Refusals, row
+from tests.state.models import Block, Net, initialise, plain, tokens
+
+
+def _model(verb: Any = fully_shard) -> Net:
+    return verb(plain(), policy={Block})  # type: ignore[no-any-return]
+
+
+def _inside(scope: Any, act: Callable[[], object] = lambda: None) -> None:
+    with scope:
+        act()
+
+
+def _train(model: Net) -> None:
+    model(tokens(0)).sum().backward()
+
+
+def _accumulated(model: Net) -> Net:
+    with no_sync(model):
+        _train(model)
+    return model
+
+
+def _in_a_forward(model: Net, act: Callable[[], object]) -> None:
+    with model.blocks[0].up.register_forward_pre_hook(lambda *_: act()):  # type: ignore[union-attr]
+        model(tokens(0))
+
+
+@row()
+def state_of_plain_models() -> Refusals:
+    model = nn.Linear(2, 2)
+    for name, act in {"full_state_dict": full_state_dict, "stream_full": stream_full, "export": lambda model: export(model, "/tmp/never"),
+                      "materialize": materialize, "load": lambda model: load(model, "/tmp/never"), "unsharded": lambda model: _inside(unsharded(model))}.items():
+        yield lambda act=act: act(model), f"NotAnnotatedError: {name}: ..."
+    by: Any = "layer"
+    yield lambda: describe(model, by=by), 'ValueError: describe: by=... must be "unit" or "parameter"...'
+    assert describe(model, by="unit") == describe(model)
+
+
+# --- whole parameters ---------------------------------------------------------------------------
+
+
+@row(2)
+def uses_inside_of_unsharded() -> Refusals:
+    model = _model()
+    yield lambda: _inside(unsharded(model), lambda: model(tokens(0))), "PhaseError: a forward of unit '(root)' was called inside of unsharded()..."
+    _train(model)
+
+    def reshape() -> None:
+        model.blocks[0].scale.data = torch.zeros(2, device=current_device())  # type: ignore[union-attr]
+
+    yield lambda: _inside(unsharded(model), reshape), "ForeignParameterError: ...'blocks.0.scale'...has the shape (2,)..."
+    _train(model)
+    yield lambda: _inside(unsharded(_accumulated(_model()), with_grads=True)), "PhaseError: ...accumulated under no_sync..."
+    yield lambda: _in_a_forward(model, lambda: _inside(unsharded(model))), "PhaseError: ...inside of the forward..."
+
+
+# --- initial values -----------------------------------------------------------------------------
+
+
+def _on_meta() -> Any:
+    with torch.device("meta"):
+        model = Net()
+    return fully_shard(model, policy={Block})
+
+
+@row(2)
+def values_that_no_initialiser_gives() -> Refusals:
+    model = _on_meta()
+    yield lambda: materialize(model, lambda module: None if isinstance(module, Block) else initialise(module)), "PhaseError: materialize: no initialiser wrote to 'blocks.0.scale', ...'blocks.0.table'..."
+    torch.manual_seed(dist.get_rank())
+    yield lambda: materialize(_on_meta()), "RanksDisagreeError: ...random states of the ranks differ..."
+
+
+@row(1)
+def how_a_folder_is_read_without_a_folder() -> Refusals:
+    model = _on_meta()
+    yield lambda: materialize(model, strict=False), "UnknownArgumentError: ...there is no folder=..."
+    materialize(model, dtype=torch.bfloat16)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+
+
+# --- averages and optimizers --------------------------------------------------------------------
+
+
+@row(2)
+def averages_of_another_plan() -> Refusals:
+    model = plain()
+    before = EMA(model, decay=0.5)
+    fully_shard(model)
+    yield before.update, "ForeignParameterError: EMA: 'embed.weight'..."
+    whole = before.state_dict()
+    ema = EMA(model, decay=0.9)
+    ema.load_state_dict(whole)
+    ema.update()
+    yield lambda: EMA(model, decay=2), "ValueError: EMA: decay must be between 0 and 1, and is 2..."
+    del whole["averages"]["embed.weight"]
+    yield lambda: ema.load_state_dict(whole), "KeyError: ...embed.weight..."
+
+
+@row(2)
+def an_optimizer_of_another_model() -> Refusals:
+    optimizer = optim.SGD((other := nn.Linear(3, 3)).parameters(), lr=0.1)
+    yield lambda: rebind_optimizer(optimizer, fully_shard(plain())), "OptimizerError: rebind_optimizer: SGD holds a parameter of shape (3, 3), ...which Net does not have..."
+    assert optimizer.param_groups[0]["params"][0] is other.weight
+
+
+# --- models that rest on the host ---------------------------------------------------------------
+
+
+@row(2)
+def what_cannot_leave_the_device() -> Refusals:
+    model: Any = _accumulated(_model())
+    yield lambda: offload_to_host(model), "PhaseError: ...with accumulated gradients; call reduce_gradients..."
+    _train(model)
+    yield lambda: _inside(unsharded(model), lambda: offload_to_host(model)), "PhaseError: ...inside of unsharded()..."
+    yield lambda: offload_to_host(model, model), "AnnotationError: ...takes the model's optimizers, got a Net..."
+    yield lambda: _in_a_forward(model, lambda: offload_to_host(model)), "PhaseError: ...inside of the forward..."
+    _train(model)
+
+
+# --- copies -------------------------------------------------------------------------------------
+
+
+@row(2)
+def copies_that_cannot_be() -> Refusals:
+    model = _model()
+    yield lambda: _inside(unsharded(model, rank0_only=True), lambda: copy.deepcopy(model)), "PhaseError: copy.deepcopy of unit '...' inside of unsharded(rank0_only=True)..."
+    _train(copy.deepcopy(model))
+    hooked = _model(replicate)
+    register_comm_hook(hooked, lambda state, bucket: bucket.buffer(), [dist.group.WORLD])
+    yield lambda: copy.deepcopy(hooked), "CommHookError: copy.deepcopy: the state of the communication hook '<lambda>' cannot be copied..."
+    layers = nn.Sequential(nn.Linear(2, 2)).to(current_device())
+    traced = fully_shard(torch.fx.symbolic_trace(layers))
+    yield lambda: copy.deepcopy(traced), "AnnotationError: copy.deepcopy of Sequential: the __deepcopy__ of Sequential leaves out hooks..."
+    inside = plain()
+    replicate(inside.blocks[0])
+    for whole in (model, fully_shard(inside, policy={Block})):
+        for part in (whole, nn.ModuleList([whole]), whole.blocks[1]):
+            yield lambda part=part: pickle.dumps(part), "AnnotationError: the annotated unit '...' is spread over process groups, and cannot be pickled..."
+        _train(whole)
