@@ -57,8 +57,10 @@ def _other_words_on_rank_1() -> Refusals:
 
 
 def _launches_on_rank_1_alone() -> Refusals:
+    comm = comm_of(world_group(), torch.device("cpu"))
+    comm.all_reduce([torch.ones(1)], "sum").wait()
     if dist.get_rank() == 1:
-        comm_of(world_group(), torch.device("cpu")).all_reduce([torch.ones(1)], "sum")
+        comm.all_reduce([torch.ones(1)], "sum")
     yield from _right()
 
 
