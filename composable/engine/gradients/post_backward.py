@@ -5,7 +5,7 @@
 | units with shards | where backward leaves the unit: `leave` |
 | the same, after several forwards | when backward has left the last of these |
 | replicated units next to shards | where backward leaves the next unit with shards, used or not |
-| a unit whose gradient came after it was left, or that may be entered unseen | at the end: `remaining` |
+| a unit whose gradient came after it was left, or entered unseen | at the end: `remaining` |
 | a replicated unit with tied weights, or that none with shards follows | at the end, used or not |
 | what `no_sync` has left on the ranks | at the end of the next backward outside, or `launch_held` |
 | replicated units below a root without shards | all in each backward, by arrival: `arrival.py` |
