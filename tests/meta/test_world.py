@@ -7,10 +7,14 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.helpers.world import Pool, RanksFailed, current_device, spmd
 
@@ -148,3 +152,25 @@ def test_a_call_that_spoils_the_group_gets_workers_of_its_own(pool: Pool) -> Non
     before = [pid for pid, _, _ in pool.run(1, _identity, spoils=True)]
     after = [pid for pid, _, _ in pool.run(1, _identity)]
     assert before != after
+
+
+_GROUPS: list[weakref.ref[Any]] = []  # what a rank has used
+
+
+def _use_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("kept in caches",))
+    _GROUPS.append(weakref.ref(mesh.get_group()))
+    whole = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+    assert whole.sum().item() == 16
+
+
+def _groups_left() -> list[bool]:
+    return [group() is not None for group in _GROUPS]
+
+
+def test_groups_end_when_ranks_get_others_also_where_dtensors_were_redistributed(
+    pool: Pool,
+) -> None:
+    pool.run(2, _use_dtensors, device="cpu")
+    assert pool.run(2, _groups_left, device="cpu")[0][-1]
+    assert not pool.run(3, _groups_left, device="cpu")[0][-1]
