@@ -41,6 +41,7 @@ from composable.comm.ledger import (
 )
 from tests.accelerator import sim, watch
 from tests.helpers.communicators import all_accelerators
+from tests.helpers.meshes import forget_shared_meshes
 from tests.helpers.processes import Settings
 
 
@@ -108,11 +109,12 @@ def apply_filters(filters: Sequence[str]) -> None:
 
 
 def forget_meshes() -> None:
-    """Empty torch's caches of DTensors. They hold meshes, for which equal ones over the groups to
-    come would be taken; and these hold process groups, whose threads go on after
-    `destroy_process_group` while a mesh refers to them.
+    """Empty our cache of meshes, and torch's of DTensors. They hold meshes, for which equal ones
+    over the groups to come would be taken; and these hold process groups, whose threads go on
+    after `destroy_process_group` while a mesh refers to them.
     """
     caches = (
+        forget_shared_meshes,
         getattr(debug, "_clear_sharding_prop_cache", None),
         getattr(_redistribute, "clear_redistribute_planner_cache", None),
         getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.helpers.meshes import shared_mesh
 from tests.helpers.world import Pool, RanksFailed, current_device, spmd
 
 
@@ -158,10 +158,10 @@ _GROUPS: list[weakref.ref[Any]] = []  # what a rank has used
 
 
 def _use_dtensors() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("kept in caches",))
+    mesh = shared_mesh("cpu", (dist.get_world_size(),), ("kept in caches",))
     _GROUPS.append(weakref.ref(mesh.get_group()))
-    whole = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
-    assert whole.sum().item() == 16
+    rows = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    assert (rows @ rows).redistribute(mesh, [Replicate()]).sum().item() == 64
 
 
 def _groups_left() -> list[bool]:
