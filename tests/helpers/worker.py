@@ -145,6 +145,7 @@ class Worker:
             forget_meshes()
             gc.collect()
             dist.destroy_process_group()
+            gc.freeze()  # modules of tests, and what they import
         self.generation = task.generation
         if task.device == "cuda":
             torch.cuda.set_device(self.settings.index % torch.cuda.device_count())
