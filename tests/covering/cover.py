@@ -47,11 +47,16 @@ def covering(
     """
     three = {option: options[option] for option in options if option in triples}
     missing = dict.fromkeys([*products(three, 3, excluded), *products(options, 2, excluded)])
+    excludes = {
+        (option, value): [each for each in excluded if value in each.get(option, ())]
+        for option, values in options.items()
+        for value in values
+    }
     rows: list[dict[str, str]] = []
     while missing:
         first = dict(next(iter(missing)))
         draws = (random.Random(TRIES * len(rows) + number) for number in range(TRIES))
-        made = (_row(options, three, first, missing, excluded, draw) for draw in draws)
+        made = (_row(options, three, first, missing, excludes, draw) for draw in draws)
         candidates = list(islice(filter(None, made), CANDIDATES))
         if not candidates:
             raise ValueError(f"no row has {first}: name it among what is impossible")
@@ -67,15 +72,21 @@ def _row(
     three: Mapping[str, Sequence[str]],
     first: Row,
     missing: Mapping[Values, None],
-    excluded: Excluded,
+    excludes: Mapping[tuple[str, str], Excluded],
     draw: random.Random,
 ) -> dict[str, str] | None:
-    """One that begins with some values; None: what was drawn ends where nothing fits."""
+    """One that begins with some values; None: what was drawn ends where nothing fits.
+
+    Args:
+        excludes: by option and value, what is excluded and has that value.
+    """
     row = dict(first)
     others = [option for option in options if option not in row]
     draw.shuffle(others)
     for option in others:
-        values = [v for v in options[option] if not is_excluded({**row, option: v}, excluded)]
+        values = [
+            v for v in options[option] if not is_excluded(row | {option: v}, excludes[option, v])
+        ]
         if not values:
             return None
         draw.shuffle(values)

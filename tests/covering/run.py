@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import fully_shard, no_sync, reduce_gradients
 from tests.covering.model import SEQUENCE, Linear, Net
 from tests.extensions.rows import Rows
 from tests.helpers.compare import full_gradients, full_parameters
+from tests.helpers.meshes import shared_mesh
 from tests.helpers.world import current_device
 from tests.tensor_parallel.models import WIDTH, full
 
@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 
 STEPS: Final = 4
 ROWS: Final = 2  # of each batch
-_MESHES: Final[dict[Any, DeviceMesh]] = {}
-
-
-def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One for all programs of a process group."""
-    key = dist.group.WORLD, current_device().type, shape, names
-    if _MESHES and next(iter(_MESHES))[0] is not dist.group.WORLD:
-        _MESHES.clear()
-    if key not in _MESHES:
-        _MESHES[key] = init_device_mesh(key[1], shape, mesh_dim_names=names)
-    return _MESHES[key]
 
 
 class Run:
@@ -61,7 +50,7 @@ class Run:
         self.verb, self.found = array.verb, list[str]()
         self.layout: Mesh = self.choices["mesh"].is_
         self.accumulation: Accumulation = self.choices["accumulation"].is_
-        self.mesh = mesh_of(self.layout.shape, self.layout.names)
+        self.mesh = shared_mesh(current_device().type, self.layout.shape, self.layout.names)
         data = self.mesh.mesh.permute(
             *map(self.layout.names.index, (*self.layout.data, *self._beside()))
         ).flatten(0, len(self.layout.data) - 1)

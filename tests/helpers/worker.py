@@ -30,7 +30,7 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config, parse_warning_filter
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import debug
+from torch.distributed.tensor import _collective_utils, _redistribute, debug
 from torch.utils._pytree import tree_map_only
 
 from composable.comm import comms_wrapped_by
@@ -41,6 +41,7 @@ from composable.comm.ledger import (
 )
 from tests.accelerator import sim, watch
 from tests.helpers.communicators import all_accelerators
+from tests.helpers.meshes import forget_shared_meshes
 from tests.helpers.processes import Settings
 
 
@@ -107,6 +108,23 @@ def apply_filters(filters: Sequence[str]) -> None:
         warnings.filterwarnings(*parse_warning_filter(text, escape=False))
 
 
+def forget_meshes() -> None:
+    """Empty our cache of meshes, and torch's of DTensors. They hold meshes, for which equal ones
+    over the groups to come would be taken; and these hold process groups, whose threads go on
+    after `destroy_process_group` while a mesh refers to them.
+    """
+    caches = (
+        forget_shared_meshes,
+        getattr(debug, "_clear_sharding_prop_cache", None),
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
+        getattr(_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear", None),
+    )
+    for clear in caches:
+        if clear is not None:
+            clear()
+
+
 class Worker:
     """One rank's main loop."""
 
@@ -124,11 +142,10 @@ class Worker:
         if task.generation == self.generation:
             return
         if dist.is_initialized():
+            forget_meshes()
             gc.collect()
             dist.destroy_process_group()
-            # They hold meshes whose groups are gone, for which equal ones over the groups to come
-            # would be taken.
-            getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+            gc.freeze()  # modules of tests, and what they import
         self.generation = task.generation
         if task.device == "cuda":
             torch.cuda.set_device(self.settings.index % torch.cuda.device_count())

@@ -7,11 +7,15 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests.helpers.meshes import shared_mesh
 from tests.helpers.world import Pool, RanksFailed, current_device, spmd
 
 
@@ -148,3 +152,25 @@ def test_a_call_that_spoils_the_group_gets_workers_of_its_own(pool: Pool) -> Non
     before = [pid for pid, _, _ in pool.run(1, _identity, spoils=True)]
     after = [pid for pid, _, _ in pool.run(1, _identity)]
     assert before != after
+
+
+_GROUPS: list[weakref.ref[Any]] = []  # what a rank has used
+
+
+def _use_dtensors() -> None:
+    mesh = shared_mesh("cpu", (dist.get_world_size(),), ("kept in caches",))
+    _GROUPS.append(weakref.ref(mesh.get_group()))
+    rows = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    assert (rows @ rows).redistribute(mesh, [Replicate()]).sum().item() == 64
+
+
+def _groups_left() -> list[bool]:
+    return [group() is not None for group in _GROUPS]
+
+
+def test_groups_end_when_ranks_get_others_also_where_dtensors_were_redistributed(
+    pool: Pool,
+) -> None:
+    pool.run(2, _use_dtensors, device="cpu")
+    assert pool.run(2, _groups_left, device="cpu")[0][-1]
+    assert not pool.run(3, _groups_left, device="cpu")[0][-1]

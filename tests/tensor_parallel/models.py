@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grad_norm_
 
+from tests.helpers.meshes import shared_mesh
 from tests.helpers.world import current_device
 
 VOCABULARY: Final = 12
@@ -85,7 +86,7 @@ class GPT(nn.Module):
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] = ("dp", "tp")) -> DeviceMesh:
-    return init_device_mesh(current_device().type, shape, mesh_dim_names=names)
+    return shared_mesh(current_device().type, shape, names)
 
 
 def parallelize_mlp(model: nn.Module, tp: DeviceMesh) -> None:

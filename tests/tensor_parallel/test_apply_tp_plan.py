@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -41,6 +40,8 @@ def test_what_cannot_be_is_refused() -> None:
 
 @spmd(ranks=2)
 def test_what_was_done_before_is_refused_by_name() -> None:
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - seconds
+
     tp = mesh_of(1, 2)["tp"]
     torch.manual_seed(0)
     model = apply_tp_plan(llama(), tp)
