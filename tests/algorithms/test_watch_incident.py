@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import SGD
 
@@ -252,7 +253,8 @@ def _unsound(folder: str, inner: str, in_backward: bool = False) -> None:
         ranks = dist.get_world_size()
         names = ("data", "tensor")
         mesh = init_device_mesh(current_device().type, (2, ranks // 2), mesh_dim_names=names)
-        parallelize_module(unit, mesh["tensor"], {"inner": ColwiseParallel(gather_output=True)})
+        whole = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(unit, mesh["tensor"], {"inner": whole})
         fully_shard(model, policy={Unsound}, mesh=mesh["data"])
     else:
         fully_shard(model, policy={Unsound})

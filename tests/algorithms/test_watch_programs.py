@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.optim import SGD
 
 from composable import (
@@ -399,7 +404,8 @@ def test_statistics_are_not_counted_twice(buffers: str) -> None:
         norm = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Statistics())
         model = nn.Sequential(norm, nn.Linear(WIDTH, WIDTH)).to(current_device())
         model[0][2].keeps = True
-        policy = MixedPrecisionPolicy(buffer_dtype=torch.bfloat16 if buffers == "cast" else None)
+        low = torch.bfloat16 if buffers == "cast" else None
+        policy = MixedPrecisionPolicy(param_dtype=low, buffer_dtype=low)
         fully_shard(model, policy={nn.Sequential}, mp_policy=policy)
         optimizer = SGD(model.parameters(), lr=0.1)
         with watch(model, agree=0, repeat=repeat, on="raise"):
@@ -450,6 +456,31 @@ def test_a_unit_that_raises_when_it_runs_again_is_a_hint() -> None:
     (found,) = watched.findings
     assert (found.kind, found.ranks) == ("hint", (1,))
     assert "its second run raised ValueError: twice" in str(found)
+
+
+class WrongOnce(nn.Linear):
+    wrong = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        wrong, self.wrong = self.wrong, False
+        return y * 1.0001 if wrong and dist.get_rank() == 1 else y
+
+
+@spmd(ranks=2)
+def test_a_rank_does_not_run_a_tensor_parallel_unit_alone() -> None:
+    device, names = current_device().type, ("data", "tensor")
+    mesh = init_device_mesh(device, (1, 2), mesh_dim_names=names)
+    model = nn.Sequential(layers(1), layers(2, kind=WrongOnce))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model[1], mesh["tensor"], plan)
+    fully_shard(model, policy={nn.Sequential}, mesh=mesh["data"])
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with watch(model, agree=0, repeat=True, on="raise"):
+        for number in range(2):
+            model[1][1].wrong = number == 1  # whose turn it is
+            torch.manual_seed(0)
+            step(model, optimizer)
 
 
 @spmd(ranks=2)

@@ -7,7 +7,8 @@ where the second and third differ, too, its kernels are not deterministic, and n
 Otherwise this rank has computed something else the first time.
 
 Left out are units with units inside, with hooks of the user's on their modules, of several modules,
-or compiled; calls of other methods than forward; and calls to which several backwards have come.
+compiled, tensor-parallel, or with synchronised batch norms; calls of other methods than forward;
+and calls to which several backwards have come.
 """
 
 from __future__ import annotations
@@ -219,6 +220,9 @@ def candidates_in(units: Iterable[Unit]) -> list[Unit]:
         and units_below(unit.modules) == [unit]
         # a weight that others read belongs to a unit around both
         and {unit_of(each) for each in unit.modules[0].parameters()} <= {unit, None}
+        # Their forwards communicate, and a rank may run again alone, or once more.
+        and all(param.info.form.is_whole for param in unit.params)
+        and not any(isinstance(each, nn.SyncBatchNorm) for each in unit.modules[0].modules())
     ]
 
 

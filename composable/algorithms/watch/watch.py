@@ -190,8 +190,9 @@ class _Ear(Observer):
 
     def end(self) -> None:
         """A watch was closed."""
-        if not _WATCHES:
-            _call_each(self._undo)
+        if not _open_watches():
+            for undo in self._undo:
+                undo()
             self._undo = []
 
     @override
@@ -223,7 +224,7 @@ class _Ear(Observer):
 
     @override
     def gradients_landed(self) -> None:
-        for watch in _watches([*_WATCHES]):
+        for watch in _open_watches():
             watch.landed()
 
     @override
@@ -238,7 +239,7 @@ class _Ear(Observer):
     def launching(self, comm: GroupComm, label: str, args: Sequence[Any]) -> None:
         root = None if self._backward is None else self._backward()
         if root is not None and label.startswith(_GRADIENTS):
-            for watch in _watches([*_WATCHES]):
+            for watch in _open_watches():
                 if watch.looks:
                     watch.launching(root, label, args)
 
@@ -311,15 +312,18 @@ class Watch:
             for module in unit.modules:
                 if (dispatcher := dispatcher_of(module)) is not None:
                     dispatcher.add(_NAME, _Bracket(self, unit, place))
+        _OPEN[:] = [*(each for each in _OPEN if each() is not None), ref(self)]
         _EAR.begin()
 
     def close(self) -> None:
         """End it, on all ranks, between two steps."""
-        for unit in list(self.places) if self._is_open else ():
-            _WATCHES.pop(unit, None)
-            for module in unit.modules:
-                detach(module, _NAME)
-        self._is_open = False
+        if self._is_open:
+            self._is_open = False
+            _OPEN.remove(ref(self))
+            for unit in list(self.places):
+                _WATCHES.pop(unit, None)
+                for module in unit.modules:
+                    detach(module, _NAME)
         _EAR.end()
         self._end()
 
@@ -709,11 +713,6 @@ def _why_not_again(unit: Unit | None) -> str:
     return ""
 
 
-def _call_each(calls: Iterable[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
-
-
 def _place_of(unit: Unit, names: dict[Unit, str]) -> Place:
     own = names[unit]
     # the longest name of another unit that it lies below
@@ -837,6 +836,7 @@ def _finding(step: int, said: Sequence[tuple[int, tuple[First | None, int]]]) ->
 
 # weak: a watch has its units, and brackets of their modules have the watch
 _WATCHES: Final[WeakKeyDictionary[Unit, ReferenceType[Watch]]] = WeakKeyDictionary()
+_OPEN: Final[list[ReferenceType[Watch]]] = []  # as they began, since they communicate in turn
 _HOOKED: Final[WeakSet[Optimizer]] = WeakSet()
 
 
@@ -845,6 +845,10 @@ def _units_of(parameters: Sequence[Tensor]) -> list[Unit]:
         label.owner for label in labels_of(parameters) if label is not None and label.owner
     )
     return [unit for owner in owners if isinstance(unit := owner(), Unit)]
+
+
+def _open_watches() -> list[Watch]:
+    return [watch for each in _OPEN if (watch := each()) is not None]
 
 
 def _watches(units: Iterable[Unit]) -> list[Watch]:
@@ -950,8 +954,12 @@ def watch(
         repeat: in each step one unit, in turn, runs again before the optimizer steps, and its bits
             are compared: outputs, gradients of inputs, and of sharded parameters. It finds a
             machine that computes wrongly, at the cost of a unit; where kernels are not
-            deterministic a hint says so. Units with units inside, with hooks of the user's, or
-            compiled, are left out. Not with torch.compile around the model.
+            deterministic a hint says so. Left out are units with units inside, with hooks of the
+            user's, compiled, tensor-parallel or with synchronised batch norms, other methods than
+            forward, and calls to which several backwards come; gradients also where one output is
+            computed from another. What a forward changes besides buffers and the generator (an
+            attribute, Python's `random`) it changes twice. Not with torch.compile around the model,
+            nor with collectives of your own in a unit.
 
     Returns:
         The watch, with its `findings`. `close()` ends it; it is also a context.
