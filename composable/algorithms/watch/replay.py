@@ -104,7 +104,8 @@ def _read(folder: Path) -> list[File]:
             )
     if any(each["ranks"] != files[0]["ranks"] for each in files):
         raise ReplayError(
-            f"{folder} has files of several runs, on other numbers of ranks. Delete the older ones"
+            f"{folder} has files of several runs, on other numbers of ranks. Delete the older"
+            " ones, and give each run a folder of its own"
         )
     there = [each["rank"] for each in files]
     missing = sorted(set(files[0]["ranks"]) - set(there))
