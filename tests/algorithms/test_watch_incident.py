@@ -11,9 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import SGD
 
 from composable import (
@@ -249,15 +246,7 @@ def _unsound(folder: str, inner: str, in_backward: bool = False) -> None:
     if inner == "hook":
         unit.inner.register_forward_hook(_doubled)
     model = nn.Sequential(nn.Linear(4, 4), unit, nn.Linear(4, 4)).to(current_device())
-    if inner == "tensor parallel":
-        ranks = dist.get_world_size()
-        names = ("data", "tensor")
-        mesh = init_device_mesh(current_device().type, (2, ranks // 2), mesh_dim_names=names)
-        whole = ColwiseParallel(output_layouts=Replicate())
-        parallelize_module(unit, mesh["tensor"], {"inner": whole})
-        fully_shard(model, policy={Unsound}, mesh=mesh["data"])
-    else:
-        fully_shard(model, policy={Unsound})
+    fully_shard(model, policy={Unsound})
     optimizer = None if in_backward else SGD(model.parameters(), lr=0.1)
     if in_backward:
         apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
@@ -285,12 +274,6 @@ def test_parameters_that_backward_has_stepped_are_not_those_of_the_step(
     pool.run(2, _unsound, str(tmp_path), "", True)
     verdict = _verdict(tmp_path / "not-finite-step-1")
     assert verdict == "first: not looked for, since backward has stepped the unit's parameters"
-
-
-def test_parts_of_tensor_parallel_ranks_are_not_run_as_shards(pool: Pool, tmp_path: Path) -> None:
-    pool.run(4, _unsound, str(tmp_path), "tensor parallel")
-    verdict = _verdict(tmp_path / "not-finite-step-1")
-    assert verdict == "first: not looked for, since its parameters are tensor-parallel"
 
 
 def test_files_of_a_run_on_more_ranks_are_refused(pool: Pool, tmp_path: Path) -> None:
