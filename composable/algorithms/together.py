@@ -96,6 +96,8 @@ class _Record:
 
 _RECORDS: Final[WeakKeyDictionary[Unit, _Record]] = WeakKeyDictionary()  # by the first unit
 _OPEN: Final[list[together]] = []
+# What hears that a step of these units was lost, on all ranks alike.
+LOST: Final[list[Callable[[Sequence[Unit]], None]]] = []
 
 
 class _Where(Observer):
@@ -367,6 +369,8 @@ class together:
         mine = error and f"{type(error).__name__} {where}: {first_line(error)}"
         said = self._comm.all_gather_objects(mine, "exchange of why the step is lost")
         self.why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+        for hear in LOST:
+            hear(self._units)
         if everywhere:
             return False
         self._record.lost += 1

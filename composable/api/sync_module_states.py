@@ -216,7 +216,10 @@ def digests(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
 def _total(tensor: Tensor, weights: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=weights.device)
     for part in plain_parts(tensor):
-        data = part.contiguous().reshape(-1).view(torch.uint8)
+        data = part.contiguous().reshape(-1)
+        if data.stride(0) != 1:  # one element, whose stride is any
+            data = data.clone(memory_format=torch.contiguous_format)
+        data = data.view(torch.uint8)
         if data.storage_offset() % 4:  # a view that begins between two words
             data = data.clone()
         whole = data.numel() // 4 * 4

@@ -10,15 +10,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
-from composable import fully_shard, watch
+from composable import (
+    apply_optimizer_in_backward,
+    clip_grad_norm_,
+    fully_shard,
+    no_sync,
+    replicate,
+    watch,
+)
 from composable.algorithms.watch.incident import FORMAT
 from composable.algorithms.watch.replay import COLUMNS, replay
 from composable.comm import comms_wrapped_by
 from composable.errors import ReplayError
 from tests.algorithms.test_watch_agreement import Planted, Spoiling
+from tests.algorithms.test_watch_programs import Spoiled
 from tests.algorithms.watched import PROGRAMS, Fault, spoil_at_rest
 from tests.helpers.world import Pool, current_device
 
@@ -133,6 +141,146 @@ def test_each_kind_is_written_once(pool: Pool, tmp_path: Path) -> None:
         "rank-0.pt",
         "rank-1.pt",
     ]
+
+
+def _one_rank_cannot_write(folder: str, why: str) -> None:
+    (Path(folder) / "file").touch()
+    elsewhere = {"no folder": None, "no permission": Path(folder) / "file" / "below"}[why]
+    model = fully_shard(nn.Linear(2, 2).to(current_device()))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with watch(model, folder=folder if dist.get_rank() == 0 else elsewhere) as watched:
+        for _ in range(2):
+            model(torch.full((1, 2), torch.nan, device=current_device())).sum().backward()
+            optimizer.step()
+    assert watched.step == 2
+
+
+@pytest.mark.parametrize("why", ["no folder", "no permission"])
+def test_a_rank_that_cannot_write_trains_on(pool: Pool, tmp_path: Path, why: str) -> None:
+    pool.run(2, _one_rank_cannot_write, str(tmp_path), why)
+    assert (tmp_path / "not-finite-step-0" / "rank-0.pt").exists()
+
+
+# --- what a replay must not say ------------------------------------------------------------------
+
+
+def _verdict(folder: Path) -> str:
+    return replay(folder).splitlines()[-1]
+
+
+def _other_learning_rates(folder: str) -> None:
+    model = fully_shard(nn.Linear(2, 2).to(current_device()))
+    optimizer = SGD(model.parameters(), lr=0.1 + dist.get_rank())
+    with watch(model, folder=folder, agree=1):
+        model(torch.ones(1, 2, device=current_device())).sum().backward()
+        optimizer.step()
+
+
+def test_a_finding_about_no_unit_is_not_called_sound(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _other_learning_rates, str(tmp_path))
+    verdict = _verdict(tmp_path / "ranks-differ-step-0")
+    assert verdict == "first: not looked for, since it is about no unit"
+
+
+def _a_replica_drifts(folder: str, micro_batches: int, clip: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(current_device())
+    for each in model:
+        replicate(each)
+    replicate(model)
+    if dist.get_rank() == 1:
+        model[1].weight.data[0, 0] += 1e-4
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with watch(model, folder=folder, agree=1):
+        for number in range(micro_batches):
+            with no_sync(model, enabled=number < micro_batches - 1):
+                model(torch.randn(2, 4, device=current_device())).square().sum().backward()
+        clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("micro_batches", "cell"), [(1, "sound"), (2, "-")])
+def test_clipped_and_accumulated_gradients_are_no_wrong_means(
+    pool: Pool, tmp_path: Path, micro_batches: int, cell: str
+) -> None:
+    pool.run(2, _a_replica_drifts, str(tmp_path), micro_batches, 1e-3)
+    text = replay(tmp_path / "ranks-differ-step-0")
+    assert {row["reduction"] for row in _cells(text).values()} == {cell}, text
+    if micro_batches == 2:
+        assert text.endswith("in the one call of 2 that ran again"), text
+
+
+def _doubled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+class Counts(nn.Linear):
+    """A buffer that forward writes to, and reads."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x) * self.count
+
+
+class Unsound(nn.Module):
+    """Its forward is sound. Its backward is not, where and when it is told so."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.spoils = inner, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return Spoiled.apply(y) if self.spoils else y  # type: ignore[no-untyped-call]
+
+
+def _unsound(folder: str, inner: str, in_backward: bool = False) -> None:
+    torch.manual_seed(0)
+    unit = Unsound(Counts() if inner == "buffer" else nn.Linear(4, 4))
+    if inner == "hook":
+        unit.inner.register_forward_hook(_doubled)
+    model = nn.Sequential(nn.Linear(4, 4), unit, nn.Linear(4, 4)).to(current_device())
+    fully_shard(model, policy={Unsound})
+    optimizer = None if in_backward else SGD(model.parameters(), lr=0.1)
+    if in_backward:
+        apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+    with watch(model, folder=folder, agree=1):
+        for number in range(2):
+            unit.spoils = number == 1 and dist.get_rank() == 1
+            model(torch.randn(2, 4, device=current_device())).square().sum().backward()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("inner", ["hook", "buffer"])
+def test_calls_that_cannot_be_repeated_have_no_other_bits(
+    pool: Pool, tmp_path: Path, inner: str
+) -> None:
+    pool.run(2, _unsound, str(tmp_path), inner)
+    text = replay(tmp_path / "not-finite-step-1")
+    assert text.splitlines()[-1].startswith("first: backward of rank 1: gradient of"), text
+
+
+def test_parameters_that_backward_has_stepped_are_not_those_of_the_step(
+    pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(2, _unsound, str(tmp_path), "", True)
+    verdict = _verdict(tmp_path / "not-finite-step-1")
+    assert verdict == "first: not looked for, since backward has stepped the unit's parameters"
+
+
+def test_files_of_a_run_on_more_ranks_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for ranks in (4, 2):
+        pool.run(ranks, _one_kind_once, str(tmp_path))
+    with pytest.raises(ReplayError, match="has files of several runs, on other numbers of ranks"):
+        replay(tmp_path / "not-finite-step-0")
 
 
 # --- folders that cannot be run again ------------------------------------------------------------

@@ -30,7 +30,7 @@ from composable.algorithms.watch.findings import Finding
 from composable.api.sync_module_states import digests
 from composable.comm import Comm
 from composable.engine.params.layout import Route
-from composable.engine.step.unit import Unit
+from composable.engine.step.unit import Unit, units_below
 from composable.errors import few
 from composable.features.hook_stages import hooks_of
 from composable.memory.offload import wait_for_traffic
@@ -42,6 +42,7 @@ _GATHERED: Final = TOPICS[2]
 # Not compared between ranks: this rank's rows as they have arrived here. If they are not those that
 # it has, it has sent others.
 _SENT: Final = "sent"
+_BEGUN: Final = "buffer, as the step began"  # not compared either: did a forward write to it
 _NONE: Final = -1  # in place of the digest of a gradient that is not there
 
 
@@ -73,9 +74,9 @@ class Agreement:
         self.agreed: dict[str, int] = {}
         self.last: dict[str, int] = {}
         self._noted: list[_Noted] = []
-        self._options: dict[Comm, dict[Key, str]] = {}
+        self._options: dict[Key, str] = {}
         self._own: set[Key] = set()  # buffers in which ranks may differ
-        self._versions: dict[Key, int] = {}
+        self._begun = False  # a forward of this step
         self._before: dict[Key, int] = {}  # digests of buffers in the last comparison
         self._compared = False
         self.draws = 0
@@ -115,21 +116,20 @@ class Agreement:
 
     def begin(self, places: Iterable[tuple[Unit, str]]) -> None:
         """A forward begins."""
-        for unit, name in places:
-            for key, buffer in _buffers_of(unit, name):
-                self._versions.setdefault(key, buffer._version)
+        if not self._begun:
+            self._begun = True
+            for unit, name in places:
+                buffers = _buffers_of(unit, name)
+                begun = [(key._replace(topic=_BEGUN), buffer) for key, buffer in buffers]
+                self._note(unit.mesh_info.all, begun)
 
     def note_rest(self, places: Iterable[tuple[Unit, str]]) -> None:
         """Parameters, buffers and gradients, at the end of a step."""
         wait_for_traffic()
         for unit, name in places:
-            buffers = []
-            for key, buffer in _buffers_of(unit, name):
-                if self._versions.get(key, buffer._version) != buffer._version:
-                    self._own.add(key)
-                if key not in self._own:
-                    buffers.append((key, buffer.detach()))
-            self._note(unit.mesh_info.all, buffers)
+            if self._begun:
+                buffers = [each for each in _buffers_of(unit, name) if each[0] not in self._own]
+                self._note(unit.mesh_info.all, buffers)
             if hooks_of(unit.gradients):
                 continue
             for group in unit.groups:
@@ -143,9 +143,9 @@ class Agreement:
                 gradients = [
                     (Key(TOPICS[3], name, param.fqn), _gradient(param.at_rest))
                     for param in group.params
+                    if not unit.gradients.has_unreduced  # of this rank, or of its replica
                 ]
                 self._note(replicas, [*at_rest, *gradients])
-        self._versions, self._gathered = {}, set()
 
     def note_draws(self, device: torch.device) -> None:
         """Forward begins, and a module drops places; once."""
@@ -158,15 +158,17 @@ class Agreement:
             )
             self.draws = 1 + zlib.crc32(bytes(state.tolist()))
 
-    def note_options(self, comm: Comm, number: int, optimizer: Optimizer) -> None:
-        """The hyper-parameters of an optimizer; schedulers show in them."""
+    def note_options(self, number: int, optimizer: Optimizer) -> None:
+        """The hyper-parameters of an optimizer that is about to step; schedulers show in them.
+
+        Values, and not the optimizer: when one that is not used any more is freed differs.
+        """
         kind = type(optimizer).__name__
-        table = self._options.setdefault(comm, {})
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
                 if name != "params":
                     key = Key(TOPICS[4], f"{kind} {number}", f"{name} of group {index}")
-                    table[key] = _plain(value)
+                    self._options[key] = _plain(value)
 
     # --- the comparison --------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class Agreement:
             for key, number in table[_GATHERED].items()
             if key.owner >= 0 and key.name.endswith("(in forward)")
         }
-        self._noted, self._options = [], {}
+        self._leave_out_written(tables)
         found: list[Finding] = []
         for comm, table in tables.items():
             hashes = [zlib.crc32(repr(sorted(table[topic].items())).encode()) for topic in TOPICS]
@@ -197,19 +199,36 @@ class Agreement:
             self._before.update(table["buffer"])
             if self.draws and comm is comms[0] and comm.size > 1 and lowest[-1] == highest[-1]:
                 found.append(_same_masks(step, ranks))
-        self._compared, self.draws = True, 0
+        self._compared = True
+        self.drop()
         return sorted(found, key=lambda each: (*TOPICS, "").index(each.phase))
+
+    def drop(self) -> None:
+        """Forget what this step has noted."""
+        self._noted, self._options, self._gathered = [], {}, set()
+        self._begun, self.draws = False, 0
+
+    def _leave_out_written(self, tables: Mapping[Comm, dict[str, dict[Key, Any]]]) -> None:
+        """Leave out buffers that have changed since the step began.
+
+        Version counters do not tell of a batch norm, nor of a buffer that was replaced.
+        """
+        for table in tables.values():
+            buffers, begun = table["buffer"], table[_BEGUN]
+            for key in [*buffers]:
+                if begun.get(key._replace(topic=_BEGUN)) != buffers[key]:
+                    self._own.add(key)
+                    del buffers[key]
 
     def _read(self, comms: Sequence[Comm]) -> dict[Comm, dict[str, dict[Key, Any]]]:
         # on all ranks the same comms in one order, also where a rank has skipped units
         tables: dict[Comm, dict[str, dict[Key, Any]]] = {
-            comm: {topic: {} for topic in (*TOPICS, _SENT)} for comm in comms
+            comm: {topic: {} for topic in (*TOPICS, _SENT, _BEGUN)} for comm in comms
         }
         for comm, keys, values in self._noted:
             for key, value in zip(keys, values.tolist(), strict=True):
                 tables[comm][key.topic].setdefault(key, value)
-        for comm, options in self._options.items():
-            tables[comm]["hyper-parameter"] |= options
+        tables[comms[0]]["hyper-parameter"] |= self._options
         return tables
 
     def _difference(
@@ -224,11 +243,10 @@ class Agreement:
         # a rank that has skipped a unit has nothing of it
         differs = [key for key in keys if len({table[key] for table in said if key in table}) > 1]
         if topic == "buffer":
-            # Ranks that write to a buffer in forwards have left it out. What differs from the first
-            # comparison on is so because a user made it so.
+            # Ranks that write to a buffer in forwards have left it out. What differs in its first
+            # comparison is so because a user made it so.
             self._own.update(key for key in keys if any(key not in table for table in said))
-            if not self._compared:
-                self._own.update(differs)
+            self._own.update(key for key in differs if key not in self._before)
             differs = [key for key in differs if key not in self._own]
         if not differs:
             return None
@@ -302,7 +320,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 def _buffers_of(unit: Unit, name: str) -> list[tuple[Key, Tensor]]:
     """The buffers in modules of a unit, and not in those of units inside."""
-    seen = {id(module) for each in unit.relations.below for module in each.modules}
+    inside = [each for each in units_below(unit.modules) if each is not unit]
+    seen = {id(module) for each in inside for module in each.modules}
     found: dict[int, tuple[Key, Tensor]] = {}
     for outer in unit.modules:
         pending: list[tuple[str, nn.Module]] = [("", outer)]

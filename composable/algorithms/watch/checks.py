@@ -52,7 +52,7 @@ class Seen(NamedTuple):
             read it comes first, and of those that made it the outermost.
         unit: in which it was seen; `maker` is that whose code made it.
         usual: an infinity below zero means nothing here.
-        forward: the number of the forward; what is seen in one counts if its backward came, and
+        forward: the number of the forward; inputs and outputs count if its backward came, and
             always if it is None. Pipelines run some on memory that was never written to.
     """
 
@@ -159,7 +159,9 @@ class Checks:
         """
         self.read()
         came = self._came | {None}
-        found = [each for each in self._found if each.seen.forward in came]
+        found = [
+            each for each in self._found if each.seen.phase == GRADIENT or each.seen.forward in came
+        ]
         found.sort(key=lambda each: (each.seen.clock, each.seen.order))
         in_gradients = [each for each in found if each.seen.phase == GRADIENT]
         if scaled:
@@ -172,8 +174,17 @@ class Checks:
             unusual = (each for each in suspects if _key(each) not in self._usual)
             before = next(unusual, first)
             first = min(before, first, key=lambda each: each.seen.clock)
-        self._found, self._came, self.clock = [], set(), 0
+        self.drop()
         return first, bool(in_gradients)
+
+    def drop(self) -> None:
+        """Forget what this step has seen."""
+        self._waiting, self._found, self._came, self.clock = [], [], set(), 0
+
+
+def version_of(tensor: Tensor) -> int:
+    """Of its writes; those of inference tensors are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _key(found: First) -> tuple[str, str, str]:

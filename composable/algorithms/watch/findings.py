@@ -17,7 +17,7 @@ class Finding:
     Attributes:
         kind: "not finite", "ranks differ", "not reproduced", or "hint".
         step: the step in which it was found, counted from 0.
-        ranks: where, by the numbers of the process group of the model; the first one is `rank`.
+        ranks: where, by their numbers among all ranks; the first one is `rank`.
         unit: the unit that it is about.
         phase: "parameter", "input", "output" or "gradient"; for ranks that differ, what does.
         tensor: which one, such as `output 0`, or the FQN of a parameter below the unit.

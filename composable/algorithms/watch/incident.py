@@ -9,24 +9,31 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
+from composable.algorithms.watch.checks import version_of
 from composable.algorithms.watch.findings import Finding
 from composable.api.sync_module_states import digests
+from composable.contract.hooks import dispatcher_of
 from composable.contract.methods import Method
 from composable.contract.values import map_tensors, tensors_in
-from composable.engine.step.unit import Unit
+from composable.engine.step.unit import Unit, units_below
 from composable.errors import first_line
 from composable.features.hook_stages import hooks_of
 from composable.memory.torch_private import local_tensor
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+# Of a module: torch's, and that of `register_forward_method`.
+_CALLERS: Final = ("_call_impl", "_call_as_forward")
 _OURS: Final = ("_composable_", "__deepcopy__", "__reduce_ex__")  # what annotations leave
 
 
@@ -38,8 +45,11 @@ class Call:
         forward: the number of the forward.
         inputs: of the module; what it writes to them in place is in them.
         generator: the state of the random generator before it.
+        exact: to run its forward again is all that a call of the module does.
+        versions: of its inputs and buffers: where a buffer is registered, which, and its version.
         outputs: digests of the outputs, by device.
         gradients: of the outputs, by number.
+        ended: it has computed.
     """
 
     module: nn.Module
@@ -47,8 +57,58 @@ class Call:
     inputs: tuple[Any, Any]
     generator: Tensor
     autocast: torch.dtype | None
+    exact: bool = True
+    versions: list[tuple[dict[str, Tensor | None] | None, str, Tensor, int]] = field(
+        default_factory=list
+    )
     outputs: list[tuple[list[int], Tensor]] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
+    ended: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it can be repeated to the bit: nothing that it read was written to since."""
+        return self.exact and all(
+            (table is None or table.get(name) is tensor) and version_of(tensor) == version
+            for table, name, tensor, version in self.versions
+        )
+
+
+def is_forward() -> bool:
+    """Whether the call that begins is one of the module, and not of a method in its place."""
+    names = (frame.f_code.co_name for frame, _ in walk_stack(None))
+    return next((each for each in names if each in _CALLERS), "") == _CALLERS[0]
+
+
+def runs_as_it_is(module: nn.Module) -> bool:
+    """Whether to call `forward` is all that a call of the module does: no hooks, not compiled."""
+    for each in module.modules():
+        own = 0 if dispatcher_of(each) is None else 2  # of annotations
+        if len(each._forward_hooks) + len(each._forward_pre_hooks) != own:
+            return False
+        if each._compiled_call_impl is not None:
+            return False
+    return True
+
+
+def are_apart(outputs: Sequence[Tensor]) -> bool:
+    """Whether none is computed from another one: then their gradients come from outside alone."""
+    edges = [get_gradient_edge(each) for each in outputs]
+    ends = {edge.node for edge in edges}
+    seen, pending = set[Node](), [*ends]
+    while pending:
+        for node, _ in pending.pop().next_functions:
+            if node in ends:
+                return False
+            if node is not None and node not in seen:
+                seen.add(node)
+                pending.append(node)
+    return len({(edge.node, edge.output_nr) for edge in edges}) == len(edges)
+
+
+def keep_gradient(into: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    """A hook of a tensor. Without its graph, which would hold the hook."""
+    into[index] = gradient.detach()
 
 
 def call_of(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Call:
@@ -58,17 +118,28 @@ def call_of(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Call:
     inputs = map_tensors(
         (args, kwargs), lambda each: each.detach().requires_grad_(each.requires_grad)
     )
+    read: list[tuple[dict[str, Tensor | None] | None, str, Tensor]]
+    read = [(None, "", each) for each in tensors_in(inputs)]
+    read += [
+        (below._buffers, name, buffer)
+        for below in module.modules()
+        for name, buffer in below._buffers.items()
+        if buffer is not None
+    ]
     return Call(
         module,
         unit.step.calls[-1].number,
         inputs,
         generator_state(device),
         torch.get_autocast_dtype(device.type) if on else None,
+        runs_as_it_is(module),
+        [(*each, version_of(each[-1])) for each in read],
     )
 
 
 def end_call(call: Call, output: Any) -> None:
     """The module has computed."""
+    call.ended = True
     with torch.no_grad():
         call.outputs = list(digests([each.detach() for each in tensors_in(output)]))
 
@@ -81,39 +152,39 @@ def generator_state(device: torch.device) -> Tensor:
     return state
 
 
-def write(
-    folder: Path,
-    finding: Finding,
-    unit: Unit | None,
-    names: Mapping[Unit, str],
-    call: Call | None,
-    gathered: Mapping[str, int],
-    rank: int,
-    ranks: list[int],
-    version: str,
-) -> Path:
-    """Write this rank's file. All ranks do; returns the folder of the incident."""
+def write(folder: Path, finding: Finding, rank: int, more: dict[str, Any]) -> None:
+    """Write this rank's file, with `more` in it. All ranks do."""
     into = folder / f"{finding.kind.replace(' ', '-')}-step-{finding.step}"
     into.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {
         "format": FORMAT,
-        "versions": {"composable": version, "torch": str(torch.__version__)},
+        "versions": {"composable": _version(), "torch": str(torch.__version__)},
         "rank": rank,
-        "ranks": ranks,
         "finding": str(finding),
         "unit": finding.unit,
         "step": finding.step,
-        "gathered": dict(gathered),
     }
-    if unit is not None:
-        found |= _of_unit(unit, names, call)
-    torch.save(found, into / f"rank-{rank}.pt")
-    return into
+    torch.save(found | more, into / f"rank-{rank}.pt")
+
+
+def _version() -> str:
+    try:
+        return version("torch-composable")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 @torch.no_grad()
-def _of_unit(unit: Unit, names: Mapping[Unit, str], call: Call | None) -> dict[str, Any]:
-    units = [unit, *unit.relations.below]
+def of_unit(unit: Unit, names: Mapping[Unit, str], calls: int, call: Call | None) -> dict[str, Any]:
+    """What is written of a unit.
+
+    Args:
+        unit: that one process is to run again.
+        names: of this unit and of those inside.
+        calls: how often it was called in the step.
+        call: one of them, if there was any.
+    """
+    units = list(dict.fromkeys([unit, *units_below(unit.modules)]))
     info = unit.mesh_info
     found: dict[str, Any] = {
         "options": {each.name: str(each.spec.mp_policy) for each in units},
@@ -122,11 +193,13 @@ def _of_unit(unit: Unit, names: Mapping[Unit, str], call: Call | None) -> dict[s
         "shards": info.shard.size,
         "replica": 0 if info.replicate is None else info.replicate.rank,
         "parameters": [_of_parameters(each, names.get(each, each.name)) for each in units],
+        "calls": calls,
         "averaged": not any(each.spec.divisor or hooks_of(each.gradients) for each in units),
     }
     if call is not None:
         found["inputs"] = _pickled(call.inputs)
         found["generator"], found["autocast"] = call.generator, call.autocast
+        found["exact"] = call.is_exact
         found["gradients"] = {index: each.cpu() for index, each in call.gradients.items()}
         found["outputs"] = {
             index: number

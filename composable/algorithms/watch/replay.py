@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.algorithms.watch.checks import numbers_of
-from composable.algorithms.watch.incident import FORMAT
+from composable.algorithms.watch.incident import FORMAT, are_apart
 from composable.api.sync_module_states import digests
 from composable.contract.values import tensors_in
 from composable.errors import ReplayError, first_line
@@ -65,15 +65,20 @@ def replay(folder: Path) -> str:
     for rank, row in table.items():
         cells = "".join(f"{row.get(column, _UNKNOWN):<{width}}" for column in COLUMNS)
         lines.append(f"{rank:<6}{cells}".rstrip())
-    return "\n".join([*lines, "", f"first: {_verdict(table)}"])
+    return "\n".join([*lines, "", f"first: {_verdict(table, files[0])}"])
 
 
-def _verdict(table: dict[int, dict[str, str]]) -> str:
+def _verdict(table: dict[int, dict[str, str]], file: File) -> str:
+    if file["why"]:
+        return f"not looked for, since {file['why']}"
     for column in COLUMNS:
         for rank, row in table.items():
             if row.get(column, _UNKNOWN) not in (_SOUND, _UNKNOWN):
                 return f"{column} of rank {rank}: {row[column]}"
-    return "nothing is wrong here: what was found does not come again"
+    if not any("forward" in row for row in table.values()):
+        return "not found: no call of the unit was kept that could be run again"
+    several = f", in the one call of {file['calls']} that ran again" if file["calls"] > 1 else ""
+    return f"nothing is wrong here: what was found does not come again{several}"
 
 
 def _read(folder: Path) -> list[File]:
@@ -97,6 +102,11 @@ def _read(folder: Path) -> list[File]:
                 f" (format {files[-1].get('format')}, this one reads {FORMAT}). Use that version:"
                 f" {files[-1].get('versions')}"
             )
+    if any(each["ranks"] != files[0]["ranks"] for each in files):
+        raise ReplayError(
+            f"{folder} has files of several runs, on other numbers of ranks. Delete the older"
+            " ones, and give each run a folder of its own"
+        )
     there = [each["rank"] for each in files]
     missing = sorted(set(files[0]["ranks"]) - set(there))
     if missing:
@@ -125,7 +135,8 @@ def _run(files: Sequence[File]) -> dict[int, dict[str, str]]:
         if "module" not in file:
             continue
         made[file["rank"]] = _compute(file, _peers(file, files), row)
-    if len(made) == len(files) and all(each["averaged"] for each in files):
+    once = all(each["calls"] == 1 and each["averaged"] for each in files)
+    if len(made) == len(files) and once:
         for file in files:
             table[file["rank"]]["reduction"] = _reduction(file, made)
     return table
@@ -197,6 +208,7 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     ends = [(tensor, gradient) for tensor, gradient in ends if tensor.requires_grad]
     if not ends:
         return [None] * len(parameters)
+    apart = are_apart([each for each, _ in ends])
     torch.autograd.backward([each for each, _ in ends], [gradient for _, gradient in ends])
     gradients = [each.grad for each in parameters]
     row["backward"] = _first_bad("gradient of output", [gradient for _, gradient in ends])
@@ -206,12 +218,15 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     for tensor in tensors_in((args, kwargs)):
         if row["backward"] == _SOUND and tensor.grad is not None and not _finite(tensor.grad):
             row["backward"] = _not_finite("gradient of an input")
-    return gradients
+    return gradients if apart else [None] * len(parameters)
 
 
 def _reduction(file: File, made: dict[int, list[Tensor | None]]) -> str:
-    """Whether the gradients that landed are the means of those that the ranks have made again."""
-    peers = 0
+    """Whether the gradients that landed are the means of those that the ranks have made again.
+
+    Up to one factor, since gradients may have been clipped.
+    """
+    pairs = []
     for number, each in enumerate(_rows(file)):
         terms = [gradients[number] for gradients in made.values()]
         if each["gradient"] is None or any(term is None for term in terms):
@@ -222,16 +237,21 @@ def _reduction(file: File, made: dict[int, list[Tensor | None]]) -> str:
             chunk = -(-size // file["shards"])
             start = min(file["shard"] * chunk, size)
             mean = mean.narrow(each["cut"], start, min(chunk, size - start))
-        landed = each["gradient"].double()
-        peers += 1
-        if not (_finite(mean) and _finite(landed)):
-            if _finite(mean):
-                return _not_finite(f"the sum of {each['fqn']}")
-            continue
-        scale = mean.abs().max().item() if mean.numel() else 0.0
-        if mean.numel() and (landed - mean).abs().max().item() > 1e-2 * scale + 1e-6:
-            return f"{each['fqn']} is not the mean over the ranks"
-    return _SOUND if peers else _UNKNOWN
+        if mean.numel():
+            pairs.append((each["fqn"], mean, each["gradient"].double()))
+    if not pairs:
+        return _UNKNOWN
+    for fqn, mean, landed in pairs:
+        if _finite(mean) and not _finite(landed):
+            return _not_finite(f"the sum of {fqn}")
+    pairs = [each for each in pairs if _finite(each[1])]
+    squares = sum(mean.square().sum().item() for _, mean, _ in pairs)
+    factor = sum((mean * landed).sum().item() for _, mean, landed in pairs) / (squares or 1.0)
+    for fqn, mean, landed in pairs:
+        wrong = (landed - factor * mean).abs().max().item()
+        if wrong > abs(factor) * (1e-2 * mean.abs().max().item() + 1e-6):
+            return f"{fqn} is not the mean over the ranks"
+    return _SOUND
 
 
 def _unpickled(value: Any, what: str) -> Any:
@@ -247,9 +267,9 @@ def _unpickled(value: Any, what: str) -> Any:
 
 
 def _comparable(file: File) -> bool:
-    """Bits are those of one device and one version of torch."""
-    same: bool = file["device"] == "cpu" and file["versions"]["torch"] == str(torch.__version__)
-    return same
+    """Bits are those of one device and one version of torch, and of a call that can be repeated."""
+    same = file["device"] == "cpu" and file["versions"]["torch"] == str(torch.__version__)
+    return bool(same and file["exact"])
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -8,13 +8,14 @@ exchange what each has seen first: two integers, and the words only where there 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, Self
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, finalize, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from composable.algorithms.narration import open_scope
+from composable.algorithms.together import LOST
 from composable.algorithms.watch.agreement import Agreement, comms_of
 from composable.algorithms.watch.checks import (
     GRADIENT,
@@ -32,10 +34,19 @@ from composable.algorithms.watch.checks import (
     PARAMETER,
     Checks,
     First,
+    version_of,
 )
 from composable.algorithms.watch.findings import Finding, show
-from composable.algorithms.watch.incident import Call, call_of, end_call, write
-from composable.algorithms.watch.repeat import NOT_DETERMINISTIC, Repeat, candidates_in
+from composable.algorithms.watch.incident import (
+    Call,
+    call_of,
+    end_call,
+    is_forward,
+    keep_gradient,
+    of_unit,
+    write,
+)
+from composable.algorithms.watch.repeat import Repeat, candidates_in
 from composable.api.scopes import units_in
 from composable.comm import is_distributed
 from composable.comm.base import LAUNCHING, GroupComm
@@ -50,7 +61,7 @@ from composable.engine.params.param import labels_of
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.step.observer import HEARERS, Observer
 from composable.engine.step.root import Root
-from composable.engine.step.unit import Unit, UnitCall
+from composable.engine.step.unit import Unit, UnitCall, units_below
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
@@ -60,11 +71,13 @@ from composable.errors import (
     few,
     unit_name,
 )
-from composable.memory.torch_private import step_hooks
+from composable.memory.torch_private import is_transformed, step_hooks
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.shared import parameters_of
 from composable.optim.stand_in import is_stand_in
 from composable.state.whole import comms_of_model
+
+logger = logging.getLogger("composable")
 
 VARIABLE: Final = "COMPOSABLE_WATCH"
 _MODES: Final = ("warn", "raise")
@@ -137,64 +150,101 @@ class _Bracket:
 class _GradientHook:
     """What autograd calls with the gradient of an input or output."""
 
-    __slots__ = ("_maker", "_name", "_order", "_place", "_unit", "_watch")
+    __slots__ = ("_forward", "_maker", "_name", "_order", "_place", "_unit", "_watch")
 
     def __init__(self, watch: Watch, name: str, unit: Unit, place: Place, *, made: bool) -> None:
         self._watch, self._name, self._unit, self._place = watch, name, unit, place
         self._maker = (place.around or place.name) if made else place.name
         self._order = place.makes if made else place.reads
+        self._forward = _forward_of(unit)
 
     @untraced
     def __call__(self, gradient: Tensor) -> None:
         watch = self._watch
         if watch.looks:
             seen = [(self._name, gradient)]
-            watch.checks.look(seen, GRADIENT, self._place.name, self._maker, self._order)
+            watch.checks.look(
+                seen, GRADIENT, self._place.name, self._maker, self._order, forward=self._forward
+            )
         if watch.compares and self._order is self._place.reads:
             # the unit was gathered for backward, and is not left yet
             watch.agreement.note_gathered(self._unit, self._place.name, "in backward")
 
 
 class _Ear(Observer):
-    """Hears of steps for a watch, and does not keep it alive."""
+    """Hears of steps for all watches, and keeps no model alive.
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch = ref(watch)
+    There is one, which no watch that is collected takes out of the lists of hearers: others that
+    hear would miss what is said at that moment.
+    """
+
+    def __init__(self) -> None:
+        self._backward: ReferenceType[Root] | None = None  # whose gradients are reduced now
+        self._undo: list[Callable[[], object]] = []
+
+    def begin(self) -> None:
+        """A model is watched."""
+        if not self._undo:
+            LAUNCHING.append(self.launching)
+            self._undo = [HEARERS.add(self), partial(LAUNCHING.remove, self.launching)]
+
+    def end(self) -> None:
+        """A watch was closed."""
+        if not _open_watches():
+            for undo in self._undo:
+                undo()
+            self._undo = []
 
     @override
     def enters(self, root: Root, call: UnitCall) -> None:
-        if (watch := self._watch()) is not None and call.unit in watch.places:
+        for watch in _watches([call.unit]):
             watch.enters(root, call)
 
     @override
     def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
-        if (watch := self._watch()) is not None and call.unit in watch.places:
+        for watch in _watches([call.unit]):
             watch.checks.clock += 1
 
     @override
+    def opens_backward(self, root: Root) -> None:
+        self._backward = ref(root)
+
+    @override
     def comes_back(self, root: Root, call: UnitCall) -> None:
-        if (watch := self._watch()) is not None and call.unit in watch.places:
+        self._backward = ref(root)
+        for watch in _watches([call.unit]):
             watch.checks.come_back(call.number)
 
     @override
     def ends_backward(self, root: Root) -> None:
-        if (watch := self._watch()) is not None and watch.has(root):
-            watch.due = True
+        self._backward = ref(root)
+        for unit in root.units:
+            for watch in _watches([unit]):
+                watch.ran[unit] = None
 
     @override
     def gradients_landed(self) -> None:
-        if (watch := self._watch()) is not None:
+        for watch in _open_watches():
             watch.landed()
 
     @override
     def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
-        watch = self._watch()
-        if watch is not None and what == "unscale" and watch in _watches_of(parameters):
-            watch.unscales()
+        if what == "reduce":
+            units = _units_of(parameters)
+            self._backward = ref(units[0].root) if units and units[0].root else None
+        elif what == "unscale":
+            for watch in _watches(_units_of(parameters)):
+                watch.unscales()
 
     def launching(self, comm: GroupComm, label: str, args: Sequence[Any]) -> None:
-        if (watch := self._watch()) is not None and watch.looks and label.startswith(_GRADIENTS):
-            watch.launching(label, args)
+        root = None if self._backward is None else self._backward()
+        if root is not None and label.startswith(_GRADIENTS):
+            for watch in _open_watches():
+                if watch.looks:
+                    watch.launching(root, label, args)
+
+
+_EAR: Final = _Ear()
 
 
 class Watch:
@@ -209,6 +259,9 @@ class Watch:
         findings: all of them, the same on every rank.
         step: the number of the step that is under way: of steps of the optimizer since `watch`.
         overflows: steps in which gradients had infinities because a loss scaler had scaled them.
+        checks, agreement: of this step.
+        places: of the units that are watched.
+        ran: those of the roots that had a backward since the last exchange, on all ranks alike.
     """
 
     def __init__(
@@ -226,19 +279,21 @@ class Watch:
         self.step = 0
         self.overflows = 0
         self.checks = Checks()
-        self.due = False  # a backward has ended since the last exchange
+        self.ran: dict[Unit, None] = {}
         # weak: a module below several models would keep them all
         self.places = WeakKeyDictionary({unit: _place_of(unit, names) for unit in units})
         self._comms = comms_of_model(units)
         self._on_stream = units[0].mesh_info.all.traits.on_stream  # to read is to wait
         # by the label of their message, in one backward
-        self._buckets: dict[str, tuple[Place, GradBucket]] = {}
+        self._buckets: dict[str, tuple[Unit, Place, GradBucket]] = {}
         self.agreement = Agreement()
         self._every, self._on, self._agree = every, on, agree
         self._folder = None if folder is None else Path(folder)
         self._calls: dict[str, list[Call]] = {}  # of units in this step, if there is a folder
         self._written: set[str] = set()  # kinds of findings
-        self._optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+        # numbers, which are never given again
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._numbers = count()
         self._scaled = False
         self._in_a_row = 0  # overflows
         self._trains = False  # the last forward began with gradients
@@ -248,25 +303,28 @@ class Watch:
         self._known: dict[int, tuple[ReferenceType[Tensor], int]] = {}
         self._handles: list[Any] = []  # of hooks on leaves, which outlive the step
         self._reported: set[tuple[str, ...]] = set()
-        self._repeats = repeat
+        # weak, as `places`; all ranks have as many, whichever of them are gone
+        self._in_turn = [ref(unit) for unit in (candidates_in(units) if repeat else ())]
         self._repeat = self._next_repeat()
-        ear = _Ear(self)
-        LAUNCHING.append(ear.launching)
-        deaf = (HEARERS.add(ear), partial(LAUNCHING.remove, ear.launching))
-        self._finalizer = finalize(self, _call_each, deaf)  # also when the model is dropped
+        self._is_open = True
         for unit, place in self.places.items():
             _WATCHES[unit] = ref(self)
             for module in unit.modules:
                 if (dispatcher := dispatcher_of(module)) is not None:
                     dispatcher.add(_NAME, _Bracket(self, unit, place))
+        _OPEN[:] = [*(each for each in _OPEN if each() is not None), ref(self)]
+        _EAR.begin()
 
     def close(self) -> None:
         """End it, on all ranks, between two steps."""
-        for unit in list(self.places) if self._finalizer.alive else ():
-            _WATCHES.pop(unit, None)
-            for module in unit.modules:
-                detach(module, _NAME)
-        self._finalizer()
+        if self._is_open:
+            self._is_open = False
+            _OPEN.remove(ref(self))
+            for unit in list(self.places):
+                _WATCHES.pop(unit, None)
+                for module in unit.modules:
+                    detach(module, _NAME)
+        _EAR.end()
         self._end()
 
     def __enter__(self) -> Self:
@@ -291,10 +349,6 @@ class Watch:
     def _looks_now(self) -> bool:
         # inside of a forward with gradients: reentrant checkpointing turns them off
         return self.looks and (self._trains or torch.is_grad_enabled())
-
-    def has(self, root: Root) -> bool:
-        """Whether any unit of `root` is watched."""
-        return any(unit in self.places for unit in root.units)
 
     def enters(self, root: Root, call: UnitCall) -> None:
         """Hear that a unit is entered; with the outermost one a forward begins.
@@ -340,11 +394,12 @@ class Watch:
         Returns:
             What it computes with.
         """
-        if self.compares and unit.step.calls[-1].number is not None:
+        in_training = self._trains and unit.step.calls[-1].number is not None
+        if self.compares and in_training:  # one rank alone may evaluate
             self.agreement.note_gathered(unit, place.name, "in forward")
         if not self._looks_now:
             return args, kwargs
-        if self._folder is not None and unit.step.calls[-1].number is not None:
+        if self._folder is not None and in_training and is_forward() and not is_transformed():
             call = call_of(unit, module, args, kwargs)
             self._calls.setdefault(place.name, []).append(call)
         named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
@@ -377,9 +432,10 @@ class Watch:
         named = list(_named(OUTPUT, items))
         self.checks.look(named, OUTPUT, place.name, place.name, forward=_forward_of(unit))
         for _, tensor in named:
-            self._known[id(tensor)] = ref(tensor), tensor._version
-        calls = self._calls.get(place.name)
-        call = calls[-1] if calls and unit.step.calls[-1].number is not None else None
+            self._known[id(tensor)] = ref(tensor), version_of(tensor)
+        number = unit.step.calls[-1].number
+        begun = (each for each in reversed(self._calls.get(place.name, ())) if not each.ended)
+        call = next((each for each in begun if each.forward == number), None)
         if call is not None:
             end_call(call, output)
         self._watch_gradients(unit, place, named, made=True, call=call)
@@ -389,8 +445,8 @@ class Watch:
 
     def _next_repeat(self) -> Repeat | None:
         """Of the units in turn, on all ranks the same one."""
-        units = candidates_in(self.places) if self._repeats else []
-        return Repeat(units[self.step % len(units)]) if units else None
+        unit = self._in_turn[self.step % len(self._in_turn)]() if self._in_turn else None
+        return None if unit is None else Repeat(unit)
 
     def _repeated(self, unit: Unit) -> Repeat | None:
         """What repeats this call of `unit`, if anything; no recomputation."""
@@ -404,7 +460,7 @@ class Watch:
 
     def _knows(self, tensor: Tensor) -> bool:
         found = self._known.get(id(tensor))
-        return found is not None and found[0]() is tensor and found[1] == tensor._version
+        return found is not None and found[0]() is tensor and found[1] == version_of(tensor)
 
     def _watch_gradients(
         self,
@@ -424,26 +480,30 @@ class Watch:
             hook = _GradientHook(self, f"gradient of {name}", unit, place, made=made)
             handle = tensor.register_hook(hook)
             if call is not None:
-                tensor.register_hook(partial(call.gradients.__setitem__, index))
+                tensor.register_hook(partial(keep_gradient, call.gradients, index))
             if tensor.grad_fn is None:
                 self._handles.append(handle)
 
-    def launching(self, label: str, args: Sequence[Any]) -> None:
+    def launching(self, root: Root, label: str, args: Sequence[Any]) -> None:
         """Look at a message with gradients that is about to be reduced.
 
         Args:
+            root: whose gradients these are; another model may have the same labels.
             label: of the message.
             args: of `GroupComm._start`.
         """
         if label not in self._buckets:
             self._buckets = {
-                bucket.reducer.label: (place, bucket)
+                bucket.reducer.label: (unit, place, bucket)
                 for unit, place in self.places.items()
                 for bucket in (*unit.gradients.buckets, *self._by_arrival(unit))
             }
-        place, bucket = self._buckets.get(label, (None, None))
-        plan = None if bucket is None else _plan_of(bucket, args)
-        if place is None or bucket is None or plan is None:
+        found = self._buckets.get(label)
+        if found is None or found[0].root is not root:
+            return
+        _, place, bucket = found
+        plan = _plan_of(bucket, args)
+        if plan is None:
             return
         self._heard.add(place.name)
         named = partial(_gradients_in, bucket, plan, args)
@@ -475,7 +535,7 @@ class Watch:
     def landed(self) -> None:
         """A backward has landed its gradients; maybe it has stepped, too."""
         self._buckets = {}
-        if self.due and open_scope() is None:
+        if self.ran and open_scope() is None:
             params = (param.at_rest for unit in self.places for param in unit.params)
             if stepped_in_backward(params) is not None:
                 self.end_step()
@@ -488,7 +548,10 @@ class Watch:
 
     def note(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step parameters of the model."""
-        self._optimizers[optimizer] = None
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = next(self._numbers)
+        if self.compares:
+            self.agreement.note_options(self._optimizers[optimizer], optimizer)
 
     def end_step(self) -> None:
         """Exchange what the ranks have found; all of them call it.
@@ -500,7 +563,7 @@ class Watch:
             RanksDisagreeError: ranks differ, with `on="raise"`.
             NotReproducedError: a unit that ran again computed other bits, with `on="raise"`.
         """
-        if not self.due:
+        if not self.ran:
             return
         found: list[Finding] = []
         if self.looks:
@@ -508,7 +571,7 @@ class Watch:
             found += self._first_not_finite()
         if self.compares:
             found += self._first_difference()
-        if self._repeat is not None:
+        if self._repeat is not None and self._repeat.unit in self.ran:
             found += self._run_again(self._repeat)
         self._write(found)
         self._end()
@@ -516,12 +579,24 @@ class Watch:
         self._repeat = self._next_repeat()
         self._report(found)
 
+    def lose_step(self) -> None:
+        """All ranks have lost the step, and have seen different parts of it."""
+        self._end()
+        self.checks.drop()
+        self.agreement.drop()
+        self._repeat = self._next_repeat()
+
     def _end(self) -> None:
+        for calls in self._calls.values():
+            for call in calls:  # whoever keeps the loss keeps hooks that have them
+                call.gradients.clear()
+        if self._repeat is not None:
+            self._repeat.drop()
         for handle in self._handles:
             handle.remove()
         self._handles, self._known, self._buckets, self._calls = [], {}, {}, {}
         self._begun, self._heard = set(), set()
-        self.due = self._scaled = False
+        self.ran, self._scaled = {}, False
 
     def _first_not_finite(self) -> Iterator[Finding]:
         scaled = self._scaled and self._in_a_row < _EXPECTED_IN_A_ROW
@@ -539,10 +614,7 @@ class Watch:
 
     def _first_difference(self) -> list[Finding]:
         self.agreement.note_rest(self._named_units())
-        comms = comms_of(self.places)
-        for number, optimizer in enumerate(self._optimizers):
-            self.agreement.note_options(comms[0], number, optimizer)
-        found = self.agreement.compare(self.step, comms)
+        found = self.agreement.compare(self.step, comms_of(self.places))
         # ranks of other replicas and shards hear of it, too
         if self._lowest([-len(found)]) == [0]:
             return []
@@ -552,19 +624,19 @@ class Watch:
 
     def _run_again(self, repeat: Repeat) -> list[Finding]:
         name = self.places[repeat.unit].name
-        differs = repeat.run()
-        if self._lowest([-int(bool(differs))]) == [0]:
+        differs, why = repeat.run()
+        if self._lowest([-int(bool(differs or why))]) == [0]:
             return []
-        said = [(rank, text) for rank, text in self._said(differs) if text]
-        wrong = [rank for rank, text in said if text != NOT_DETERMINISTIC]
+        said = [(rank, *texts) for rank, texts in self._said((differs, why)) if any(texts)]
+        wrong = [rank for rank, text, _ in said if text]
         if not wrong:
-            ranks = tuple(rank for rank, _ in said)
-            what = f"unit '{name}' cannot be compared with itself: {NOT_DETERMINISTIC}"
+            ranks = tuple(rank for rank, _, _ in said)
+            what = f"unit '{name}' cannot be compared with itself: {said[0][2]}"
             return [Finding("hint", self.step, ranks, name, "", "", what)]
         return [
             Finding(
                 "not reproduced", self.step, tuple(wrong), name, "again",
-                next(text for rank, text in said if rank == wrong[0]),
+                next(text for rank, text, _ in said if rank == wrong[0]),
                 "a unit that ran again computed other bits",
                 (("made by", "the machine: two later runs have the same bits, the first has not"),),
             )
@@ -588,17 +660,27 @@ class Watch:
         """Write the first finding of each kind to the folder."""
         rank = dist.get_rank() if is_distributed() else 0
         for finding in found:
-            if self._folder is None or finding.kind in (*self._written, "hint"):
+            if finding.kind in (*self._written, "hint"):
                 continue
             self._written.add(finding.kind)
+            ranks = [number for number, _ in self._said(None)]
+            if self._folder is None:
+                continue
             unit = next((u for u, place in self.places.items() if place.name == finding.unit), None)
             calls = self._calls.get(finding.unit, [])
             last = len(calls) - 1
             call = calls[min(finding.call, last) if finding.call >= 0 else last] if calls else None
-            ranks = [number for number, _ in self._said(None)]
-            gathered = self.agreement.last if self.compares else {}
-            names = dict(self._named_units())
-            write(self._folder, finding, unit, names, call, gathered, rank, ranks, _version())
+            more = {
+                "ranks": ranks,
+                "gathered": self.agreement.last if self.compares else {},
+                "why": _why_not_again(unit),
+            }
+            if unit is not None and not more["why"]:
+                more |= of_unit(unit, dict(self._named_units()), len(calls), call)
+            try:
+                write(self._folder, finding, rank, more)
+            except (OSError, RuntimeError) as error:  # of this rank alone
+                logger.warning("watch: rank %d has written no incident: %s", rank, error)
 
     def _call_of(self, first: First | None) -> int:
         """Which call of its unit in this step the finding is in; -1 for the last."""
@@ -612,16 +694,23 @@ class Watch:
         for finding in found:
             if finding.place not in self._reported:
                 self._reported.add(finding.place)
-                if not is_distributed() or dist.get_rank() == 0:
+                if all(comm.rank == 0 for comm in self._comms):  # of those that have the model
                     show(finding)
         errors = [finding for finding in found if finding.kind in _ERRORS]
         if errors and self._on == "raise":
             raise _ERRORS[errors[0].kind](str(errors[0]))
 
 
-def _call_each(calls: Iterable[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
+def _why_not_again(unit: Unit | None) -> str:
+    """Why one process cannot run the unit of a finding again; empty if it can."""
+    if unit is None:
+        return "it is about no unit"
+    below = [param for each in units_below(unit.modules) for param in each.params]
+    if not all(param.info.form.is_whole for param in below):
+        return "its parameters are tensor-parallel"
+    if stepped_in_backward([param.at_rest for param in below]):
+        return "backward has stepped the unit's parameters"
+    return ""
 
 
 def _place_of(unit: Unit, names: dict[Unit, str]) -> Place:
@@ -662,7 +751,9 @@ def _plan_of(bucket: GradBucket, args: Sequence[Any]) -> Plan | None:
     """The plan of a message, whose launch is called with `args` (`GroupComm._start`)."""
     plans: Iterable[Plan] = bucket.reducer.plans.values()
     if args[0] == "all_reduce":
-        return next((each for each in plans if each.layout.numel == args[-1][0].numel()), None)
+        numel, first = args[-1][0].numel(), bucket.reducer.plans.get(bucket.trainable)
+        plans = [each for each in (first, *plans) if each is not None]
+        return next((each for each in plans if each.layout.numel == numel), None)
     return next((each for each in plans if each.sent is args[-1][-1]), None)
 
 
@@ -680,13 +771,6 @@ def _gradients_in(
         yield params[index].fqn, term
     for index, start, numel in layout.columns:
         yield params[index].fqn, plan.rows[:, start : start + numel]
-
-
-def _version() -> str:
-    try:
-        return version("torch-composable")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 # --- findings ------------------------------------------------------------------------------------
@@ -752,16 +836,29 @@ def _finding(step: int, said: Sequence[tuple[int, tuple[First | None, int]]]) ->
 
 # weak: a watch has its units, and brackets of their modules have the watch
 _WATCHES: Final[WeakKeyDictionary[Unit, ReferenceType[Watch]]] = WeakKeyDictionary()
+_OPEN: Final[list[ReferenceType[Watch]]] = []  # as they began, since they communicate in turn
 _HOOKED: Final[WeakSet[Optimizer]] = WeakSet()
 
 
-def _watches_of(parameters: Sequence[Tensor]) -> list[Watch]:
+def _units_of(parameters: Sequence[Tensor]) -> list[Unit]:
     owners = dict.fromkeys(
         label.owner for label in labels_of(parameters) if label is not None and label.owner
     )
-    units = (owner() for owner in owners)
-    found = (_WATCHES[unit]() for unit in units if isinstance(unit, Unit) and unit in _WATCHES)
+    return [unit for owner in owners if isinstance(unit := owner(), Unit)]
+
+
+def _open_watches() -> list[Watch]:
+    return [watch for each in _OPEN if (watch := each()) is not None]
+
+
+def _watches(units: Iterable[Unit]) -> list[Watch]:
+    found = (_WATCHES[unit]() for unit in units if unit in _WATCHES)
     return list(dict.fromkeys(watch for watch in found if watch is not None))
+
+
+def _lost(units: Iterable[Unit]) -> None:
+    for watch in _watches(units):
+        watch.lose_step()
 
 
 @untraced
@@ -781,7 +878,7 @@ def _before_steps(optimizer: Optimizer, *_: Any) -> None:
 @untraced
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if _WATCHES and not is_part_of_backward(optimizer):
-        for watch in _watches_of(parameters_of(optimizer)):
+        for watch in _watches(_units_of(parameters_of(optimizer))):
             watch.note(optimizer)
             watch.end_step()
 
@@ -805,6 +902,7 @@ def _fqn(name: str) -> str:
 
 
 register_optimizer_step_pre_hook(_before_steps)
+LOST.append(_lost)
 if (_wanted := os.environ.get(VARIABLE, "0").strip()) not in ("", "0"):
     HEARERS.add(_Starter("raise" if _wanted == "raise" else "warn"))
 
@@ -856,8 +954,12 @@ def watch(
         repeat: in each step one unit, in turn, runs again before the optimizer steps, and its bits
             are compared: outputs, gradients of inputs, and of sharded parameters. It finds a
             machine that computes wrongly, at the cost of a unit; where kernels are not
-            deterministic a hint says so. Units with units inside, with hooks of the user's, or
-            compiled, are left out. Not with torch.compile around the model.
+            deterministic a hint says so. Left out are units with units inside, with hooks of the
+            user's, compiled, tensor-parallel or with synchronised batch norms, other methods than
+            forward, and calls to which several backwards come; gradients also where one output is
+            computed from another. What a forward changes besides buffers and the generator (an
+            attribute, Python's `random`) it changes twice. Not with torch.compile around the model,
+            nor with collectives of your own in a unit.
 
     Returns:
         The watch, with its `findings`. `close()` ends it; it is also a context.
