@@ -273,9 +273,11 @@ class Root:
             called for them. The optimizer's step refuses that: all ranks come to it, and to a
             forward one stage after another.
         post_backward: reduces gradients.
-        eager_because: why the engine, and not the compiler, reduces the gradients of the last
-            forward; empty if the compiler does.
     """
+
+    # Why the engine, and not the compiler, reduces the gradients of the last forward; empty if the
+    # compiler does.
+    eager_because: str = NOT_ON
 
     def __init__(self, top: Unit, units: Sequence[Unit], shared: Sequence[Unit]) -> None:
         self.top, self.modules = top, top.modules
@@ -287,7 +289,6 @@ class Root:
         # Numbers of forwards that began in training mode since a backward has landed, lost ones
         # too: in debug mode ranks compare how many there are.
         self._trained: deque[int] = deque(maxlen=REMEMBERED)
-        self.eager_because = self.agreed.untraced or NOT_ON
         self.split_by = ""
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
         self.post_backward = PostBackward(
