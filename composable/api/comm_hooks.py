@@ -13,6 +13,7 @@ from composable.compilation import untraced
 from composable.contract.naming import find_fqn, modules_of
 from composable.contract.tree import SHARD, annotation_of, walk
 from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.params.param_group import Kind
 from composable.engine.step.unit import Unit, units_below
 from composable.errors import (
     AlreadyAnnotatedError,
@@ -277,8 +278,13 @@ def _check_unit(unit: Unit, outer: Unit, stage: str, where: str) -> None:
 def refuse_moment(what: str, unit: Unit) -> None:
     """Raise if `unit` is not between two steps.
 
-    How its gradients are reduced may change only between two steps.
+    How its gradients are reduced may change only between two steps. Replicated units of a model
+    share buckets, which are filled anew.
     """
+    around = () if unit.root is None or unit.kind is not Kind.ARRIVAL else unit.root.units
+    for each in around:
+        if each.kind is Kind.ARRIVAL and each.gradients.has_unreduced:
+            unit = each
     if unit.is_busy or unit.gradients.accumulation.now is not SyncMode.REDUCE:
         raise PhaseError(
             f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward,"

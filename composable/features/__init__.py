@@ -1,1 +1,3 @@
-"""What the engine does not know: each file attaches at one seam of it (docs/architecture.md)."""
+"""What a step may have, and is read without: each file attaches at a seam of the engine
+(docs/architecture.md), which asks what is there by flags such as `ParamGroup.extended`.
+"""

@@ -25,8 +25,8 @@ from composable.memory.torch_private import local_tensor
 
 @dataclass(frozen=True)
 class GroupingByForm(Grouping):
-    """One group, or two where some parameters have FSDP2's extension protocol: these, with plain
-    ones that can share their message, and the rest, which may rest on the host.
+    """One group, which may rest on the host, or two where some parameters have FSDP2's extension
+    protocol: these, with plain ones that can share their message, and the rest.
 
     Attributes:
         policy: that the protocol's methods are given.

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from composable import fully_shard
+from composable import fully_shard, register_comm_hook, reset
 from composable.memory.torch_private import local_of
 from tests.accelerator.twins import at_rest_again
 from tests.helpers.world import current_device, spmd
@@ -98,3 +99,23 @@ def test_parameters_come_back_where_two_threads_call_backward_and_one_of_them_ra
     torch.ones((), device=current_device(), requires_grad=True).square().backward()  # after those
     assert at_rest_again(raising, parameters)
     assert all(parameter.grad is not None for parameter in other.parameters())
+
+
+@spmd(ranks=2)
+def test_a_step_is_given_up_whole_also_if_a_hook_in_place_of_a_collective_has_failed() -> None:
+    model = _sharded()
+    with register_comm_hook(model, lambda group, bucket: bucket.buffer()[1:]):
+        x = torch.ones(2, 4, device=current_device(), requires_grad=True)
+
+        def fail(_: Tensor) -> None:
+            raise MemoryError
+
+        x.register_hook(fail)  # behind the last unit; the others' gradients are in flight
+        with pytest.raises(MemoryError):
+            model(x).sum().backward()
+        reset(model)
+    loss = model(torch.ones(2, 4, device=current_device())).sum()
+    loss.backward()
+    bias = model[2].bias.grad
+    assert isinstance(bias, DTensor)
+    assert bias.full_tensor().tolist() == [2.0] * 4

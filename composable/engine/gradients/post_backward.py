@@ -40,7 +40,7 @@ from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.unit_gradients import UnitGradients
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.param_group import Kind
-from composable.errors import CommunicationError, RanksDisagreeError
+from composable.errors import ComposableError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 
@@ -238,20 +238,20 @@ class PostBackward:
                 before[index], waiting = tuple(waiting), []
         self._agreed.agree_on_leaving(in_one_order=True, before=before)
 
-    def drop(self, due: Due) -> list[CommunicationError]:
+    def drop(self, due: Due) -> list[ComposableError]:
         """The step is lost: wait for what is in flight, in the order of launches, and forget local
-        gradients. Returns what failed in flight.
+        gradients. Returns what failed in flight: a collective, or a hook in place of one.
         """
         drops: list[Callable[[], None]] = []
         for unit in dict.fromkeys([*due.over_replicas, *due.in_flight, *self._units]):
             begun = unit in due.to_reduce
             drops += [partial(bucket.drop, begun=begun) for bucket in unit.buckets]
             drops += [sparse.drop for sparse in unit.sparse]
-        failed: list[CommunicationError] = []
+        failed: list[ComposableError] = []
         for drop in [*drops, *self.buckets.drops()]:
             try:
                 drop()
-            except CommunicationError as error:
+            except ComposableError as error:
                 failed.append(error)
         return failed
 

@@ -124,9 +124,10 @@ def scales_of(
     return Scales(before, 1.0 / after, 1.0, 1.0)
 
 
-# What takes the place of a collective. It reduces the gradients of the parameters with these
-# indices. When the returned work is complete, the results are in the third
-# argument, and the sum of the fourth, the row, is in its place. The last one is a label.
+# What takes the place of a collective, and makes a mean. It reduces the gradients of the parameters
+# with these indices; in the first stage whole ones, also where the only stage is an all-reduce.
+# When the returned work is complete, the results are in the third argument, and the sum of the
+# fourth, the row, is in its place. The last one is a label.
 Stage = Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Tensor, str], Work]
 
 

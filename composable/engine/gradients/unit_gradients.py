@@ -53,12 +53,14 @@ class GradientSpec:
 
 
 class Stages:
-    """Who makes the reductions of a unit: here, collectives. Of `features/hook_stages.py`, a hook
-    of the user's.
+    """Who makes the reductions of a unit's dense gradients: here, collectives. Of
+    `features/hook_stages.py`, a hook of the user's.
     """
 
     def attach(self, unit: UnitGradients, buckets: Sequence[GradBucket]) -> None:
-        """Reduce `buckets`, which are all that the unit has now."""
+        """Reduce `buckets`, which are all that the unit has now, or has of its own; those that
+        units share (`arrival.py`) follow.
+        """
         for bucket in buckets:
             bucket.reducer.make_stages(None, None)
 

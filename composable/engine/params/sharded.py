@@ -131,8 +131,8 @@ class ShardedGroup(ParamGroup):
 
 @dataclass(frozen=True)
 class Grouping:
-    """Which groups the sharded parameters of a unit are in: here, one. `features/grouping.py` has
-    others. Equal ones give the same kinds of groups.
+    """Which groups the sharded parameters of a unit with one precision, device and mesh are in:
+    here, one. `features/grouping.py` has others. Equal ones give the same kinds of groups.
     """
 
     @property

@@ -85,6 +85,7 @@ from composable.engine.step.unit import (
 )
 from composable.errors import (
     CommunicationError,
+    ComposableError,
     DifferentiationError,
     PhaseError,
     RanksDisagreeError,
@@ -964,7 +965,7 @@ class Root:
             unit.end_forward()
         release_idle_memory(self)
 
-    def _warn(self, error: CommunicationError) -> None:
+    def _warn(self, error: ComposableError) -> None:
         logger.warning("while unit '%s' was reset: %s", self.name, first_line(error))
 
     # --- split backwards -------------------------------------------------------------------------

@@ -78,6 +78,7 @@ def _can_move(unit: Unit, owner: Unit) -> bool:
         unit.is_sharded
         and unit.mesh_info.mesh == owner.mesh_info.mesh
         and unit.spec.grouping == owner.spec.grouping
+        and unit.spec.divisor == owner.spec.divisor
         and not unit.gradients.has_unreduced
         and not any(group.extended for group in unit.groups)
     )

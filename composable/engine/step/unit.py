@@ -805,6 +805,7 @@ class Unit:
     def dissolve(self) -> list[ManagedParam]:
         """It is removed: it gives up hooks, groups and modules. Returns its parameters."""
         self.gradients.clear()
+        self.gradients.reduce_by(self.gradients.stages)  # who makes them: none is left
         for undo in reversed(self.undo):
             undo()
         self.drop_step()

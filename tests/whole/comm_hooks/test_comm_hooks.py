@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -35,6 +35,7 @@ from composable import (
     fully_shard,
     no_sync,
     register_comm_hook,
+    remove,
     replicate,
 )
 from composable.comm import comms_wrapped_by
@@ -420,3 +421,25 @@ def test_one_rank_calls_no_hook() -> None:
         with register_comm_hook(model, noop_hook):
             loss_of(model, 0, spare=True).backward()
         assert all(gradient is not None for gradient in full_gradients(model).values())
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_the_last_bucket_is_said_to_be_the_last_also_after_a_part_was_removed(verb: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    verb(model, policy={nn.Linear})
+    lasts: list[list[bool]] = []
+
+    def hook(group: dist.ProcessGroup, bucket: Any) -> Any:
+        lasts[-1].append(bucket.is_last())
+        return allreduce_hook(group, bucket)
+
+    register_comm_hook(model, hook)
+    for parts in (3, 2):
+        if parts == 2:
+            remove(model[0], verb)
+            model[0].requires_grad_(False)
+        lasts.append([])
+        model(torch.ones(2, 4)).sum().backward()
+        assert lasts[-1] == [False] * (parts - 1) + [True]
+        model.zero_grad()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from composable import register_comm_hook
-from composable.errors import CommHookError, CommunicationError
+from composable import no_sync, register_comm_hook, replicate
+from composable.errors import CommHookError, CommunicationError, PhaseError
 from tests.helpers.compare import full
 from tests.helpers.hooked_models import (
     BOTH,
@@ -20,7 +20,7 @@ from tests.helpers.hooked_models import (
     fail,
     loss_of,
 )
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, spmd
 
 # --- hooks that fail ----------------------------------------------------------------------------
 
@@ -84,3 +84,21 @@ def test_after_a_hook_that_failed_on_all_ranks_the_next_step_works(
         pool.run(ranks, _fails_and_goes_on, how, kind, stage, device="cpu")
         == [_OUTCOMES[how]] * ranks
     )
+
+
+@spmd(ranks=2)
+def test_a_part_gets_no_hook_while_another_part_whose_buckets_it_shares_accumulates() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for part in (*model, model):
+        replicate(part)
+    x = torch.ones(2, 4)
+    with no_sync(model[0]):
+        model(x).sum().backward()
+    with pytest.raises(PhaseError, match="unit '0' is in the middle of a step"):
+        register_comm_hook(model[1], allreduce_hook)
+    model(x).sum().backward()
+    register_comm_hook(model[1], allreduce_hook)
+    for parameter in model.parameters():  # all ranks had the same batch
+        parameter.grad = None
+    model(x).sum().backward()
+    assert model[0].bias.grad is not None
