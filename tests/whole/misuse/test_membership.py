@@ -251,6 +251,18 @@ def test_a_tie_in_the_middle_of_a_step_is_refused_and_taken_after_it() -> None:
 
 
 @spmd(ranks=2)
+def test_a_tie_of_units_that_reduce_otherwise_is_refused() -> None:
+    model, x = _model()
+    fully_shard(model.emb, grad_reduce="sum")
+    fully_shard(model.head)
+    fully_shard(model)
+    _tie_units(model)
+    with pytest.raises(ForeignParameterError) as caught:
+        model(x)
+    assert str(caught.value) == _tied("parameter 'weight' of unit 'head'", "weight", "emb")
+
+
+@spmd(ranks=2)
 def test_what_is_frozen_ignored_or_without_parameters_may_come_and_go() -> None:
     model, x = _model()
     fully_shard(model, policy={nn.Linear}, ignored_params=["scale"])
