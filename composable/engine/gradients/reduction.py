@@ -608,7 +608,7 @@ class Reduction:
         return True
 
     def wait(self) -> None:
-        """Wait for what was launched last."""
+        """Wait for what was launched last; on an accelerator its stream does, and not the host."""
         work, self.work = self.work, DONE
         try:
             work.wait()

@@ -72,7 +72,7 @@ class Gather:
         self._plan_sending(copied, layout)
         found = (*self._stagings, self._sent, self.full)
         self._in_flight = [buffer for buffer in found if buffer.nbytes]
-        self.pairs = Again(self.pairs)
+        self.pairs = Again(self.pairs)  # the same in every step: the comm keeps its plan
 
     # --- made once -------------------------------------------------------------------------------
 

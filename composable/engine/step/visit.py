@@ -99,8 +99,9 @@ class Visit:
         return output
 
     def _watch(self, output: Any, call: UnitCall) -> tuple[Any, bool]:
-        """Let `come_back` be called before backward goes through `output`. Returns it, and whether
-        parameters must outlive forward.
+        """Let `come_back` be called before backward goes through `output`, at the nodes that this
+        call made; at one node, for the outer call first. Returns it, and whether parameters must
+        outlive forward.
         """
         unit = self.unit
         root = call.root
@@ -126,7 +127,7 @@ class Visit:
 
     @untraced
     def on_error(self, module: nn.Module) -> None:
-        """Forward, or a hook around it, raised."""
+        """Forward, or a hook around it, raised. Called for the innermost module first."""
         unit = self.unit
         raised, self._enters = self._enters, False
         calls = unit.step.calls
