@@ -36,7 +36,6 @@ from tests.covering.table import (
 )
 from tests.helpers.world import Pool, RanksFailed
 
-
 # Then workers begin anew: some programs leave meshes behind, whose groups keep threads.
 ROWS_PER_POOL: Final = 40
 
