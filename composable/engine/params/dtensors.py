@@ -125,8 +125,10 @@ def whole_of(tensor: Tensor) -> Tensor:
     local = local_of(tensor)
     if local.is_meta:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    with torch.enable_grad():  # of a detached tensor. torch 2.11 raises without, in a dispatch mode
-        whole = on_device_of_mesh(tensor.detach()).full_tensor()
+    detached = tensor.detach()
+    assert isinstance(detached, DTensor)
+    with torch.enable_grad():  # torch 2.11 raises without, in a dispatch mode
+        whole = on_device_of_mesh(detached).full_tensor()
     # Replicated, or over one rank, the whole is the local tensor itself.
     return cloned(whole) if whole.data_ptr() == local.data_ptr() else whole
 
