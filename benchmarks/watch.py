@@ -58,7 +58,8 @@ class Inside:
 def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: seconds of the clock and of the processor."""
     from composable import Watch, watch
-    from composable.algorithms.watch.watch import _Bracket, _Ear, _GradientHook
+    from composable.algorithms.watch.events import _Bracket, _Ear
+    from composable.algorithms.watch.sight import Sight
 
     device = device_of(options)
     task = task_of(options.model, seed=options.seed, rank=dist.get_rank(), device=device)
@@ -71,7 +72,7 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
             inside.time(_Ear, name)
         for kind, name in ((_Bracket, "enter"), (_Bracket, "leave"), (Watch, "end_step")):
             inside.time(kind, name)
-        inside.time(_GradientHook, "__call__")
+        inside.time(Sight, "gradient_came")
         watch(model, every=WATCHED[contender])
     step = 0
 

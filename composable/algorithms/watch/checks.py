@@ -25,7 +25,7 @@ earlier step from which nothing followed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -51,7 +51,7 @@ class Seen(NamedTuple):
         order: among checks of one tensor, which code made its gradient: the innermost unit that
             read it comes first, and of those that made it the outermost.
         unit: in which it was seen; `maker` is that whose code made it.
-        usual: an infinity below zero means nothing here.
+        usual: an infinity below zero means nothing here: what requires no gradient may be a mask.
         forward: the number of the forward; inputs and outputs count if its backward came, and
             always if it is None. Pipelines run some on memory that was never written to.
     """
@@ -67,13 +67,24 @@ class Seen(NamedTuple):
     usual: bool = False
     forward: int | None = None
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """By which values that are seen in several steps are told to be the same."""
+        return self.phase, self.unit, self.maker, self.tensor
+
 
 class First(NamedTuple):
-    """A value that is not finite; not `sure` if it may be usual there."""
+    """A value that is not finite.
+
+    Attributes:
+        sure: it is not usual there.
+        call: which call of the unit whose code made it, see `Finding`.
+    """
 
     seen: Seen
     what: str
     sure: bool
+    call: int = -1
 
 
 @dataclass
@@ -81,14 +92,16 @@ class Checks:
     """The checks of one step.
 
     Attributes:
+        on_stream: to read a value is to wait for the device.
         clock: see `Seen`.
     """
 
+    on_stream: bool
     clock: int = 0
     _waiting: list[tuple[Seen, Tensor, Tensor]] = field(default_factory=list)
     _found: list[First] = field(default_factory=list)
     _came: set[int | None] = field(default_factory=set)  # forwards whose backward came
-    _usual: set[tuple[str, str, str]] = field(default_factory=set)
+    _usual: set[tuple[str, ...]] = field(default_factory=set)
 
     def come_back(self, forward: int | None) -> None:
         """Backward has come to a unit that was called in this forward."""
@@ -97,18 +110,18 @@ class Checks:
 
     def look_together(
         self,
-        whole: Iterable[Tensor],
-        tensors: Callable[[], Iterable[tuple[str, Tensor]]],
+        whole: Sequence[Tensor],
+        tensors: Iterable[tuple[str, Tensor]],
         phase: str,
         unit: str,
         order: tuple[int, int] = (0, 0),
     ) -> None:
-        """Look at tensors in the memory that they share, and at each if that is not finite.
+        """Look at the memory that tensors share, if there is any, and then at each.
 
-        Only where the host need not wait for the device.
+        If it is finite, so are the tensors. Where the host would wait for it, only at each.
         """
-        if not all(map(_is_finite, whole)):
-            self.look(tensors(), phase, unit, unit, order)
+        if self.on_stream or not whole or not all(map(is_finite, whole)):
+            self.look(tensors, phase, unit, unit, order)
 
     @torch.no_grad()
     def look(
@@ -119,7 +132,6 @@ class Checks:
         maker: str,
         order: tuple[int, int] = (0, 0),
         *,
-        usual: bool = False,
         forward: int | None = None,
     ) -> None:
         """Look at tensors, each with its name."""
@@ -135,7 +147,7 @@ class Checks:
                 continue  # a dtype or a subclass without an order
             seen = Seen(
                 self.clock, order, phase, unit, maker, name, tensor.dtype, tensor.shape,
-                usual, forward,
+                phase == INPUT and not tensor.requires_grad, forward,
             )  # fmt: skip
             self._waiting.append((seen, low, high))
         if len(self._waiting) > _WAITING:
@@ -167,28 +179,16 @@ class Checks:
         if scaled:
             found = [each for each in found if each not in in_gradients]
         first = next((each for each in found if each.sure), None)
-        suspects = [each for each in found if not each.sure]
         if first is None:
-            self._usual.update(map(_key, suspects))
+            self._usual.update(each.seen.place for each in found)
         else:
-            unusual = (each for each in suspects if _key(each) not in self._usual)
-            before = next(unusual, first)
-            first = min(before, first, key=lambda each: each.seen.clock)
+            first = next(e for e in found if e.sure or e.seen.place not in self._usual)
         self.drop()
         return first, bool(in_gradients)
 
     def drop(self) -> None:
         """Forget what this step has seen."""
         self._waiting, self._found, self._came, self.clock = [], [], set(), 0
-
-
-def version_of(tensor: Tensor) -> int:
-    """Of its writes; those of inference tensors are not counted."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _key(found: First) -> tuple[str, str, str]:
-    return found.seen.phase, found.seen.unit, found.seen.tensor
 
 
 def numbers_of(tensor: Tensor) -> Tensor | None:
@@ -205,12 +205,18 @@ def numbers_of(tensor: Tensor) -> Tensor | None:
     return values.detach() if values.is_floating_point() else None
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def range_of(tensor: Tensor) -> tuple[float, float]:
+    """The lowest and the highest value, both NaN if one is; zeros if there are none to look at."""
     values = numbers_of(tensor)
     if values is None:
-        return True
+        return 0.0, 0.0
     low, high = torch.aminmax(values)
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+    return low.item(), high.item()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are."""
+    return all(map(math.isfinite, range_of(tensor)))
 
 
 def _on_host(waiting: list[tuple[Seen, Tensor, Tensor]]) -> Iterable[tuple[float, float]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from typing import Final
 
-logger = logging.getLogger("composable")
+from composable.algorithms.watch.checks import GRADIENT, INPUT, OUTPUT, PARAMETER, First
+from composable.errors import few
+
+HINT: Final = "hint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +61,58 @@ class Finding:
         return "\n".join([title, *(f"  {name:<10}{text}" for name, text in rows if text)])
 
 
-def show(finding: Finding) -> None:
-    """Log a finding; in a panel where standard error is a terminal and `rich` is installed."""
-    text = str(finding)
-    if sys.stderr.isatty():
-        try:
-            console, panel = import_module("rich.console"), import_module("rich.panel")
-        except ModuleNotFoundError:
-            pass
-        else:
-            title, _, body = text.partition("\n")
-            printed = console.Console(stderr=True)
-            printed.print(panel.Panel(body, title=title, title_align="left", highlight=False))
-            return
-    logger.log(logging.INFO if finding.kind == "hint" else logging.WARNING, "%s", text)
+def hint(step: int, ranks: Sequence[int], what: str, *, unit: str = "", phase: str = "") -> Finding:
+    """Something to know, and no error."""
+    return Finding(HINT, step, tuple(ranks), unit, phase, "", what)
+
+
+def overflow(step: int) -> Finding:
+    """Infinities that a loss scaler has made."""
+    what = (
+        "gradients have infinities, as is expected of a loss scaler, which skips the step."
+        " The next ones are counted (`overflows`)"
+    )
+    return hint(step, [0], what, phase=GRADIENT)
+
+
+_MADE: Final = {
+    PARAMETER: "the last step of the optimizer, a load, or a write",
+    INPUT: "the code of unit '{maker}' before it calls unit '{unit}'",
+    OUTPUT: "the forward of unit '{maker}'",
+    GRADIENT: "the backward of unit '{maker}'",
+}
+
+
+def not_finite(step: int, said: Sequence[tuple[int, First | None]]) -> Finding:
+    """Put what each rank has seen first into words; the earliest decides."""
+    seen = sorted(
+        ((rank, each) for rank, each in said if each is not None),
+        key=lambda pair: (pair[1].seen.clock, pair[1].seen.order, pair[0]),
+    )
+    first = seen[0][1]
+    where = first.seen
+    ranks = [rank for rank, each in seen if each.seen.place == where.place]
+    others = [
+        f"rank {rank} ({each.seen.unit}, {each.seen.tensor})"
+        for rank, each in seen
+        if rank not in ranks
+    ]
+    made = _MADE[where.phase].format(maker=where.maker, unit=where.unit)
+    tensor = where.tensor
+    if where.maker != where.unit:
+        tensor = f"{tensor} of unit '{where.unit}'"
+    elif where.phase == INPUT:
+        made = "the batch: it was there before the model was called"
+    elif where.phase == GRADIENT and tensor.startswith(f"gradient of {OUTPUT}"):
+        made = "the loss, or what is between it and the model"
+    kind = str(where.dtype).removeprefix("torch.")
+    return Finding(
+        "not finite", step, tuple(ranks), where.maker, where.phase, tensor,
+        f"{first.what} in the {where.phase}s",
+        (
+            ("is", f"{kind} {tuple(where.shape)}"),
+            ("made by", made),
+            ("also", few(others)),
+        ),
+        first.call,
+    )  # fmt: skip

@@ -10,150 +10,46 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from traceback import walk_stack
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch import nn
 
-from composable.algorithms.watch.checks import version_of
+from composable.algorithms.watch.calls import Call, by_index
 from composable.algorithms.watch.findings import Finding
-from composable.api.sync_module_states import digests
-from composable.contract.hooks import dispatcher_of
 from composable.contract.methods import Method
-from composable.contract.values import map_tensors, tensors_in
 from composable.engine.step.unit import Unit, units_below
 from composable.errors import first_line
 from composable.features.hook_stages import hooks_of
 from composable.memory.torch_private import local_tensor
+from composable.optim.in_backward import stepped_in_backward
 
-FORMAT: Final = 2
-# Of a module: torch's, and that of `register_forward_method`.
-_CALLERS: Final = ("_call_impl", "_call_as_forward")
+FORMAT: Final = 3
 _OURS: Final = ("_composable_", "__deepcopy__", "__reduce_ex__")  # what annotations leave
 
 
-@dataclass
-class Call:
-    """One call of a unit's module in the step that is under way.
+def write(
+    folder: Path,
+    finding: Finding,
+    rank: int,
+    unit: Unit | None,
+    calls: Sequence[Call],
+    names: Mapping[Unit, str],
+    more: Mapping[str, Any],
+) -> None:
+    """Write this rank's file. All ranks do.
 
-    Attributes:
-        forward: the number of the forward.
-        inputs: of the module; what it writes to them in place is in them.
-        generator: the state of the random generator before it.
-        exact: to run its forward again is all that a call of the module does.
-        versions: of its inputs and buffers: where a buffer is registered, which, and its version.
-        outputs: digests of the outputs, by device.
-        gradients: of the outputs, by number.
-        ended: it has computed.
+    Args:
+        folder: of all incidents.
+        finding: that is written.
+        rank: this one's number.
+        unit: that the finding is about, if it is about one.
+        calls: those of the unit in the step.
+        names: of all units.
+        more: what else is known.
     """
-
-    module: nn.Module
-    forward: int | None
-    inputs: tuple[Any, Any]
-    generator: Tensor
-    autocast: torch.dtype | None
-    exact: bool = True
-    versions: list[tuple[dict[str, Tensor | None] | None, str, Tensor, int]] = field(
-        default_factory=list
-    )
-    outputs: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    ended: bool = False
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it can be repeated to the bit: nothing that it read was written to since."""
-        return self.exact and all(
-            (table is None or table.get(name) is tensor) and version_of(tensor) == version
-            for table, name, tensor, version in self.versions
-        )
-
-
-def is_forward() -> bool:
-    """Whether the call that begins is one of the module, and not of a method in its place."""
-    names = (frame.f_code.co_name for frame, _ in walk_stack(None))
-    return next((each for each in names if each in _CALLERS), "") == _CALLERS[0]
-
-
-def runs_as_it_is(module: nn.Module) -> bool:
-    """Whether to call `forward` is all that a call of the module does: no hooks, not compiled."""
-    for each in module.modules():
-        own = 0 if dispatcher_of(each) is None else 2  # of annotations
-        if len(each._forward_hooks) + len(each._forward_pre_hooks) != own:
-            return False
-        if each._compiled_call_impl is not None:
-            return False
-    return True
-
-
-def are_apart(outputs: Sequence[Tensor]) -> bool:
-    """Whether none is computed from another one: then their gradients come from outside alone."""
-    edges = [get_gradient_edge(each) for each in outputs]
-    ends = {edge.node for edge in edges}
-    seen, pending = set[Node](), [*ends]
-    while pending:
-        for node, _ in pending.pop().next_functions:
-            if node in ends:
-                return False
-            if node is not None and node not in seen:
-                seen.add(node)
-                pending.append(node)
-    return len({(edge.node, edge.output_nr) for edge in edges}) == len(edges)
-
-
-def keep_gradient(into: dict[int, Tensor], index: int, gradient: Tensor) -> None:
-    """A hook of a tensor. Without its graph, which would hold the hook."""
-    into[index] = gradient.detach()
-
-
-def call_of(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Call:
-    """A call that begins."""
-    device = unit.mesh_info.device
-    on = torch.is_autocast_enabled(device.type)
-    inputs = map_tensors(
-        (args, kwargs), lambda each: each.detach().requires_grad_(each.requires_grad)
-    )
-    read: list[tuple[dict[str, Tensor | None] | None, str, Tensor]]
-    read = [(None, "", each) for each in tensors_in(inputs)]
-    read += [
-        (below._buffers, name, buffer)
-        for below in module.modules()
-        for name, buffer in below._buffers.items()
-        if buffer is not None
-    ]
-    return Call(
-        module,
-        unit.step.calls[-1].number,
-        inputs,
-        generator_state(device),
-        torch.get_autocast_dtype(device.type) if on else None,
-        runs_as_it_is(module),
-        [(*each, version_of(each[-1])) for each in read],
-    )
-
-
-def end_call(call: Call, output: Any) -> None:
-    """The module has computed."""
-    call.ended = True
-    with torch.no_grad():
-        call.outputs = list(digests([each.detach() for each in tensors_in(output)]))
-
-
-def generator_state(device: torch.device) -> Tensor:
-    """The state of the generator that modules on `device` draw from."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    state: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return state
-
-
-def write(folder: Path, finding: Finding, rank: int, more: dict[str, Any]) -> None:
-    """Write this rank's file, with `more` in it. All ranks do."""
     into = folder / f"{finding.kind.replace(' ', '-')}-step-{finding.step}"
     into.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {
@@ -161,10 +57,14 @@ def write(folder: Path, finding: Finding, rank: int, more: dict[str, Any]) -> No
         "versions": {"composable": _version(), "torch": str(torch.__version__)},
         "rank": rank,
         "finding": str(finding),
-        "unit": finding.unit,
-        "step": finding.step,
+        "why": _why_not_again(unit),
+        **more,
     }
-    torch.save(found | more, into / f"rank-{rank}.pt")
+    if unit is not None and not found["why"]:
+        index = finding.call if finding.call < len(calls) else -1  # this rank may have skipped some
+        found |= _of_unit(unit, names) | {"calls": len(calls)}
+        found |= _of_call(unit, names, calls[index]) if calls else {}
+    torch.save(found, into / f"rank-{rank}.pt")
 
 
 def _version() -> str:
@@ -174,40 +74,51 @@ def _version() -> str:
         return "unknown"
 
 
-@torch.no_grad()
-def of_unit(unit: Unit, names: Mapping[Unit, str], calls: int, call: Call | None) -> dict[str, Any]:
-    """What is written of a unit.
+def _why_not_again(unit: Unit | None) -> str:
+    """Why one process cannot run the unit of a finding again; empty if it can."""
+    if unit is None:
+        return "it is about no unit"
+    below = [param for each in units_below(unit.modules) for param in each.params]
+    if not all(param.info.form.is_whole for param in below):
+        return "its parameters are tensor-parallel"
+    if stepped_in_backward([param.at_rest for param in below]):
+        return "backward has stepped the unit's parameters"
+    return ""
 
-    Args:
-        unit: that one process is to run again.
-        names: of this unit and of those inside.
-        calls: how often it was called in the step.
-        call: one of them, if there was any.
-    """
-    units = list(dict.fromkeys([unit, *units_below(unit.modules)]))
+
+@torch.no_grad()
+def _of_unit(unit: Unit, names: Mapping[Unit, str]) -> dict[str, Any]:
+    units = _units(unit)
     info = unit.mesh_info
-    found: dict[str, Any] = {
+    return {
         "options": {each.name: str(each.spec.mp_policy) for each in units},
         "device": info.device.type,
         "shard": info.shard.rank,
         "shards": info.shard.size,
         "replica": 0 if info.replicate is None else info.replicate.rank,
-        "parameters": [_of_parameters(each, names.get(each, each.name)) for each in units],
-        "calls": calls,
+        "parameters": [row for each in units for row in _of_parameters(each, names[each])],
         "averaged": not any(each.spec.divisor or hooks_of(each.gradients) for each in units),
     }
-    if call is not None:
-        found["inputs"] = _pickled(call.inputs)
-        found["generator"], found["autocast"] = call.generator, call.autocast
-        found["exact"] = call.is_exact
-        found["gradients"] = {index: each.cpu() for index, each in call.gradients.items()}
-        found["outputs"] = {
-            index: number
-            for indices, numbers in call.outputs
-            for index, number in zip(indices, numbers.tolist(), strict=True)
-        }
-        found["module"], found["places"] = _without_parameters(units, names, call.module)
-    return found
+
+
+@torch.no_grad()
+def _of_call(unit: Unit, names: Mapping[Unit, str], call: Call) -> dict[str, Any]:
+    module, places = _without_parameters(_units(unit), names, call.module)
+    return {
+        "inputs": _pickled(call.inputs),
+        "generator": call.generator,
+        "autocast": call.autocast,
+        "exact": call.is_exact,
+        "gradients": {index: each.cpu() for index, each in call.gradients.items()},
+        "outputs": by_index(call.outputs),
+        "module": module,
+        "places": places,
+    }
+
+
+def _units(unit: Unit) -> list[Unit]:
+    """The unit, and those inside."""
+    return list(dict.fromkeys([unit, *units_below(unit.modules)]))
 
 
 def _of_parameters(unit: Unit, name: str) -> list[dict[str, Any]]:
@@ -238,7 +149,7 @@ def _without_parameters(
     A place is the FQN of a module, the name there, and the name among the parameters of the units.
     """
     named = {
-        (id(place.module), place.name): f"{names.get(unit, unit.name)} {param.fqn}"
+        (id(place.module), place.name): f"{names[unit]} {param.fqn}"
         for unit in units
         for param in unit.params
         for place in param.info.places
@@ -263,20 +174,21 @@ def _plain(module: nn.Module, named: set[tuple[int, str]], done: dict[int, nn.Mo
         for name, value in vars(module).items()
         if name not in fresh and not name.startswith(_OURS) and not isinstance(value, Method)
     }
-    fresh |= {"training": module.training}
-    fresh["_buffers"] = {
-        name: None if each is None else each.detach().clone()
-        for name, each in module._buffers.items()
+    tables = {
+        "_buffers": {
+            name: None if each is None else each.detach().clone()
+            for name, each in module._buffers.items()
+        },
+        "_parameters": {
+            name: None if (id(module), name) in named else each
+            for name, each in module._parameters.items()
+        },
+        "_modules": {
+            name: None if each is None else _plain(each, named, done)
+            for name, each in module._modules.items()
+        },
     }
-    fresh["_parameters"] = {
-        name: None if (id(module), name) in named else each
-        for name, each in module._parameters.items()
-    }
-    fresh["_modules"] = {
-        name: None if each is None else _plain(each, named, done)
-        for name, each in module._modules.items()
-    }
-    vars(twin).update(fresh | own)
+    vars(twin).update(fresh | own | tables, training=module.training)
     return twin
 
 

@@ -13,8 +13,7 @@ and calls to which several backwards have come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -22,17 +21,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from composable.algorithms.watch.incident import (
+from composable.algorithms.watch.calls import (
     Call,
     are_apart,
+    as_called,
+    by_index,
     call_of,
-    end_call,
-    generator_state,
+    copied,
     is_forward,
-    keep_gradient,
     runs_as_it_is,
 )
-from composable.api.sync_module_states import fingerprints
+from composable.api.sync_module_states import digests, fingerprints
 from composable.contract.values import map_tensors, tensors_in
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.step.unit import Unit, unit_of, units_below
@@ -41,7 +40,6 @@ from composable.memory.torch_private import backward_id, is_transformed, local_t
 
 SAME: Final = ""
 NOT_DETERMINISTIC: Final = "its kernels are not deterministic"
-Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]  # of modules, by name
 
 
 @dataclass
@@ -52,7 +50,6 @@ class Repeat:
         calls: how often it was called in the step; with several, gradients of parameters are sums.
         inputs: gradients of the inputs, by number.
         weights: fingerprints of the gradients of parameters, by FQN.
-        backwards: that have come to the call; with several, what was kept is of some of them.
     """
 
     unit: Unit
@@ -60,8 +57,8 @@ class Repeat:
     calls: int = 0
     inputs: dict[int, Tensor] = field(default_factory=dict)
     weights: dict[str, int] = field(default_factory=dict)
-    backwards: set[int] = field(default_factory=set)
-    _buffers: Buffers = field(default_factory=list)
+    _backwards: set[int] = field(default_factory=set)  # with several, what was kept is of some
+    _buffers: list[dict[str, Tensor | None]] = field(default_factory=list)  # of modules
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """It is called. Returns its inputs; of the call that is repeated, in nodes of their own.
@@ -71,25 +68,26 @@ class Repeat:
         self.calls += 1
         if self.calls > 1 or not (is_forward() and runs_as_it_is(module)) or is_transformed():
             return args, kwargs
-        copied = map_tensors(
-            (args, kwargs), lambda each: each.detach().clone().requires_grad_(each.requires_grad)
-        )
-        self.call = call_of(self.unit, module, *copied)
-        self._buffers = _copied((each, each._buffers) for each in module.modules())
+        self.call = call_of(self.unit, module, *copied((args, kwargs)))
+        self._buffers = copied(_buffers_of(module))
         args, kwargs = map_tensors((args, kwargs), _with_a_node)
-        for index, tensor in enumerate(tensors_in((args, kwargs))):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(_keep, self.inputs, self.backwards, index))
+        self._keep(self.inputs, tensors_in((args, kwargs)))
         return args, kwargs
 
     def end(self, output: Any) -> None:
         """A call has computed."""
         if self.call is not None and self.calls == 1:
-            end_call(self.call, output)
-            for index, tensor in enumerate(tensors_in(output)):
-                if tensor.requires_grad:
-                    kept = self.call.gradients
-                    tensor.register_hook(partial(_keep, kept, self.backwards, index))
+            self.call.end(output)
+            self._keep(self.call.gradients, tensors_in(output))
+
+    def _keep(self, into: dict[int, Tensor], tensors: Iterable[Tensor]) -> None:
+        for index, tensor in enumerate(tensors):
+            if tensor.grad_fn is not None:  # a hook on a leaf would outlive the step
+                tensor.register_hook(partial(self._came, into, index))
+
+    def _came(self, into: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+        into[index] = gradient.detach()  # its graph would hold the hook
+        self._backwards.add(backward_id())
 
     def note_weights(self, bucket: GradBucket, named: Iterable[tuple[str, Tensor]]) -> None:
         """Gradients that are about to be reduced.
@@ -118,7 +116,7 @@ class Repeat:
         unit.swap_in()
         try:
             call = self.call
-            if call is None or not call.gradients or not call.outputs or len(self.backwards) > 1:
+            if call is None or not call.gradients or not call.outputs or len(self._backwards) > 1:
                 return SAME, ""  # skipped here, or without a backward
             first = self._first(call)
             second = self._again(call)
@@ -141,74 +139,50 @@ class Repeat:
             self.call.gradients.clear()
 
     def _first(self, call: Call) -> dict[str, int]:
-        found = {
-            f"output {index}": number
-            for indices, numbers in call.outputs
-            for index, number in zip(indices, numbers.tolist(), strict=True)
-        }
+        found = _named("output", by_index(call.outputs))
         values = fingerprints(list(self.inputs.values()))
-        found |= {
-            f"gradient of input {index}": value
-            for index, value in zip(self.inputs, values, strict=True)
-        }
-        if self.calls == 1:
-            found |= {f"gradient of {name}": value for name, value in self.weights.items()}
-        return found
+        found |= _named("gradient of input", dict(zip(self.inputs, values, strict=True)))
+        return found | (_named("gradient of", self.weights) if self.calls == 1 else {})
 
     def _again(self, call: Call) -> dict[str, int]:
-        unit, device = self.unit, self.unit.mesh_info.device
-        args, kwargs = map_tensors(
-            call.inputs, lambda each: each.detach().clone().requires_grad_(each.requires_grad)
-        )
-        inputs = tensors_in((args, kwargs))
-        state = generator_state(device)
+        args, kwargs = copied(call.inputs)
         # Copies: the unit's own are not written to, nor their casts, which it holds now.
-        now = [(each, dict(each._buffers)) for each, _ in self._buffers]
-        _register(_copied(self._buffers))
-        _set_generator(device, call.generator)
-        context: AbstractContextManager[Any] = nullcontext()
-        if call.autocast is not None:
-            context = torch.autocast(device.type, call.autocast)
+        now = _buffers_of(call.module)
+        _register(call.module, copied(self._buffers))
         try:
-            with torch.enable_grad(), context:
+            with as_called(self.unit.mesh_info.device, call.generator, call.autocast):
                 output = call.module.forward(*args, **kwargs)
         finally:
-            _register(now)
-            _set_generator(device, state)
-        again = Call(call.module, None, call.inputs, call.generator, None)
-        end_call(again, output)
-        found = {
-            f"output {index}": number
-            for indices, numbers in again.outputs
-            for index, number in zip(indices, numbers.tolist(), strict=True)
-        }
+            _register(call.module, now)
         outputs = tensors_in(output)
-        ends = [(outputs[index], each) for index, each in call.gradients.items()]
-        if not are_apart([each for each, _ in ends]):
+        found = _named("output", by_index(digests([each.detach() for each in outputs])))
+        ends = [(outputs[index], gradient) for index, gradient in call.gradients.items()]
+        if not are_apart([output for output, _ in ends]):
             return found  # their gradients cannot be told from those that the unit adds
-        # others are not compared, and users may have hooks on them
-        compared = [param for param in unit.params if param.fqn in self.weights]
-        params = [param for param in compared if param.compute.requires_grad]
-        wanted = [each for each in inputs if each.requires_grad]
-        sources = [*wanted, *(param.compute for param in params)]
-        gradients: Sequence[Tensor | None] = ()
-        if sources:
-            gradients = torch.autograd.grad(
-                [each for each, _ in ends], sources, [each for _, each in ends], allow_unused=True
-            )
-        names = [
-            *(f"gradient of input {i}" for i, each in enumerate(inputs) if each.requires_grad),
-            *(f"gradient of {param.fqn}" for param in params),
-        ]
-        dtype = {param: group.precision.reduce for group in unit.groups for param in group.params}
-        casts = [None] * len(wanted) + [dtype[param] for param in params]
-        there = [
-            (name, local_tensor(each).to(cast or each.dtype).reshape(-1))
-            for name, each, cast in zip(names, gradients, casts, strict=bool(sources))
+        sources: dict[str, tuple[Tensor, torch.dtype | None]] = {
+            f"gradient of input {index}": (each, None)
+            for index, each in enumerate(tensors_in((args, kwargs)))
+        }
+        for group in self.unit.groups:
+            for param in group.params:
+                if param.fqn in self.weights:  # others may have hooks of the user's
+                    name = f"gradient of {param.fqn}"
+                    sources[name] = param.compute, group.precision.reduce
+        sources = {name: each for name, each in sources.items() if each[0].requires_grad}
+        if not sources:
+            return found
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(
+            [output for output, _ in ends],
+            [each for each, _ in sources.values()],
+            [gradient for _, gradient in ends],
+            allow_unused=True,
+        )
+        there = {
+            name: local_tensor(each).to(dtype or each.dtype).reshape(-1)
+            for (name, (_, dtype)), each in zip(sources.items(), gradients, strict=True)
             if each is not None
-        ]
-        values = fingerprints([tensor for _, tensor in there])
-        return found | dict(zip([name for name, _ in there], values, strict=True))
+        }
+        return found | dict(zip(there, fingerprints(list(there.values())), strict=True))
 
 
 def candidates_in(units: Iterable[Unit]) -> list[Unit]:
@@ -231,38 +205,19 @@ def _with_a_node(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if moves else tensor
 
 
-def _keep(into: dict[int, Tensor], backwards: set[int], index: int, gradient: Tensor) -> None:
-    keep_gradient(into, index, gradient)
-    backwards.add(backward_id())
+def _named(kind: str, found: Mapping[Any, int]) -> dict[str, int]:
+    return {f"{kind} {index}": number for index, number in found.items()}
 
 
 def _difference(one: dict[str, int], other: dict[str, int]) -> str:
     return next((name for name in one if name in other and one[name] != other[name]), SAME)
 
 
-def _copied(buffers: Iterable[tuple[nn.Module, dict[str, Tensor | None]]]) -> Buffers:
-    """Copies of buffers; one that modules share stays one."""
-    copies: dict[int, Tensor] = {}
-    return [
-        (
-            module,
-            {
-                name: None if each is None else copies.setdefault(id(each), each.detach().clone())
-                for name, each in table.items()
-            },
-        )
-        for module, table in buffers
-    ]
+def _buffers_of(module: nn.Module) -> list[dict[str, Tensor | None]]:
+    return [dict(each._buffers) for each in module.modules()]
 
 
-def _register(buffers: Buffers) -> None:
-    for module, table in buffers:
-        module._buffers.clear()
-        module._buffers.update(table)
-
-
-def _set_generator(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+def _register(module: nn.Module, buffers: list[dict[str, Tensor | None]]) -> None:
+    for each, table in zip(module.modules(), buffers, strict=True):
+        each._buffers.clear()
+        each._buffers.update(table)

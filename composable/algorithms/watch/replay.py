@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from composable.algorithms.watch.checks import numbers_of
-from composable.algorithms.watch.incident import FORMAT, are_apart
+from composable.algorithms.watch.calls import are_apart, as_called, by_index
+from composable.algorithms.watch.checks import is_finite, range_of
+from composable.algorithms.watch.incident import FORMAT
 from composable.api.sync_module_states import digests
 from composable.contract.values import tensors_in
 from composable.errors import ReplayError, first_line
@@ -124,12 +125,7 @@ def _run(files: Sequence[File]) -> dict[int, dict[str, str]]:
     made: dict[int, list[Tensor | None]] = {}
     for file in files:
         row = table[file["rank"]]
-        bad = [
-            each["fqn"]
-            for some in file["parameters"]
-            for each in some
-            if not _finite(each["shard"])
-        ]
+        bad = [each["fqn"] for each in file["parameters"] if not is_finite(each["shard"])]
         row["shard"] = _not_finite(bad[0]) if bad else _SOUND
         row["gather"] = _gather(file, _peers(file, files))
         if "module" not in file:
@@ -148,12 +144,8 @@ def _peers(file: File, files: Sequence[File]) -> list[File]:
     return sorted(same, key=lambda each: each["shard"])
 
 
-def _rows(file: File) -> list[dict[str, Any]]:
-    return [each for some in file["parameters"] for each in some]
-
-
 def _whole(number: int, peers: Sequence[File]) -> Tensor:
-    rows = [_rows(peer)[number] for peer in peers]
+    rows = [peer["parameters"][number] for peer in peers]
     first = rows[0]
     shards = [each["shard"] for each in rows]
     cut = first["cut"] is not None and not first["whole"]
@@ -166,11 +158,11 @@ def _gather(file: File, peers: Sequence[File]) -> str:
     if not file["gathered"]:
         return _UNKNOWN
     for peer in peers:
-        for each in _rows(peer):
-            key = f"{each['name']} {peer['shard']}"
-            for _, numbers in digests([each["shard"].to(each["dtype"])]):
-                if numbers[0].item() != file["gathered"].get(key, numbers[0].item()):
-                    return f"other rows of {each['fqn']} than rank {peer['rank']} has"
+        for each in peer["parameters"]:
+            key = f"{each['name']} (in forward) {peer['shard']}"
+            sent = by_index(digests([each["shard"].to(each["dtype"])]))
+            if sent and sent[0] != file["gathered"].get(key, sent[0]):
+                return f"other rows of {each['fqn']} than rank {peer['rank']} has"
     return _SOUND
 
 
@@ -180,19 +172,15 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     args, kwargs = _unpickled(file["inputs"], "its inputs")
     parameters = [
         nn.Parameter(_whole(number, peers), requires_grad=each["trains"])
-        for number, each in enumerate(_rows(file))
+        for number, each in enumerate(file["parameters"])
     ]
-    named = {each["name"]: p for each, p in zip(_rows(file), parameters, strict=True)}
+    named = {each["name"]: p for each, p in zip(file["parameters"], parameters, strict=True)}
     for fqn, name, key in file["places"]:
         setattr(module.get_submodule(fqn), name, named[key])
     row["inputs"] = _first_bad("input", tensors_in((args, kwargs)))
-    if file["device"] == "cpu":
-        torch.set_rng_state(file["generator"])
-    context: AbstractContextManager[Any] = nullcontext()
-    if file["autocast"] is not None:
-        context = torch.autocast("cpu", file["autocast"])
+    generator = file["generator"] if file["device"] == "cpu" else torch.get_rng_state()
     try:
-        with context:
+        with as_called(torch.device("cpu"), generator, file["autocast"]):
             output = module(*args, **kwargs)
     except Exception as error:  # code of the model, in a process without a group
         row["forward"] = f"raised {type(error).__name__}: {first_line(error)}"
@@ -200,10 +188,9 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     outputs = tensors_in(output)
     row["forward"] = _first_bad("output", outputs)
     if row["forward"] == _SOUND and _comparable(file):
-        for indices, numbers in digests([each.detach() for each in outputs]):
-            for index, number in zip(indices, numbers.tolist(), strict=True):
-                if file["outputs"].get(index, number) != number:
-                    row["forward"] = f"output {index} has other bits"
+        for index, number in by_index(digests([each.detach() for each in outputs])).items():
+            if file["outputs"].get(index, number) != number:
+                row["forward"] = f"output {index} has other bits"
     ends = [(outputs[index], g) for index, g in file["gradients"].items() if index < len(outputs)]
     ends = [(tensor, gradient) for tensor, gradient in ends if tensor.requires_grad]
     if not ends:
@@ -212,11 +199,11 @@ def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Ten
     torch.autograd.backward([each for each, _ in ends], [gradient for _, gradient in ends])
     gradients = [each.grad for each in parameters]
     row["backward"] = _first_bad("gradient of output", [gradient for _, gradient in ends])
-    for each, gradient in zip(_rows(file), gradients, strict=True):
-        if row["backward"] == _SOUND and gradient is not None and not _finite(gradient):
+    for each, gradient in zip(file["parameters"], gradients, strict=True):
+        if row["backward"] == _SOUND and gradient is not None and not is_finite(gradient):
             row["backward"] = _not_finite(f"gradient of {each['fqn']}")
     for tensor in tensors_in((args, kwargs)):
-        if row["backward"] == _SOUND and tensor.grad is not None and not _finite(tensor.grad):
+        if row["backward"] == _SOUND and tensor.grad is not None and not is_finite(tensor.grad):
             row["backward"] = _not_finite("gradient of an input")
     return gradients if apart else [None] * len(parameters)
 
@@ -227,7 +214,7 @@ def _reduction(file: File, made: dict[int, list[Tensor | None]]) -> str:
     Up to one factor, since gradients may have been clipped.
     """
     pairs = []
-    for number, each in enumerate(_rows(file)):
+    for number, each in enumerate(file["parameters"]):
         terms = [gradients[number] for gradients in made.values()]
         if each["gradient"] is None or any(term is None for term in terms):
             continue
@@ -242,9 +229,9 @@ def _reduction(file: File, made: dict[int, list[Tensor | None]]) -> str:
     if not pairs:
         return _UNKNOWN
     for fqn, mean, landed in pairs:
-        if _finite(mean) and not _finite(landed):
+        if is_finite(mean) and not is_finite(landed):
             return _not_finite(f"the sum of {fqn}")
-    pairs = [each for each in pairs if _finite(each[1])]
+    pairs = [each for each in pairs if is_finite(each[1])]
     squares = sum(mean.square().sum().item() for _, mean, _ in pairs)
     factor = sum((mean * landed).sum().item() for _, mean, landed in pairs) / (squares or 1.0)
     for fqn, mean, landed in pairs:
@@ -272,15 +259,10 @@ def _comparable(file: File) -> bool:
     return bool(same and file["exact"])
 
 
-def _finite(tensor: Tensor) -> bool:
-    values = numbers_of(tensor)
-    return values is None or bool(values.isfinite().all())
-
-
 def _first_bad(kind: str, tensors: Sequence[Tensor]) -> str:
     for index, tensor in enumerate(tensors):
-        values = numbers_of(tensor)
-        if values is not None and bool((values.isnan() | (values == torch.inf)).any()):
+        low, high = range_of(tensor)
+        if math.isnan(low) or high == math.inf:
             return _not_finite(f"{kind} {index}")
     return _SOUND
 

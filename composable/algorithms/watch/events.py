@@ -1,0 +1,237 @@
+"""What tells a watch of a step: brackets around forwards, the engine, launches, optimizers.
+
+| event                                     | told by                        | to                  |
+|-------------------------------------------|--------------------------------|---------------------|
+| a forward begins, units are entered, left | `_Ear`, of `HEARERS`           | `Sight`             |
+| a module is about to compute, has computed | `_Bracket`                    | `Sight`             |
+| backward comes to a unit, and ends        | `_Ear`                         | `Sight`             |
+| a message is launched                     | `_Ear.launching`               | `Sight`             |
+| gradients have landed, are unscaled       | `_Ear`                         | `Watch`             |
+| an optimizer steps                        | `_before_step`                 | `Watch.end_step`    |
+| `together` has lost the step              | `LOST`                         | `Sight`             |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from composable.algorithms.together import LOST
+from composable.comm.base import LAUNCHING, GroupComm
+from composable.compilation import untraced
+from composable.contract.hooks import detach, dispatcher_of
+from composable.contract.tree import annotation_of
+from composable.engine.params.param import labels_of
+from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.root import Root
+from composable.engine.step.unit import Unit, UnitCall
+from composable.memory.torch_private import step_hooks
+from composable.optim.in_backward import is_part_of_backward
+from composable.optim.shared import parameters_of
+from composable.optim.stand_in import is_stand_in
+
+if TYPE_CHECKING:
+    from composable.algorithms.watch.watch import Watch
+
+_NAME: Final = "watch"  # of brackets
+_GRADIENTS: Final = "gradient "  # labels of messages begin so
+
+# As they began, since they communicate in turn. Weak: brackets of a model have its watch.
+_OPEN: Final[list[ReferenceType[Watch]]] = []
+_HOOKED: Final[WeakSet[Optimizer]] = WeakSet()
+
+
+def _watches() -> list[Watch]:
+    return [watch for each in _OPEN if (watch := each()) is not None]
+
+
+def watch_of(unit: Unit) -> Watch | None:
+    """The one that has this unit."""
+    return next((each for each in _watches() if unit in each.sight.places), None)
+
+
+def _watches_of(units: Iterable[Unit]) -> list[Watch]:
+    units = list(units)
+    return [each for each in _watches() if any(unit in each.sight.places for unit in units)]
+
+
+def begin(watch: Watch) -> None:
+    """Tell `watch` of its model from now on."""
+    for unit in watch.sight.places:
+        for module in unit.modules:
+            if (dispatcher := dispatcher_of(module)) is not None:
+                dispatcher.add(_NAME, _Bracket(watch))
+    _OPEN[:] = [*map(ref, _watches()), ref(watch)]
+    _listen()
+
+
+def end(watch: Watch) -> None:
+    """Tell it no more; once more is nothing."""
+    _OPEN[:] = [ref(each) for each in _watches() if each is not watch]
+    for unit in watch.sight.places:
+        for module in unit.modules:
+            detach(module, _NAME)
+
+
+class _Bracket:
+    """Around the forwards of one module of a unit; inert in copies of the model."""
+
+    __slots__ = ("_watch",)
+
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
+
+    def __deepcopy__(self, memo: object) -> _Bracket:
+        return _Bracket()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Bracket, ()
+
+    def _unit_of(self, module: nn.Module) -> Unit | None:
+        """None in copies, and when the annotation was removed."""
+        annotation = annotation_of(module)
+        if self._watch is None or annotation is None:
+            return None
+        unit: Unit = annotation.state
+        return unit if unit in self._watch.sight.places else None
+
+    @untraced
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        unit = self._unit_of(module)
+        if self._watch is not None and unit is not None:
+            return self._watch.sight.entered(unit, module, args, kwargs)
+        detach(module, _NAME)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        unit = self._unit_of(module)
+        if self._watch is not None and unit is not None:
+            self._watch.sight.left(unit, output)
+        return output
+
+    def on_error(self, module: nn.Module) -> None:
+        return None
+
+
+class _Ear(Observer):
+    """Hears of steps for all watches, and keeps no model alive."""
+
+    def __init__(self) -> None:
+        self._backward: ReferenceType[Root] | None = None  # whose gradients are reduced now
+
+    @override
+    def enters(self, root: Root, call: UnitCall) -> None:
+        if (watch := watch_of(call.unit)) is not None:
+            watch.sight.checks.clock += 1
+            if call.root is root and not root.step.running:
+                watch.sight.begin_forward(root)
+
+    @override
+    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+        if (watch := watch_of(call.unit)) is not None:
+            watch.sight.checks.clock += 1
+
+    @override
+    def opens_backward(self, root: Root) -> None:
+        self._backward = ref(root)
+
+    @override
+    def comes_back(self, root: Root, call: UnitCall) -> None:
+        self._backward = ref(root)
+        if (watch := watch_of(call.unit)) is not None:
+            watch.sight.checks.come_back(call.number)
+
+    @override
+    def ends_backward(self, root: Root) -> None:
+        self._backward = ref(root)
+        for watch in _watches():
+            watch.sight.ran |= {unit for unit in root.units if unit in watch.sight.places}
+
+    @override
+    def gradients_landed(self) -> None:
+        for watch in _watches():
+            watch.landed()
+
+    @override
+    def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        if what == "reduce":
+            roots = [unit.root for unit in _units_of(parameters) if unit.root is not None]
+            self._backward = ref(roots[0]) if roots else None
+        elif what == "unscale":
+            for watch in _watches_of(_units_of(parameters)):
+                watch.unscales()
+
+    def launching(self, comm: GroupComm, label: str, args: Sequence[Any]) -> None:
+        root = None if self._backward is None else self._backward()
+        if root is not None and label.startswith(_GRADIENTS):
+            for watch in _watches():
+                if watch.sight.looks:
+                    watch.sight.launching(root, label, args)
+
+
+@cache
+def _listen() -> None:
+    """Once, and for good: to stop while others are told would make them miss an event."""
+    ear = _Ear()
+    HEARERS.add(ear)
+    LAUNCHING.append(ear.launching)
+
+
+def _units_of(parameters: Sequence[Tensor]) -> list[Unit]:
+    owners = dict.fromkeys(
+        label.owner for label in labels_of(parameters) if label is not None and label.owner
+    )
+    return [unit for owner in owners if isinstance(unit := owner(), Unit)]
+
+
+def _lost(units: Iterable[Unit]) -> None:
+    for watch in _watches_of(units):
+        watch.sight.lose_step()
+
+
+@untraced
+def _before_steps(optimizer: Optimizer, *_: Any) -> None:
+    """Hook the optimizer itself.
+
+    Its own hooks come behind all global ones, and so behind that by which `join` tells ranks
+    without data of the step.
+    """
+    if _OPEN and optimizer not in _HOOKED and not is_stand_in(optimizer):
+        _HOOKED.add(optimizer)
+        handle = optimizer.register_step_pre_hook(_before_step)
+        # first of them: the last place is that of steps on shards
+        step_hooks(optimizer)[0].move_to_end(handle.id, last=False)
+
+
+@untraced
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if _OPEN and not is_part_of_backward(optimizer):
+        for watch in _watches_of(_units_of(parameters_of(optimizer))):
+            watch.note(optimizer)
+            watch.end_step()
+
+
+class WatchAll(Observer):
+    """Calls `watch` with the units of every model that is trained."""
+
+    def __init__(self, watch: Callable[[list[Unit]], object]) -> None:
+        self._watch = watch
+
+    @override
+    def enters(self, root: Root, call: UnitCall) -> None:
+        if call.root is root and not root.step.running and torch.is_grad_enabled():
+            fresh = [unit for unit in root.units if watch_of(unit) is None]
+            if fresh:
+                self._watch(fresh)
+
+
+register_optimizer_step_pre_hook(_before_steps)
+LOST.append(_lost)

@@ -1,0 +1,307 @@
+"""What this rank sees of a model in a step, in the order of this file.
+
+A bracket around the forwards of each unit's modules sees inputs and outputs, and tensor hooks on
+them see their gradients. Gradients of parameters are seen in the messages that are about to be
+reduced. Nothing here waits for another rank; `watch.py` exchanges what was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from composable.algorithms.watch.agreement import Agreement, Named
+from composable.algorithms.watch.calls import Call, call_of, is_forward, version_of
+from composable.algorithms.watch.checks import GRADIENT, INPUT, OUTPUT, PARAMETER, Checks, First
+from composable.algorithms.watch.messages import buckets_of, gradients_in
+from composable.algorithms.watch.repeat import Repeat, candidates_in
+from composable.compilation import backward_will_be_compiled, untraced
+from composable.contract.values import tensors_in
+from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.step.root import Root
+from composable.engine.step.unit import Unit
+from composable.errors import unit_name
+from composable.memory.torch_private import is_transformed
+
+
+class Place(NamedTuple):
+    """A unit, by its names below the watched model.
+
+    Attributes:
+        name: its FQN.
+        around: that of the unit around it; its own if there is none.
+        depth: how many units are around it.
+    """
+
+    name: str
+    around: str
+    depth: int
+
+    def order(self, *, made: bool) -> tuple[int, int]:
+        """Of a gradient that came to what the unit made, or read: see `Seen`."""
+        return (1, self.depth) if made else (0, -self.depth)
+
+
+def _place_of(unit: Unit, names: Mapping[Unit, str]) -> Place:
+    own = names[unit]
+    outer = [
+        name
+        for other, name in names.items()
+        if other is not unit and (not name or own.startswith(f"{name}."))
+    ]
+    around = max(outer, key=len, default=own)
+    return Place(unit_name(own), unit_name(around), len(outer))
+
+
+class Sight:
+    """What this rank sees of a model.
+
+    Args:
+        names: the FQNs of its units below the model.
+        every, agree: see `watch`.
+        keeps: calls of units, to write them to a folder.
+        repeat: see `watch`.
+
+    Attributes:
+        step: the number of the step that is under way.
+        checks, agreement: of this step.
+        places: of the units.
+        ran: those of the roots that had a backward since the last exchange, on all ranks alike.
+        scaled: a loss scaler has scaled the gradients of this step.
+        calls: of units in this step, by name.
+        repeat: the unit that runs again at the end of this step, if one does.
+    """
+
+    def __init__(
+        self, names: Mapping[Unit, str], every: int, agree: int, *, keeps: bool, repeat: bool
+    ) -> None:
+        units = list(names)
+        self.step = 0
+        self.checks = Checks(on_stream=units[0].mesh_info.all.traits.on_stream)
+        self.agreement = Agreement()
+        # weak: a module below several models would keep them all
+        self.places = WeakKeyDictionary({unit: _place_of(unit, names) for unit in units})
+        self._every, self._agree, self._keeps = every, agree, keeps
+        # weak, too; all ranks have as many, whichever of them are gone
+        self._in_turn = [ref(unit) for unit in (candidates_in(units) if repeat else ())]
+        self._trains = False  # the last forward began with gradients
+        self._handles: list[Any] = []  # of hooks on leaves, which outlive the step
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.ran: set[Unit] = set()
+        self.scaled = False
+        self.calls: dict[str, list[Call]] = {}
+        turn = self._in_turn[self.step % len(self._in_turn)]() if self._in_turn else None
+        self.repeat = None if turn is None else Repeat(turn)
+        self._begun: set[str] = set()  # units whose parameters were looked at
+        self._reduced: set[str] = set()  # whose gradients were
+        self._known = WeakTensorKeyDictionary()  # outputs, which other units read, with versions
+        self._buckets: dict[str, tuple[Unit, GradBucket]] = {}  # by label, in one backward
+
+    @property
+    def looks(self) -> bool:
+        """Whether this step is one of those that are looked at."""
+        return self.step % self._every == 0
+
+    @property
+    def compares(self) -> bool:
+        """Whether the ranks compare digests at the end of this step."""
+        return self._agree > 0 and self.step % self._agree == 0
+
+    @property
+    def _looks_now(self) -> bool:
+        # inside of a forward with gradients: reentrant checkpointing turns them off
+        return self.looks and (self._trains or torch.is_grad_enabled())
+
+    @property
+    def named(self) -> Named:
+        """The units that are watched."""
+        return [(place.name, unit) for unit, place in self.places.items()]
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def begin_forward(self, root: Root) -> None:
+        """The outermost module of `root` is called."""
+        self._trains = torch.is_grad_enabled()
+        if self.compares and self._trains:
+            self.agreement.begin(self.named, root)
+        for unit in root.units if self._looks_now else ():
+            place = self.places.get(unit)
+            if place is not None and place.name not in self._begun:
+                self._begun.add(place.name)
+                for group in unit.groups:
+                    shard = [] if group.shard is None else [group.shard]
+                    rest = ((param.fqn, param.at_rest) for param in group.params)
+                    self.checks.look_together(shard, rest, PARAMETER, place.name)
+
+    def entered(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A module of a unit is about to compute. Returns what it computes with."""
+        place, number = self.places[unit], unit.step.calls[-1].number
+        in_training = self._trains and number is not None  # one rank alone may evaluate
+        if self.compares and in_training:
+            self.agreement.note_gathered(unit, place.name, "in forward")
+        if not self._looks_now:
+            return args, kwargs
+        if self._keeps and in_training and is_forward() and not is_transformed():
+            self.calls.setdefault(place.name, []).append(call_of(unit, module, args, kwargs))
+        named = list(_named(INPUT, (*enumerate(args), *kwargs.items())))
+        fresh = [(n, each) for n, each in named if self._known.get(each) != version_of(each)]
+        self.checks.look(fresh, INPUT, place.name, place.around, forward=_forward_of(unit))
+        self._watch_gradients(unit, named, made=False)
+        repeat = self._repeated(unit)
+        return (args, kwargs) if repeat is None else repeat.begin(module, args, kwargs)
+
+    def left(self, unit: Unit, output: Any) -> None:
+        """A module of a unit has computed."""
+        if not self._looks_now:
+            return
+        place = self.places[unit]
+        if isinstance(output, dict):
+            items: Iterable[tuple[Any, Any]] = output.items()
+        else:
+            items = enumerate(output if isinstance(output, (tuple, list)) else [output])
+        named = list(_named(OUTPUT, items))
+        self.checks.look(named, OUTPUT, place.name, place.name, forward=_forward_of(unit))
+        for _, tensor in named:
+            self._known[tensor] = version_of(tensor)
+        call = next(reversed(self.calls.get(place.name, ())), None)
+        # not of a recomputation; of a module that calls itself the inner call is kept
+        if call is None or call.outputs or call.forward != unit.step.calls[-1].number:
+            call = None
+        else:
+            call.end(output)
+        self._watch_gradients(unit, named, made=True, call=call)
+        repeat = self._repeated(unit)
+        if repeat is not None:
+            repeat.end(output)
+
+    def _repeated(self, unit: Unit) -> Repeat | None:
+        """What runs this call of `unit` again, if anything; no recomputation."""
+        is_due = self.repeat is not None and self.repeat.unit is unit
+        return self.repeat if is_due and unit.step.calls[-1].number is not None else None
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def _watch_gradients(
+        self,
+        unit: Unit,
+        named: Iterable[tuple[str, Tensor]],
+        *,
+        made: bool,
+        call: Call | None = None,
+    ) -> None:
+        if backward_will_be_compiled():
+            return
+        forward = _forward_of(unit)
+        came = partial(self.gradient_came, unit, made=made, forward=forward)
+        for index, (name, tensor) in enumerate(named):
+            # hooks on parameters are the engine's matter; the messages have their gradients
+            if not tensor.requires_grad or isinstance(tensor, nn.Parameter):
+                continue
+            handle = tensor.register_hook(partial(came, f"gradient of {name}"))
+            if call is not None:
+                tensor.register_hook(partial(call.keep_gradient, index))
+            if tensor.grad_fn is None:
+                self._handles.append(handle)
+
+    @untraced
+    def gradient_came(
+        self, unit: Unit, name: str, gradient: Tensor, *, made: bool, forward: int | None
+    ) -> None:
+        """Autograd has the gradient of what a unit read, or `made`."""
+        place = self.places[unit]
+        if self.looks:
+            maker = place.around if made else place.name
+            order = place.order(made=made)
+            seen = [(name, gradient)]
+            self.checks.look(seen, GRADIENT, place.name, maker, order, forward=forward)
+        if self.compares and not made:  # it was gathered for backward, and is not left yet
+            self.agreement.note_gathered(unit, place.name, "in backward")
+
+    def launching(self, root: Root, label: str, args: Sequence[Any]) -> None:
+        """A message with gradients is about to be reduced.
+
+        Args:
+            root: whose gradients these are; another model may have the same labels.
+            label: of the message.
+            args: of `GroupComm._start`.
+        """
+        if label not in self._buckets:
+            self._buckets = buckets_of(self.places)
+        unit, bucket = self._buckets.get(label, (None, None))
+        if unit is None or bucket is None or unit.root is not root:
+            return
+        named = gradients_in(bucket, args)
+        if named is None:
+            return
+        place = self.places[unit]
+        self._reduced.add(place.name)
+        if self.repeat is not None and self.repeat.unit is unit:
+            named = list(named)
+            self.repeat.note_weights(bucket, named)
+        order = place.order(made=True)
+        self.checks.look_together(args[-1], named, GRADIENT, place.name, order)
+
+    def forget_buckets(self) -> None:
+        """A backward has ended; the next one may have others."""
+        self._buckets = {}
+
+    # --- the end of a step -----------------------------------------------------------------------
+
+    def first_not_finite(self, *, scaled: bool) -> tuple[First | None, bool]:
+        """See `Checks.end`."""
+        for unit, place in self.places.items():
+            # in no message that is known: of one rank, or of users' hooks
+            if unit.trains and place.name not in self._reduced:
+                landed = [(param.fqn, param.at_rest.grad) for param in unit.params]
+                there = [(name, each) for name, each in landed if each is not None]
+                order = place.order(made=True)
+                self.checks.look(there, GRADIENT, place.name, place.name, order)
+        first, overflows = self.checks.end(scaled=scaled)
+        if first is not None and first.seen.forward is not None:
+            numbers = [call.forward for call in self.calls.get(first.seen.maker, ())]
+            if first.seen.forward in numbers:
+                first = first._replace(call=numbers.index(first.seen.forward))
+        return first, overflows
+
+    def end_step(self) -> None:
+        """What was seen was said."""
+        self.step += 1
+        self._end()
+
+    def lose_step(self) -> None:
+        """All ranks have lost the step, and have seen different parts of it."""
+        self.checks.drop()
+        self.agreement.drop()
+        self._end()
+
+    def _end(self) -> None:
+        # whoever keeps the loss keeps hooks that have these
+        for call in (call for calls in self.calls.values() for call in calls):
+            call.gradients.clear()
+        if self.repeat is not None:
+            self.repeat.drop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._begin_step()
+
+
+def _forward_of(unit: Unit) -> int | None:
+    """The number of the forward that runs; None if nobody will say that its backward came."""
+    return None if backward_will_be_compiled() else unit.step.calls[-1].number
+
+
+def _named(kind: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in inputs or outputs, with names: `input 0`, `input mask`, `output 1.2`."""
+    for key, value in items:
+        tensors = tensors_in(value)
+        for index, tensor in enumerate(tensors):
+            yield f"{kind} {key}" + (f".{index}" if len(tensors) > 1 else ""), tensor
