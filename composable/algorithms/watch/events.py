@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from composable.algorithms.together import LOST
+from composable.algorithms.watch.sight import Sight
 from composable.comm.base import LAUNCHING, GroupComm
 from composable.compilation import untraced
 from composable.contract.hooks import detach, dispatcher_of
@@ -38,11 +39,27 @@ from composable.optim.in_backward import is_part_of_backward
 from composable.optim.shared import parameters_of
 from composable.optim.stand_in import is_stand_in
 
-if TYPE_CHECKING:
-    from composable.algorithms.watch.watch import Watch
-
 _NAME: Final = "watch"  # of brackets
 _GRADIENTS: Final = "gradient "  # labels of messages begin so
+
+
+class Watch(Protocol):
+    """What is told; `watch.py` has it, and imports this file."""
+
+    sight: Sight
+
+    def unscales(self) -> None:
+        """Gradients are about to be unscaled."""
+
+    def landed(self) -> None:
+        """Gradients have landed."""
+
+    def note(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+
+    def end_step(self) -> None:
+        """A step ends."""
+
 
 # As they began, since they communicate in turn. Weak: brackets of a model have its watch.
 _OPEN: Final[list[ReferenceType[Watch]]] = []
@@ -74,7 +91,9 @@ def begin(watch: Watch) -> None:
 
 
 def end(watch: Watch) -> None:
-    """Tell it no more; once more is nothing."""
+    """Tell it no more."""
+    if watch not in _watches():
+        return  # ended already; its modules may have another one
     _OPEN[:] = [ref(each) for each in _watches() if each is not watch]
     for unit in watch.sight.places:
         for module in unit.modules:
