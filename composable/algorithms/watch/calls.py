@@ -56,10 +56,6 @@ class Call:
         """The module has computed."""
         self.outputs = list(digests([each.detach() for each in tensors_in(output)]))
 
-    def keep_gradient(self, index: int, gradient: Tensor) -> None:
-        """A hook of an output. Without the graph, which would hold the hook."""
-        self.gradients[index] = gradient.detach()
-
     @property
     def is_exact(self) -> bool:
         """Whether it can be repeated to the bit: what it read is still there, not written to."""
@@ -67,6 +63,11 @@ class Call:
         return self.plain and all(
             tensor is now and version == newer for (tensor, version), (now, newer) in pairs
         )
+
+
+def keep_gradient(into: dict[int, Tensor], index: int, gradient: Tensor) -> None:
+    """A hook of an output, held by whoever keeps the loss; without the graph, which holds it."""
+    into[index] = gradient.detach()
 
 
 def call_of(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Call:

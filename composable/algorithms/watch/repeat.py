@@ -133,10 +133,9 @@ class Repeat:
                 unit.free()
 
     def drop(self) -> None:
-        """Free the gradients, which hooks hold for as long as somebody keeps the loss."""
+        """Forget what it has: hooks hold it for as long as somebody keeps the loss."""
         self.inputs.clear()
-        if self.call is not None:
-            self.call.gradients.clear()
+        self.call, self._buffers = None, []
 
     def _first(self, call: Call) -> dict[str, int]:
         found = _named("output", by_index(call.outputs))

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable.algorithms.watch.agreement import Agreement, Named
-from composable.algorithms.watch.calls import Call, call_of, is_forward, version_of
+from composable.algorithms.watch.calls import (
+    Call,
+    call_of,
+    is_forward,
+    keep_gradient,
+    version_of,
+)
 from composable.algorithms.watch.checks import GRADIENT, INPUT, OUTPUT, PARAMETER, Checks, First
 from composable.algorithms.watch.messages import buckets_of, gradients_in
 from composable.algorithms.watch.repeat import Repeat, candidates_in
@@ -207,7 +213,7 @@ class Sight:
                 continue
             handle = tensor.register_hook(partial(came, f"gradient of {name}"))
             if call is not None:
-                tensor.register_hook(partial(call.keep_gradient, index))
+                tensor.register_hook(partial(keep_gradient, call.gradients, index))
             if tensor.grad_fn is None:
                 self._handles.append(handle)
 
