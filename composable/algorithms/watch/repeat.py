@@ -135,6 +135,8 @@ class Repeat:
     def drop(self) -> None:
         """Forget what it has: hooks hold it for as long as somebody keeps the loss."""
         self.inputs.clear()
+        if self.call is not None:
+            self.call.gradients.clear()
         self.call, self._buffers = None, []
 
     def _first(self, call: Call) -> dict[str, int]:
