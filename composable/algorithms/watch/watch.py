@@ -135,7 +135,7 @@ def watch(
         if events.watch_of(unit) is not None:
             raise AlreadyAnnotatedError(
                 f"watch: unit '{unit.name}' is watched already; call close() on what the first"
-                " watch returned"
+                f" watch returned, or leave {VARIABLE} out of the environment"
             )
     fqns = names_below(model)
     names = {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}
