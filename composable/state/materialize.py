@@ -101,6 +101,11 @@ class _RawMemory(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _free(whole: _Whole) -> None:
+    if whole.view.untyped_storage().resizable():  # with torch 2.11 not what NumPy was given
+        whole.buffer.free()
+
+
 def _storage(tensor: Tensor) -> int:
     tensor = local_tensor(tensor)
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
@@ -447,7 +452,7 @@ class _Materialization:
             if storage in self._written:
                 del self._unset[key]
         for each in self._shown:
-            each.buffer.free()
+            _free(each)
         self._shown = {}
 
     def _look_at(self, place: Place, found: nn.Parameter) -> None:
@@ -490,7 +495,7 @@ class _Materialization:
         for each in self._by_id.values():
             each.managed.param.register(each.at_rest)
             follow_whole(each.at_rest, each.parameter)
-            each.buffer.free()
+            _free(each)
 
     def compare(self, units: Sequence[Unit]) -> None:
         """Raise on all ranks if initialisers gave them different values."""
