@@ -282,9 +282,8 @@ def refuse_moment(what: str, unit: Unit) -> None:
     share buckets, which are filled anew.
     """
     around = () if unit.root is None or unit.kind is not Kind.ARRIVAL else unit.root.units
-    for each in around:
-        if each.kind is Kind.ARRIVAL and each.gradients.has_unreduced:
-            unit = each
+    shares = [each for each in around if each.kind is Kind.ARRIVAL]
+    unit = next((each for each in shares if each.gradients.has_unreduced), unit)
     if unit.is_busy or unit.gradients.accumulation.now is not SyncMode.REDUCE:
         raise PhaseError(
             f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward,"

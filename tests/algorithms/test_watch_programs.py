@@ -31,6 +31,7 @@ from composable import (
     together,
     watch,
 )
+from composable.comm.base import LAUNCHING
 from composable.engine.step.observer import HEARERS, Observer
 from composable.memory.torch_private import local_tensor
 from tests.helpers.world import Pool, current_device, spmd
@@ -339,6 +340,25 @@ def test_who_keeps_losses_does_not_keep_gradients(tmp_path: Path) -> None:
     for options in ({}, {"folder": tmp_path}, {"repeat": True}):
         counts = _tensors_that_are_alive(5, **options)
         assert counts[-1] == counts[-2], f"{options}: {counts}"
+
+
+def _told() -> list[int]:
+    return [len(LAUNCHING), *map(len, vars(HEARERS).values())]
+
+
+@spmd(ranks=1)
+def test_steps_are_heard_of_until_the_last_watch_is_closed() -> None:
+    gc.collect()
+    watch(fully_shard(layers())).close()  # and those that nobody has closed are gone
+    before = _told()
+    first, second = watch(fully_shard(layers())), watch(fully_shard(layers()))
+    during = _told()
+    assert during > before
+    first.close()
+    assert _told() == during
+    second.close()
+    assert _told() == before
+    second.close()
 
 
 # --- units that run again ------------------------------------------------------------------------

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import partial
 from typing import Any, Final, Protocol
 from weakref import ReferenceType, WeakSet, ref
 
@@ -43,7 +43,7 @@ _NAME: Final = "watch"  # of brackets
 _GRADIENTS: Final = "gradient "  # labels of messages begin so
 
 
-class Watch(Protocol):
+class Listener(Protocol):
     """What is told; `watch.py` has it, and imports this file."""
 
     sight: Sight
@@ -62,25 +62,25 @@ class Watch(Protocol):
 
 
 # As they began, since they communicate in turn. Weak: brackets of a model have its watch.
-_OPEN: Final[list[ReferenceType[Watch]]] = []
+_OPEN: Final[list[ReferenceType[Listener]]] = []
 _HOOKED: Final[WeakSet[Optimizer]] = WeakSet()
 
 
-def _watches() -> list[Watch]:
+def _watches() -> list[Listener]:
     return [watch for each in _OPEN if (watch := each()) is not None]
 
 
-def watch_of(unit: Unit) -> Watch | None:
+def watch_of(unit: Unit) -> Listener | None:
     """The one that has this unit."""
     return next((each for each in _watches() if unit in each.sight.places), None)
 
 
-def _watches_of(units: Iterable[Unit]) -> list[Watch]:
+def _watches_of(units: Iterable[Unit]) -> list[Listener]:
     units = list(units)
     return [each for each in _watches() if any(unit in each.sight.places for unit in units)]
 
 
-def begin(watch: Watch) -> None:
+def begin(watch: Listener) -> None:
     """Tell `watch` of its model from now on."""
     for unit in watch.sight.places:
         for module in unit.modules:
@@ -90,7 +90,7 @@ def begin(watch: Watch) -> None:
     _listen()
 
 
-def end(watch: Watch) -> None:
+def end(watch: Listener) -> None:
     """Tell it no more."""
     if watch not in _watches():
         return  # ended already; its modules may have another one
@@ -98,6 +98,9 @@ def end(watch: Watch) -> None:
     for unit in watch.sight.places:
         for module in unit.modules:
             detach(module, _NAME)
+    # not where a model is collected: observers that are told just then would miss an event
+    while _LISTENING and not _OPEN:
+        _LISTENING.pop()()
 
 
 class _Bracket:
@@ -105,7 +108,7 @@ class _Bracket:
 
     __slots__ = ("_watch",)
 
-    def __init__(self, watch: Watch | None = None) -> None:
+    def __init__(self, watch: Listener | None = None) -> None:
         self._watch = watch
 
     def __deepcopy__(self, memo: object) -> _Bracket:
@@ -196,12 +199,15 @@ class _Ear(Observer):
                     watch.sight.launching(root, label, args)
 
 
-@cache
+_LISTENING: Final[list[Callable[[], object]]] = []  # what ends it
+
+
 def _listen() -> None:
-    """Once, and for good: to stop while others are told would make them miss an event."""
-    ear = _Ear()
-    HEARERS.add(ear)
-    LAUNCHING.append(ear.launching)
+    """Until the last watch is closed: models that nobody watches pay for it, too."""
+    if not _LISTENING:
+        ear = _Ear()
+        LAUNCHING.append(ear.launching)
+        _LISTENING.extend((HEARERS.add(ear), partial(LAUNCHING.remove, ear.launching)))
 
 
 def _units_of(parameters: Sequence[Tensor]) -> list[Unit]:

@@ -65,8 +65,8 @@ class SparseGradients:
 
     @property
     def came(self) -> bool:
-        """Whether backward has brought any that were not reduced."""
-        return bool(self._here)
+        """Whether this backward has brought any; not known behind others under `no_sync`."""
+        return bool(self._here) and not self.holds
 
     @torch.no_grad()
     def end_backward(self, *, reduces: bool) -> None:

@@ -53,13 +53,13 @@ class GradientSpec:
 
 
 class Stages:
-    """Who makes the reductions of a unit's dense gradients: here, collectives. Of
-    `features/hook_stages.py`, a hook of the user's.
+    """Reduces a unit's dense gradients by collectives. `features/hook_stages.py` puts hooks of the
+    user's in their place.
     """
 
     def attach(self, unit: UnitGradients, buckets: Sequence[GradBucket]) -> None:
-        """Reduce `buckets`, which are all that the unit has now, or has of its own; those that
-        units share (`arrival.py`) follow.
+        """Reduce `buckets` from now on, and no others: all buckets of the unit. For the kind
+        ARRIVAL a second call names those in `arrival.py`.
         """
         for bucket in buckets:
             bucket.reducer.make_stages(None, None)
@@ -79,7 +79,7 @@ class UnitGradients:
         arrivals: the hooks by which autograd tells of gradients; taken out of its tables while the
             unit will be reduced anyway.
         accumulation: `no_sync`.
-        stages: who makes the reductions.
+        stages: reduces them.
         hooks_due: with one rank only: parameters with a gradient whose post-accumulate hooks are
             still to be called.
     """

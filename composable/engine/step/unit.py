@@ -805,7 +805,7 @@ class Unit:
     def dissolve(self) -> list[ManagedParam]:
         """It is removed: it gives up hooks, groups and modules. Returns its parameters."""
         self.gradients.clear()
-        self.gradients.reduce_by(self.gradients.stages)  # who makes them: none is left
+        self.gradients.stages.attach(self.gradients, ())  # hooks are not called for it any more
         for undo in reversed(self.undo):
             undo()
         self.drop_step()

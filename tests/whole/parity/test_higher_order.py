@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import describe, fully_shard, replicate
+from composable import describe, fully_shard, no_sync, replicate
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
@@ -363,20 +363,38 @@ def test_gradients_of_parameters_are_not_differentiated(annotate: Any, unit: str
     )
 
 
+class _Looked(nn.Module):
+    """A sparse table, and rows from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, x: Tensor, rows: Tensor, *, learns: bool) -> Tensor:
+        found = self.table(x)
+        return ((found if learns else found.detach()) + rows).square().sum()
+
+
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
 @spmd(ranks=2)
 def test_sparse_gradients_are_not_differentiated_and_a_graph_without_any_is_legal() -> None:
-    table, head = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2).requires_grad_(False)
-    model = nn.Sequential(table, head)
+    model, x = _Looked(), torch.tensor([1, 3])
     replicate(model)
-    x = torch.tensor([1, 3])
-    assert refusal(lambda: model(x).square().sum().backward(create_graph=True)).startswith(
+    rows = torch.randn(2, 3, requires_grad=True)
+    assert refusal(lambda: model(x, rows, learns=True).backward(create_graph=True)).startswith(
         "DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit"
     )
+
+    def penalty() -> None:
+        loss = model(x, rows, learns=False)
+        (gradient,) = torch.autograd.grad(loss, rows, create_graph=True)
+        gradient.square().sum().backward()
+
     model.zero_grad()
-    rows = torch.randn(2, 3, requires_grad=True)
-    loss = model(x).sum().detach() + head(rows).square().sum()
-    (gradient,) = torch.autograd.grad(loss, rows, create_graph=True)
-    gradient.square().sum().backward()
-    assert rows.grad is not None
-    assert table.weight.grad is None
+    penalty()
+    assert model.table.weight.grad is None
+    with no_sync(model):
+        model(x, rows, learns=True).backward()
+        penalty()  # what waits is no gradient of its graph
+    model(x, rows, learns=True).backward()
+    assert model.table.weight.grad is not None
