@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.compilation import untraced, unwrapped
+from composable.engine.edits.written import written
 from composable.engine.params.dtensors import describe_mesh
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, MeshError, closest, few
@@ -191,6 +192,7 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
     ]
     for average in averages:
         average.land()
+    written(units)
 
 
 def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:

@@ -43,6 +43,7 @@ from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.dtensors import is_unreduced
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step import root as roots
+from composable.engine.edits.written import written
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.observer import DECISIONS, HEARERS
 from composable.engine.step.root import Root
@@ -510,6 +511,7 @@ class _Scope(JoinHook):
             and stepped_in_backward([param.at_rest]) is None
         ]
         self._comm.broadcast(locals_of(unknown), "broadcast of parameters after join", self.source)
+        written([unit for unit in self._units if not unit.is_sharded])
         if self.shadows:
             self._freeze(trains)
             self._clear(*cleared)

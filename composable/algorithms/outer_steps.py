@@ -43,6 +43,7 @@ from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo
 from composable.comm.base import DONE, Work
 from composable.compilation import untraced, unwrapped
+from composable.engine.edits.written import written
 from composable.engine.params.dtensors import dtensor_parameter, gradient_like
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import label_of
@@ -243,6 +244,7 @@ class LocalSteps:
             self.outer.zero_grad()
             for message in self._messages:
                 message.write(self._rounds.keep)
+            written([unit for unit in self._units if unit.modules])
             self._behind = WeakTensorKeyDictionary()
             for member in (each for message in self._messages for each in message.members):
                 gradient = member.param.at_rest.grad

@@ -31,9 +31,10 @@ from torch.optim.optimizer import (
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
+from composable.engine.edits.written import written
 from composable.engine.params.param import labels_of
 from composable.engine.step.root import UNLANDED, land_held
-from composable.engine.step.unit import Unit
+from composable.engine.step.unit import Unit, unit_of
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
@@ -126,10 +127,9 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     stepped = before or _with_gradients(managed)
     if stepped:
         increment_version(stepped)
-    for unit in kept:
-        unit.unshard()
-    for unit in kept:
-        unit.wait_for_unshard()
+    if kept:
+        changed = {unit_of(parameter) for parameter in stepped}
+        written([unit for unit in kept if unit in changed])
 
 
 def _with_gradients(parameters: list[Tensor]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import show_at_rest, warn_of_other_groups
+from composable.engine.edits.written import show_again, written
 from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import units_below
@@ -99,14 +100,17 @@ class EMA:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters at rest, and buffers that are in the state dict; tied ones once."""
-        for unit in units_below([self._model]):
+        units = units_below([self._model])
+        for unit in units:
             show_at_rest(unit)
         buffers: dict[int, tuple[str, Tensor]] = {}
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     buffers.setdefault(id(buffer), (f"{prefix}.{name}".lstrip("."), buffer))
-        return {**dict(self._model.named_parameters()), **dict(buffers.values())}
+        tensors = {**dict(self._model.named_parameters()), **dict(buffers.values())}
+        show_again(units)
+        return tensors
 
     def _pairs(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
         """Return pairs of local tensors of the averages and of the model.
@@ -125,12 +129,11 @@ class EMA:
                 " since the average was made. Make a new EMA(model, decay) and load_state_dict()"
                 " the old one's state_dict()"
             )
-        parameters = dict(self._model.named_parameters())
         slow, copied = [], []
         for name, tensor in tensors.items():
             pair = _local(self._averages[name]), _local(tensor)
             if (
-                name in parameters
+                isinstance(tensor, nn.Parameter)
                 and name not in self._fixed
                 and (tensor.is_floating_point() or tensor.is_complex())
             ):
@@ -167,6 +170,7 @@ class EMA:
             kept = cloned(value)
             value.copy_(average)
             average.copy_(kept)
+        written(units_below([self._model]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by FQN, sharded like the parameters, and the decay.

@@ -20,6 +20,7 @@ from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups
+from composable.engine.edits.written import show_again
 from composable.engine.params.dtensors import whole_of
 from composable.engine.params.param import mesh_of
 from composable.engine.params.protocol import plain_parts
@@ -121,9 +122,12 @@ def _state_of(
     model = unwrapped(model)
     units = units_in(caller, model)
     require_at_rest(caller, units)
-    _refuse_other_values(caller, model)
-    with says_nothing_of_groups():
-        state = model.state_dict(keep_vars=True)
+    try:
+        _refuse_other_values(caller, model)
+        with says_nothing_of_groups():
+            state = model.state_dict(keep_vars=True)
+    finally:
+        show_again(units)
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for fqn, value in state.items():

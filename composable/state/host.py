@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.values import map_tensors
-from composable.engine.step.unit import Unit
+from composable.engine.edits.written import written
+from composable.engine.step.unit import EXPLICIT, Unit
 from composable.errors import AnnotationError, PhaseError
 from composable.features.extension import refuse_extended
 from composable.memory.offload import HostHome, free_cached_memory, wait_for_traffic
@@ -37,6 +38,7 @@ class HostOffload:
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._units = units
+        self._shown = [unit for unit in units if EXPLICIT in unit.kept_by]
         # by the ids of host tensors; it holds them, so that these ids stay theirs
         self._hosted: dict[int, tuple[Tensor, torch.device]] = {}
 
@@ -51,6 +53,9 @@ class HostOffload:
         if units:
             self._move(self._back)
             self._hosted = {}
+        for unit in self._shown if units else ():
+            unit.keep(EXPLICIT)
+        written(units)
 
     def __enter__(self) -> HostOffload:
         return self

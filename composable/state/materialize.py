@@ -31,6 +31,7 @@ from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
 from composable.contract.tree import Place
 from composable.contract.values import tensors_in
+from composable.engine.edits.written import written
 from composable.engine.params.dtensors import whole_of
 from composable.engine.params.param_hooks import move_hooks
 from composable.engine.step.root import planned_roots
@@ -262,6 +263,7 @@ def _fill(
         all_or_none(verb, comms_of_model(units), plan.write)
     for place in fresh:
         _UNSET.pop(place.module, None)
+    written(units)
     return Loaded([], []) if plan is None else plan.left_out
 
 
@@ -353,6 +355,7 @@ def refresh(model: nn.Module) -> None:
         root.agree_anew()
     for root in planned_roots(units):
         root.prepare()
+    written(units)  # those that were moved or cast have other memory
 
 
 @torch.no_grad()

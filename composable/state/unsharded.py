@@ -16,6 +16,7 @@ from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.contract.tree import Place
+from composable.engine.edits.written import show_again, written
 from composable.engine.params.param import holds_unreduced, keep_gradients_in
 from composable.engine.params.protocol import has_protocol, plain_parts
 from composable.engine.step.unit import RANK0_ONLY, Unit
@@ -111,6 +112,7 @@ def unsharded(
         yield
     except BaseException:
         _hide(module, managed, shown, mine)
+        show_again(units)
         raise
     tied = _hide(module, managed, shown, mine)
     if writeback:
@@ -118,11 +120,16 @@ def unsharded(
         all_or_none("unsharded", [*comms], partial(_check_edits, shown, tied))
         for each in shown:
             follow_whole(each.managed.param.at_rest, each.whole)
-        for unit in dict.fromkeys(each.managed.unit for each in shown):
+        copied = dict.fromkeys(each.managed.unit for each in shown)
+        changed = [unit for unit in mine if unit not in copied]  # edits have reached the parameters
+        for unit in copied:
             edited = [each for each in shown if each.managed.unit is unit]
             if with_grads or rank0_only or _is_edited(unit, edited):
+                changed.append(unit)
                 for each in edited:
                     _write_back(each, rank0_only=rank0_only, with_grads=with_grads)
+        written(changed)  # the same units on all ranks
+    show_again(units)
 
 
 def _refuse_accumulated(managed: list[Managed]) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
 from composable.contract.contract import drop_attribute
+from composable.engine.edits.written import written
 from composable.engine.params.dtensors import describe_mesh, dtensor_parameter
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import (
@@ -73,6 +74,7 @@ class StateDictHooks:
             undo.append(module.register_state_dict_pre_hook(self._before).remove)
             undo.append(module.register_state_dict_post_hook(partial(self._after)).remove)
             undo.append(module.register_load_state_dict_pre_hook(self._load).remove)
+            undo.append(module.register_load_state_dict_post_hook(self._loaded).remove)
             casts = unit.spec.mp_policy.param_dtype is not None
             if isinstance(module, nn.RNNBase) and (unit.is_sharded or casts):
                 # cuDNN's weights are moved next to each other by `flatten_parameters`, away from
@@ -94,8 +96,7 @@ class StateDictHooks:
     @untraced
     def _after(self, module: nn.Module, _: object, prefix: str, *__: object) -> None:
         warn_of_other_groups(module, prefix)
-        if EXPLICIT in self._unit.kept_by and not self._unit.step.calls:
-            self._unit.show()
+        self._unit.show_again()
 
     def _load(
         self,
@@ -118,6 +119,11 @@ class StateDictHooks:
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor):
                 state_dict[prefix + name] = self._take(param, prefix + name, value, assign=assign)
+
+    def _loaded(self, *_: object) -> None:
+        """The entries of a module are loaded. What a scope shows is gathered again and shown."""
+        if EXPLICIT in self._unit.kept_by and not self._unit.step.calls:
+            written([self._unit])
 
     def _take(self, param: ManagedParam, key: str, value: Tensor, *, assign: bool) -> Tensor:
         at_rest = param.at_rest

@@ -29,9 +29,10 @@ shard buffer, which all local tensors share. While the memory is gone, the count
 `ABSENT`, which no graph has saved: autograd raises its error and does not read freed memory.
 
 Writes. Parameters that are there are gathered again by the next `unshard` if all ranks have written
-to them: by an operator on a `DTensor`, as steps of optimizers do; in any way after a state dict was
-made (`expect_load`); or in any way before a step (`note_writes(by_all=True)`). Another write to a
-local tensor may be this rank's alone. No message may depend on it, so that a warning tells of it.
+to them: by an operator on a `DTensor`; in any way after a state dict was made (`expect_load`); or
+in a call that says so (`note_written`), as optimizers' steps, averages and edits do. Another write
+to a local tensor may be this rank's alone. No message may depend on it, so that a warning tells of
+it.
 """
 
 from __future__ import annotations
@@ -353,14 +354,15 @@ class ParamGroup(ABC):
         """Whether at-rest parameters were written to since they were gathered."""
         return self._regather or self._seen != self._versions_now()
 
-    def note_writes(self, *, by_all: bool = False) -> None:
-        """Look for writes to at-rest parameters since the last look, see the top of this file.
-
-        Args:
-            by_all: all ranks have made them.
-        """
+    def note_writes(self) -> None:
+        """Look for writes to at-rest parameters since the last look, see the top of this file."""
         if (now := self._versions_now()) != self._seen:
-            self._note(now, by_all=by_all)
+            self._note(now)
+
+    def note_written(self) -> None:
+        """All ranks have written to at-rest parameters; no version counter need show it."""
+        if self._counted:
+            self._note(self._versions_now(), by_all=True)
 
     def _note(self, now: list[int], *, by_all: bool = False) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""

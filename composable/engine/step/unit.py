@@ -544,8 +544,13 @@ class Unit:
             if group.state is not ShardedState.SHARDED and group.gathers:
                 if not self.must_stay:
                     group.reshard()
-                elif before_step:
-                    group.note_writes(by_all=True)
+                elif before_step and group.is_stale:
+                    group.note_written()
+
+    def note_written(self) -> None:
+        """All ranks have written to parameters at rest, see `engine/edits/written.py`."""
+        for group in self.groups:
+            group.note_written()
 
     def keep(self, reason: object) -> None:
         """Stay unsharded once unsharded, while there is a reason."""
@@ -567,6 +572,13 @@ class Unit:
         self.kept_by[EXPLICIT] = None
         if self.is_unsharded and not any(group.is_stale for group in self.groups):
             self.swap_in()
+
+    def show_again(self) -> None:
+        """Modules hold what `unshard()` and scopes ask for, after a call that needed what is at
+        rest.
+        """
+        if EXPLICIT in self.kept_by and not self.step.calls and not self.shown_by:
+            self.show()
 
     def refrozen(self) -> list[ManagedParam]:
         """Parameters that users have frozen, or unfrozen, by what modules hold in place of the

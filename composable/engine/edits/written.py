@@ -1,0 +1,37 @@
+"""What a call that all ranks make says when it has written to parameters at rest.
+
+Such calls write through local tensors, as optimizers step shards: no version counter tells their
+writes from those of one rank alone, which no message may follow (`param_group.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from composable.compilation import untraced
+from composable.engine.step.unit import Unit
+
+
+@untraced
+def written(units: Iterable[Unit]) -> None:
+    """Tell `units` that their parameters at rest have new values, on all ranks.
+
+    Whatever is gathered of them is out of date. Units that a scope keeps are gathered again at
+    once, since each rank may call them in an order of its own there, and modules hold what the
+    scope shows. So all ranks call this, with the same units.
+    """
+    units = list(units)
+    for unit in units:
+        unit.note_written()
+    kept = [unit for unit in units if unit.kept_by]
+    for unit in kept:
+        unit.unshard()
+    for unit in kept:
+        unit.wait_for_unshard()
+    show_again(kept)
+
+
+def show_again(units: Iterable[Unit]) -> None:
+    """Let modules hold again what scopes show, after a call that looked at parameters at rest."""
+    for unit in units:
+        unit.show_again()
