@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
-from composable.engine.edits.loading import show_at_rest, warn_of_other_groups
-from composable.engine.edits.written import show_again, written
+from composable.engine.edits.loading import warn_of_other_groups
+from composable.engine.edits.written import at_rest, written
 from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import units_below
@@ -100,17 +100,13 @@ class EMA:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters at rest, and buffers that are in the state dict; tied ones once."""
-        units = units_below([self._model])
-        for unit in units:
-            show_at_rest(unit)
         buffers: dict[int, tuple[str, Tensor]] = {}
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     buffers.setdefault(id(buffer), (f"{prefix}.{name}".lstrip("."), buffer))
-        tensors = {**dict(self._model.named_parameters()), **dict(buffers.values())}
-        show_again(units)
-        return tensors
+        with at_rest(units_below([self._model])):
+            return {**dict(self._model.named_parameters()), **dict(buffers.values())}
 
     def _pairs(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
         """Return pairs of local tensors of the averages and of the model.

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable.compilation import unwrapped
+from composable.engine.edits.written import at_rest
 from composable.engine.params.dtensors import whole_of
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import label_of
+from composable.engine.step.unit import units_below
 from composable.errors import OptimizerError, few
 from composable.memory.torch_private import local_of, step_hooks
 
@@ -50,11 +52,12 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             " ranks that own them (step_on_matrices). Save it with get_optimizer_state_dict, and"
             " load it into a new optimizer"
         )
-    here = {
-        (id(module), name): found
-        for module in model.modules()
-        for name, found in module._parameters.items()
-    }
+    with at_rest(units_below([model])):  # in `keep_unsharded`, too
+        here = {
+            (id(module), name): found
+            for module in model.modules()
+            for name, found in module._parameters.items()
+        }
     current = {id(parameter) for parameter in here.values()}
 
     def successor(parameter: Tensor) -> nn.Parameter | None:

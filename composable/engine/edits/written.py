@@ -6,10 +6,12 @@ writes from those of one rank alone, which no message may follow (`param_group.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from composable.compilation import untraced
 from composable.engine.step.unit import Unit
+from composable.memory.torch_private import in_backward
 
 
 @untraced
@@ -29,6 +31,20 @@ def written(units: Iterable[Unit]) -> None:
     for unit in kept:
         unit.wait_for_unshard()
     show_again(kept)
+
+
+@contextmanager
+def at_rest(units: Sequence[Unit]) -> Iterator[None]:
+    """Let modules hold parameters at rest inside, but for those of a forward or backward that is
+    under way; then what scopes show.
+    """
+    for unit in units:
+        if not unit.step.calls and not in_backward():
+            unit.swap_out()
+    try:
+        yield
+    finally:
+        show_again(units)
 
 
 def show_again(units: Iterable[Unit]) -> None:
