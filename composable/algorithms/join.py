@@ -39,11 +39,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from composable.algorithms.narration import _OPEN, Event, Narrator, open_scope, shadow
 from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
+from composable.engine.edits.written import written
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.dtensors import is_unreduced
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step import root as roots
-from composable.engine.edits.written import written
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.observer import DECISIONS, HEARERS
 from composable.engine.step.root import Root

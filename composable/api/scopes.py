@@ -152,10 +152,12 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     whole parameters in forwards of their units only, because `zero_grad` and clipping look for
     gradients at the sharded ones.
 
-    Parameters that an optimizer changes inside the scope are gathered again when it has stepped.
-    Writes that may be one rank's alone (to a local tensor, `parameter.data`, NumPy) are not
-    followed: call `reshard(module)` after them, on every rank. What is written to whole parameters
-    is lost when they are resharded; edit them inside `unsharded(module)`.
+    Parameters that an optimizer, an average, `unsharded`, `EMA.swap` or a loaded state dict changes
+    inside the scope are gathered again at once, and modules go on holding whole ones. Those that an
+    operator changes are gathered again as their units are called. Writes that may be one rank's
+    alone (to a local tensor, `parameter.data`, NumPy) are not followed: call `reshard(module)`
+    after them, on every rank. What is written to whole parameters is lost when they are resharded;
+    edit them inside `unsharded(module)`.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
