@@ -92,6 +92,7 @@ class Net(nn.Module):
 
     Attributes:
         recompute: how torch's checkpoints are put around blocks: None, or `use_reentrant`.
+        gives: weights come along with the output.
     """
 
     def __init__(self, *, experts: bool) -> None:
@@ -101,11 +102,12 @@ class Net(nn.Module):
         self.moe = Routed(EXPERTS) if experts else None
         self.extra, self.head = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
         self.recompute: bool | None = None
+        self.gives = False
         with torch.no_grad():  # as small as a linear's
             for parameter in [] if self.moe is None else self.moe.experts.parameters():
                 parameter.mul_(0.3)
 
-    def forward(self, x: Tensor, *, extra: bool = True, turned: bool = False) -> Tensor:
+    def forward(self, x: Tensor, *, extra: bool = True, turned: bool = False) -> Any:
         """`turned`: from the last block to the first."""
         x = self.first(x)
         for block in reversed(self.blocks) if turned else self.blocks:
@@ -117,7 +119,13 @@ class Net(nn.Module):
             x = self.moe(x)
         if extra:
             x = x + self.extra(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        x = self.head(x)
+        return (x, self.weights()) if self.gives else x
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and views of some, as fused losses take them."""
+        weight, norm = self.head.weight, self.blocks[0].norm.weight
+        return {"all": weight, "turned": weight.t(), "cut": norm[1:], "one": norm.detach()[0]}
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         for name, module in self.named_modules():

@@ -9,8 +9,8 @@ no program can be, with the reason, and `REFUSED` those that the library refuses
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -38,7 +38,10 @@ from composable import (
     refresh,
     register_comm_hook,
     replicate,
+    step_on_matrices,
+    together,
     unsharded,
+    watch,
 )
 from tests.covering import model as models
 from tests.covering.model import Block, Net, Spread, Up
@@ -74,6 +77,7 @@ class Choice:
         step: done before each step, of both models.
         finish: done at the end.
         around: what all steps are in.
+        backwards: what the backwards of a step of ours are in.
         forward: what forwards of ours are in.
     """
 
@@ -88,6 +92,7 @@ class Choice:
     step: Callable[[Run, int], object] = nothing
     finish: Callable[[Run], object] = nothing
     around: Callable[[Run], AbstractContextManager[Any]] = lambda run: nullcontext()
+    backwards: Callable[[Run], AbstractContextManager[Any]] = lambda run: nullcontext()
     forward: Callable[[Run], AbstractContextManager[Any]] = lambda run: nullcontext()
 
 
@@ -264,6 +269,11 @@ def _in_backward(parameters: Any, *, ours: bool) -> torch.optim.Optimizer:
     return apply_optimizer_in_backward(torch.optim.SGD, parameters, _SGD)
 
 
+def _on_matrices(parameters: Any, *, ours: bool) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters, **_ADAM)  # type: ignore[arg-type]
+    return step_on_matrices(optimizer) if ours else optimizer
+
+
 def _optimizer(kind: Any, **options: Any) -> Callable[..., Any]:
     return lambda parameters, *, ours: kind(parameters, **options)
 
@@ -273,6 +283,7 @@ OPTIMIZERS: Final[Values] = {
     "AdamW, foreach": Choice(is_=_optimizer(torch.optim.AdamW, **_ADAM, foreach=True)),
     "AdamW, fused": Choice(is_=_optimizer(torch.optim.AdamW, **_ADAM, fused=True)),
     "in backward": Choice(is_=_in_backward),
+    "AdamW, whole matrices": Choice(is_=_on_matrices),
 }
 
 
@@ -596,6 +607,84 @@ EVENTS: Final[Values] = {
 }
 
 
+# --- what leaves a forward, and what is written in a scope --------------------------------------
+
+
+@torch.no_grad()
+def _evaluate_for_weights(run: Run, step: int) -> None:
+    """What an evaluation returned stays the caller's, whatever comes."""
+    run.model.gives = True
+    _, given = run.model(run.batch(step, 0, run.index))
+    run.model.gives = False
+    run.compare(f"weights of evaluation {step}", run.alone.weights(), given)
+    run.given.append({name: (value, value.clone()) for name, value in given.items()})
+
+
+def _compare_given(run: Run) -> None:
+    """An alias of the user's own memory sees steps, as in one process; what is gathered is kept."""
+    now = run.alone.weights()
+    for step, given in enumerate(run.given):
+        for name, (value, then) in given.items():
+            if not torch.equal(value, then):
+                run.compare(f"given in step {step}", {name: now[name]}, {name: value})
+
+
+OUTPUTS: Final[Values] = {
+    "computed": Choice(),
+    "weights come along": Choice(step=_evaluate_for_weights, finish=_compare_given),
+}
+
+
+def _load_half(run: Run) -> None:
+    whole = full_state_dict(run.model, rank0_only=False)
+    run.model.load_state_dict({name: value * 0.5 for name, value in whole.items()})
+    for parameter in run.alone.parameters():
+        parameter.mul_(0.5)
+
+
+def _written_in_scope(act: Callable[[Run], object]) -> Choice:
+    @torch.no_grad()
+    def write(run: Run) -> None:
+        with keep_unsharded(run.model):
+            for when in ("before", "after"):
+                if when == "after":
+                    act(run)
+                losses = [{"": run.loss(m, 2, 0, run.index)} for m in (run.alone, run.model)]
+                run.compare(f"loss {when} a write in a scope", *losses)
+
+    return _at_step_two(write)
+
+
+WRITTEN: Final[Values] = {
+    "nothing": Choice(),
+    "edited in keep_unsharded": _written_in_scope(_edit),
+    "loaded in keep_unsharded": _written_in_scope(_load_half),
+}
+
+
+# --- what looks after steps ---------------------------------------------------------------------
+
+
+WATCHED: Final[Values] = {
+    "no": Choice(),
+    "yes": Choice(around=lambda run: watch(run.model, on="raise")),
+    "repeat": Choice(around=lambda run: watch(run.model, on="raise", repeat=True)),
+}
+
+
+@contextmanager
+def _in_together(run: Run) -> Iterator[None]:
+    with together(run.model) as step:
+        yield
+    assert not step.lost, step.why
+
+
+TOGETHER: Final[Values] = {
+    "no": Choice(),
+    "yes": Choice(backwards=_in_together),
+}
+
+
 # --- the arrays ---------------------------------------------------------------------------------
 
 
@@ -622,12 +711,16 @@ _OF_BOTH: Final[dict[str, Values]] = {
     "copies": COPIES,
     "saved": SAVED,
     "event": EVENTS,
+    "outputs": OUTPUTS,
+    "watch": WATCHED,
+    "together": TOGETHER,
 }
 FULLY_SHARD: Final[dict[str, Values]] = {
     **_OF_BOTH,
     "reshard_after_forward": RESHARD,
     "shard_placement_fn": DIMENSIONS,
     "prefetch": PREFETCH,
+    "written in a scope": WRITTEN,
 }
 REPLICATE: Final[dict[str, Values]] = {
     **_OF_BOTH,

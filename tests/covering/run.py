@@ -42,6 +42,7 @@ class Run:
         roots: what was annotated, in that order.
         index: of this rank among those that have different batches, of which there are `ranks`.
         averages: of `alone` and of `model`.
+        given: by step, weights that an evaluation returned, and copies of then.
         found: how the two differ.
     """
 
@@ -65,6 +66,7 @@ class Run:
             each.coarser for each in choices
         )
         self.averages: list[Any] = []
+        self.given: list[dict[str, tuple[Tensor, Tensor]]] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.roots: list[Any] = []
         self.model, self.alone = self._make(), self._make().double()
@@ -184,6 +186,14 @@ class Run:
 
     def _backwards(self, step: int) -> None:
         how = self.accumulation
+        with ExitStack() as scopes:
+            for choice in self.choices.values():
+                scopes.enter_context(choice.backwards(self))
+            self._all_backwards(step, how)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+
+    def _all_backwards(self, step: int, how: Accumulation) -> None:
         for number in range(how.backwards):
             held = how.held and (how.closes or number < how.backwards - 1)
             with no_sync(self.model, level=how.held) if held else nullcontext():
@@ -191,8 +201,6 @@ class Run:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         if how.closes:
             reduce_gradients(self.model)
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
 
     def _backwards_alone(self, step: int) -> None:
         how = self.accumulation
