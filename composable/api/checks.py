@@ -28,7 +28,7 @@ from composable.contract.tree import REPLICATE, SHARD, Managed
 from composable.engine.gradients.sparse import is_sparse_lookup
 from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.param import ParamInfo, label_of
-from composable.engine.params.protocol import has_protocol, pieces_of
+from composable.engine.params.protocol import cloned, has_protocol, pieces_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
 from composable.features.packed import is_packed, refusal_of
@@ -298,11 +298,10 @@ def refuse_unfit_extension(
             f" and cannot be {what}. {instead}, or leave it out with ignored_params"
         )
     try:
-        pieces_of(parameter, ranks)
+        cloned(pieces_of(parameter, ranks)[0])  # as each rank does whose shard is not empty
     except AnnotationError as error:
         raise AnnotationError(
-            f"parameter '{name}': {error}. Shard over a number of ranks that divides it, or"
-            " leave it out with ignored_params"
+            f"parameter '{name}': {error}, or leave it out with ignored_params"
         ) from None
 
 
@@ -392,6 +391,15 @@ def refuse_wrapped(
         if any(id(p) in managed for n, p in below.named_parameters() if n not in left_out):
             where = f"'{fqn}'" if fqn else "the module"
             raise ClashError(f"{verb}: {where} {by}, and gradients would be averaged twice. {cure}")
+
+
+def replicated_by_torch(modules: Sequence[nn.Module]) -> dict[nn.Module, None]:
+    """Modules below `modules` that torch's `replicate` manages: `fully_shard` leaves them alone, as
+    torch's does.
+    """
+    below = [each for module in modules for each in module.modules() if each not in modules]
+    tops = [each for each in below if _verb_of_torch(each) == REPLICATE]
+    return {each: None for top in tops for each in top.modules()}
 
 
 def _verb_of_torch(module: nn.Module) -> str:

@@ -91,6 +91,7 @@ def replicate(
             it by their number, "sum" leaves it, a positive number divides it by that number.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave
             alone. Parameters that lie elsewhere may be among them: one set may go to every call.
+            Names of buffers, too: each rank keeps its own.
         sync_module_states: "broadcast" copies rank 0's parameters and buffers, also to ranks that
             built the module on the meta device; "check" compares them; "off" compares no values.
         broadcast_buffers: buffers follow rank 0 before every training forward of the root; False

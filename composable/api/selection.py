@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from composable.contract.naming import find_fqn, has_forward, module_name, require_callable
 from composable.contract.tree import REPLICATE, SHARD, Managed, Place, T, walk
@@ -31,6 +31,8 @@ logger = logging.getLogger("composable")
 def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) -> dict[int, None]:
     """The ids of the parameters that `ignored` stands for: parameters, modules, FQNs and globs.
 
+    A name or glob that no parameter has may be of buffers, as in the lists that DDP takes.
+
     Raises:
         AnnotationError: an FQN or glob matches nothing.
     """
@@ -38,24 +40,27 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) 
         return {}
     if isinstance(ignored, (str, nn.Module, nn.Parameter)):
         ignored = [ignored]
-    named = [
-        (f"{fqn}.{name}".lstrip("."), p)
-        for module in modules
-        for fqn, below in by_all_names(module)
-        for name, p in below._parameters.items()
-        if p is not None
-    ]
+    named, buffers = (
+        [
+            (f"{fqn}.{name}".lstrip("."), tensor)
+            for module in modules
+            for fqn, below in by_all_names(module)
+            for name, tensor in getattr(below, table).items()
+            if tensor is not None
+        ]
+        for table in ("_parameters", "_buffers")
+    )
     result: dict[int, None] = {}
     for item in ignored:
         # Those that lie elsewhere are of another call: trainers give one set to all calls.
         if isinstance(item, nn.Parameter):
-            found = [item]
+            found: list[Tensor] = [item]
         elif isinstance(item, nn.Module):
             found = list(item.parameters())
         elif isinstance(item, str):
-            found = [p for fqn, p in named if any(fnmatchcase(n, item) for n in _around(fqn))]
+            found = _matching(item, named) or _matching(item, buffers)
             if not found:
-                names = [name for fqn, _ in named for name in _around(fqn)]
+                names = [name for fqn, _ in (*named, *buffers) for name in _around(fqn)]
                 near = closest(item.rstrip(".*"), names, limit=3)
                 hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
                 raise AnnotationError(f"ignored_params: pattern '{item}' matched nothing{hint}")
@@ -68,8 +73,12 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) 
     return result
 
 
+def _matching(pattern: str, named: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+    return [tensor for fqn, tensor in named if any(fnmatchcase(n, pattern) for n in _around(fqn))]
+
+
 def _around(fqn: str) -> list[str]:
-    """The FQNs of the modules around a parameter, and its own."""
+    """The FQNs of the modules around a parameter or buffer, and its own."""
     return list(accumulate(fqn.split("."), "{}.{}".format))
 
 

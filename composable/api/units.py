@@ -44,6 +44,7 @@ from composable.api.checks import (
     refuse_unfit,
     refuse_unfit_extension,
     refuse_wrapped,
+    replicated_by_torch,
     tied_to_replicated,
     warn_of_gradients,
     warn_of_padding,
@@ -167,7 +168,8 @@ def annotate(
             plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
             params = [each for plan in plans for each in plan.params]
             parameters = [each.managed for each in params]
-            buffers = managed_buffers(modules)
+            ignored = ids_of_ignored(modules, ignored_params)
+            buffers = managed_buffers(modules, ignored=ignored)
             treatment = [text for plan in plans for text in _treatment(name, plan)]
         apart: dict[Spread, list[Managed[nn.Parameter]]] = {}  # on meshes of their own
         for each in params:
@@ -216,27 +218,31 @@ def _planned_units(
         require_callable(module)
     picked = picked_units(verb, modules, policy, tuple(options))
     ignored = ids_of_ignored(modules, ignored_params)
+    replicated = replicated_by_torch(modules) if verb == SHARD else {}
+    ignored |= {id(p): None for module in replicated for p in module.parameters(False)}
+    picked = {module: own for module, own in picked.items() if module not in replicated}
     managed = managed_parameters(modules, ignored=ignored)
     tied = tied_to_replicated(verb, modules, managed, None if spread is None else spread.mesh)
     left_out = {id(each.tensor) for _, each in tied}
     managed = [each for each in managed if id(each.tensor) not in left_out]
     refuse_wrapped(verb, modules, managed)
-    refuse_lazy([*managed, *managed_buffers(modules)])
+    held = managed_buffers(modules, ignored=ignored)
+    refuse_lazy([*managed, *held])
     refuse_unfit(verb, managed)
     inherited = inherited_policies(modules, picked, precision_policy(verb, options["mp_policy"]))
     units = [(modules, options)]
     units += [((u,), {**options, "mp_policy": inherited[u], **own}) for u, own in picked.items()]
     shares = by_unit(modules, list(picked), managed)
-    buffers = by_unit(modules, list(picked), managed_buffers(modules))
+    buffers = by_unit(modules, list(picked), held)
     # From the innermost unit outwards, as units are made: shard_placement_fn is the user's, and
     # asked once per parameter.
     plans = []
-    for (unit, own), share, held in reversed([*zip(units, shares, buffers, strict=True)]):
+    for (unit, own), share, followed in reversed([*zip(units, shares, buffers, strict=True)]):
         over = spread
         if own["mesh"] is not options["mesh"]:
             kind = None if spread is None else spread.mesh.device_type
             over = spread_over(verb, own["mesh"], unit, kind)
-        plans.append(_plan(verb, modules, unit, own, over, share, held, ignored))
+        plans.append(_plan(verb, modules, unit, own, over, share, followed, ignored))
     return plans[::-1], tied
 
 

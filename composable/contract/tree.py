@@ -136,12 +136,14 @@ def managed_parameters(
     ]
 
 
-def managed_buffers(modules: Sequence[nn.Module]) -> list[Managed[Tensor]]:
+def managed_buffers(
+    modules: Sequence[nn.Module], *, ignored: Collection[int] = ()
+) -> list[Managed[Tensor]]:
     """Return the buffers of `modules`, persistent or not.
 
-    Buffers in annotated modules below them are left out.
+    Buffers in annotated modules below them are left out, and those whose ids are in `ignored`.
     """
-    return _managed("_buffers", modules)
+    return [each for each in _managed("_buffers", modules) if id(each.tensor) not in ignored]
 
 
 def _managed(table: str, modules: Sequence[nn.Module]) -> list[Managed[Any]]:

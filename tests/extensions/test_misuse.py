@@ -69,6 +69,19 @@ class ForgetsRows(Rows):
         return made[:-1] if func is torch.ops.aten.split.Tensor else made
 
 
+class CopiedPlain(Rows):
+    """One that only its own class could copy, and cannot."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return inner["values"]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        return made.values if func is torch.ops.aten.new_zeros.default else made
+
+
 class OnRankOne(Rows):
     """One whose method fails on one rank."""
 
@@ -121,6 +134,7 @@ _REFUSED: Final[dict[str, tuple[Callable[[Tensor], Tensor], dict[str, Any], str]
     "no protocol": (_subclass(Without), {}, "is of class Without; only a plain"),
     "inner sizes": (Blocks, {}, "over 2 ranks.*the blocks of 32 elements do not divide"),
     "lost rows": (ForgetsRows, {}, r"over 2 ranks.*torch.chunk gives shapes \["),
+    "a copy of another class": (CopiedPlain, {}, r"new_zeros\(\) makes a Tensor, which is not"),
     "another dimension": (
         Rows,
         {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},

@@ -118,6 +118,33 @@ def test_it_trains_as_one_process() -> None:
             torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
 
 
+class Unflattened(Rows):
+    """Its `__tensor_unflatten__` is not torch's; FSDP2 never calls it."""
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, size: Any, stride: Any) -> Any:  # type: ignore[override]
+        return cls(inner["values"])
+
+
+class UnflattenedPlain(Rows):
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, meta: Any, size: Any, stride: Any) -> Any:
+        return inner["values"]
+
+
+@spmd(ranks=2)
+def test_a_class_that_rebuilds_itself_unlike_torchs_trains_and_is_copied() -> None:
+    for kind in (Unflattened, UnflattenedPlain):
+        model = _sharded(with_rows(Net(hidden=5), kind))
+        twin = copy.deepcopy(model)
+        for each in (model, twin):
+            assert type(each.linears()[0].weight._local_tensor) is kind  # type: ignore[union-attr]
+        torch.testing.assert_close(_train(model), _alone(Net(Emulated, 5)))
+        torch.testing.assert_close(_train(twin), _alone(Net(Emulated, 5)))
+        remove(model, fully_shard)
+        assert type(model.linears()[0].weight.data) is kind
+
+
 _PROGRAMS: Final[dict[str, dict[str, Any]]] = {
     "reshard_after_forward=False": {"reshard_after_forward": False},
     "reshard_after_forward=True": {"reshard_after_forward": True},

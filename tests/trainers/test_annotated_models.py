@@ -170,7 +170,9 @@ def _refused_next_to_torchs(verb: str) -> list[list[str]]:
         for kind in _TORCHS:
             on, below = _torchs(kind)(_layers()), nn.Sequential(_torchs(kind)(_layers()))
             said.append([])
-            for model in (on, below):
+            # torch's fully_shard leaves what its replicate manages alone, and so does ours
+            left_alone = verb == "fully_shard" and kind.endswith("replicate")
+            for model in (on,) if left_alone else (on, below):
                 before = anatomy(model)
                 said[-1].append(refusal(lambda m=model: _VERBS[verb](m)))
                 assert anatomy(model) == before
@@ -187,7 +189,32 @@ def test_what_verbs_of_torch_manage_is_refused(pool: Pool, verb: str) -> None:
             f"is managed by torch's {name} already, and gradients would be averaged twice. Leave"
             " one of the two out"
         )
-        assert said == [f"ClashError: {verb}: {what} {tail}" for what in ("the module", "'0'")]
+        expected = [f"ClashError: {verb}: {what} {tail}" for what in ("the module", "'0'")]
+        assert said == expected[: len(said)]
+
+
+@pytest.mark.parametrize("kind", ["replicate", "newer replicate"])
+@spmd(ranks=2)
+def test_shards_around_torchs_replicate_train_as_one_process(kind: str) -> None:
+    plain, ours = _layers(), _layers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        _torchs(kind)(ours[0])
+        fully_shard(ours, policy={nn.Linear})
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, foreach=False)
+        alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for number in range(3):
+            x = torch.full((2, 4), float(dist.get_rank() + number))
+            for model in (plain, ours):
+                model(x).square().sum().backward()
+            averaged = averaged_gradients(plain)
+            torch.testing.assert_close(full_gradients(ours), averaged)
+            for name, parameter in plain.named_parameters():
+                parameter.grad = averaged[name]
+            for each in (alone, optimizer):
+                each.step()
+                each.zero_grad()
+    torch.testing.assert_close(full_parameters(ours), full_parameters(plain))
 
 
 @pytest.mark.parametrize("verb", list(_VERBS))

@@ -59,7 +59,7 @@ def pieces_of(whole: Tensor, ranks: int) -> list[Tensor]:
     if said:
         raise AnnotationError(
             f"a {type(whole).__name__} of shape {tuple(whole.shape)} cannot be cut along dimension"
-            f" 0 over {ranks} ranks: {said}"
+            f" 0 over {ranks} ranks: {said}. Shard over a number of ranks that divides it"
         )
     return pieces
 
@@ -94,18 +94,39 @@ def cloned(tensor: Tensor) -> Tensor:
     """A copy of a tensor that shares no memory with it. Of one with the protocol, a copy of
     what it is made of: `clone` of an `NF4Tensor` quantises again, and its `new_zeros` keeps
     some of the memory.
+
+    Raises:
+        AnnotationError: its class makes a copy of another class, which no one could gather.
     """
     if not hasattr(tensor, PRE):
         return tensor.clone()
-    if hasattr(tensor, "__tensor_flatten__"):
-        kind: Any = type(tensor)
+    made = _rebuilt(tensor)
+    if made is None:
+        made = tensor.new_zeros(tensor.shape)
+        made.copy_(tensor)
+    if type(made) is not type(tensor):
+        raise AnnotationError(
+            f"a {type(tensor).__name__} cannot be copied: its new_zeros() makes a"
+            f" {type(made).__name__}, which is not gathered in its own form. Let aten.new_zeros"
+            " return the class in __torch_dispatch__"
+        )
+    return made
+
+
+def _rebuilt(tensor: Tensor) -> Tensor | None:
+    """A copy by the methods that torch.compile calls; None if the class has them in another form
+    than torch's, which no other caller would notice.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    kind: Any = type(tensor)
+    try:
         names, context = tensor.__tensor_flatten__()
         inner = {name: cloned(getattr(tensor, name)) for name in names}
-        found: Tensor = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-        return found
-    made = tensor.new_zeros(tensor.shape)
-    made.copy_(tensor)
-    return made
+        found = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    except Exception:
+        return None
+    return found if type(found) is kind and found.shape == tensor.shape else None
 
 
 def plain_parts(tensor: Any) -> list[Tensor]:

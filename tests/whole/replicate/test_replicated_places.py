@@ -41,6 +41,9 @@ def _after_a_forward(broadcast: object) -> tuple[float, bool]:
         replicate(
             model, broadcast_buffers=False, policy=NamePolicy({"norm": {"broadcast_buffers": True}})
         )
+    elif isinstance(broadcast, list):
+        replicate(model, ignored_params=broadcast)
+        assert float(model.rank) == dist.get_rank()  # type: ignore[arg-type]
     else:
         replicate(model, broadcast_buffers=broadcast)  # type: ignore[arg-type]
     for buffer in (model.rank, model.norm.running_mean):
@@ -55,6 +58,9 @@ def test_buffers_are_left_to_each_rank_on_demand_and_module_by_module(pool: Pool
     assert pool.run(2, _after_a_forward, True) == [(0.0, True), (0.0, True)]
     assert pool.run(2, _after_a_forward, False) == [(0.0, True), (1.0, False)]
     assert pool.run(2, _after_a_forward, "norm") == [(0.0, True), (1.0, True)]
+    # names that DDP takes to ignore are of parameters and buffers
+    assert pool.run(2, _after_a_forward, ["layer.bias", "rank"]) == [(0.0, True), (1.0, True)]
+    assert pool.run(2, _after_a_forward, ["r*k", "norm.*_mean"]) == [(0.0, True), (1.0, False)]
 
 
 def _one_buffer_at_two_places() -> None:
