@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Final, NamedTuple
 from weakref import ref
 
@@ -368,7 +367,10 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     for exact in exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
-    for undo in chain(hooks.watch(holders), *(prepare(each, mesh_info.device) for each in holders)):
+    for undo in (step for each in holders for step in prepare(each, mesh_info.device)):
+        on_undo(undo)
+    # State dicts have buffers of modules without parameters, too.
+    for undo in hooks.watch({**holders, **dict.fromkeys(each.module for each in spec.buffer_holders)}):
         on_undo(undo)
     for module in plan.modules:
         attach_copying(module)  # `copy.deepcopy` and pickle

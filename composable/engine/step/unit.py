@@ -492,6 +492,29 @@ class Unit:
         self._swap.swap_out()
         self._is_in = False
 
+    def show_at_rest(self, module: nn.Module | None = None) -> None:
+        """A state dict is made of what modules hold, or loaded: at-rest parameters.
+
+        Args:
+            module: the one whose entries come next. There may be many in a unit, so that what
+                `unshard()` shows of the others stays.
+        """
+        if not self._is_in or self.step.calls or in_backward():
+            return
+        if module is None or EXPLICIT not in self.kept_by:
+            self.swap_out()
+            return
+        self._swap.swap_out_at(module)
+        for buffers in self._buffers:
+            buffers.hide()
+
+    def end_show_at_rest(self, module: nn.Module) -> None:
+        """After `show_at_rest`, once the entries of `module` are in a state dict."""
+        if self._is_in and EXPLICIT in self.kept_by and not self.step.calls:
+            self._swap.swap_in_at(module)
+            for buffers in self._buffers:
+                buffers.show()
+
     def hold_at_rest(self) -> None:
         """Modules hold at-rest parameters again, unless they are to hold compute parameters: in a
         call, until all modules of the unit have run, after `unshard()`, while a backward is in it,
