@@ -422,6 +422,7 @@ class Unit:
     def note_agreement(self, made: Agreed) -> None:
         alive = [each for each in self.agreements if None not in each.units()]
         self.agreements = [*alive, made]  # those of dropped models go
+        self.given = {key: value for key, value in self.given.items() if key[0] in alive}
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
@@ -718,6 +719,10 @@ class Unit:
         """See `given`; UNKNOWN if it was not computed while these units train."""
         root = self.root
         return UNKNOWN if root is None else self.given.get((root.agreed, root.training), UNKNOWN)
+
+    def forget_given(self, agreed: Agreed, training: tuple[bool, ...]) -> None:
+        """No rank looks for it any more, see `Agreed.patterns`."""
+        self.given.pop((agreed, training), None)
 
     def pass_comparison(self) -> None:
         """All ranks were seen to enter it in one place."""
