@@ -82,6 +82,9 @@ class Owner(Protocol):
 # --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages ----
 
 _LABEL: Final = "_composable_label"
+# The attribute by which a parameter keeps what steps it in backward (`optim/in_backward.py`); no
+# copy has it.
+STEPPED_BY: Final = "_composable_stepped_by"
 
 
 @dataclass(slots=True, eq=False)
