@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Final, NamedTuple
 from weakref import ref
 
@@ -80,7 +79,7 @@ from composable.contract.tree import (
 from composable.engine.edits.copies import attach_copying, detach_copying
 from composable.engine.edits.loading import StateDictHooks
 from composable.engine.edits.removal import restore
-from composable.engine.edits.tree import settle
+from composable.engine.edits.tree import forget_dropped, settle
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.param_group import Kind
 from composable.engine.step.unit import Unit, UnitSpec
@@ -192,6 +191,7 @@ def annotate(
             verb(plan.modules[0], **plan.options)
         finally:
             _planned.reset(token)
+    forget_dropped(modules, comm)
     unit = _attach(verb, plans[0])
     settle(modules, unit, [(owner, managed.tensor, managed.places) for owner, managed in tied])
     warn_of_padding(state for plan in plans if (state := verb.state(plan.modules[0])) is not None)
@@ -374,7 +374,12 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     for exact in exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
-    for undo in chain(hooks.watch(holders), *(prepare(each, mesh_info.device) for each in holders)):
+    for undo in (step for each in holders for step in prepare(each, mesh_info.device)):
+        on_undo(undo)
+    # State dicts have buffers of modules without parameters, too.
+    for undo in hooks.watch(
+        {**holders, **dict.fromkeys(each.module for each in spec.buffer_holders)}
+    ):
         on_undo(undo)
     for module in plan.modules:
         attach_copying(module)  # `copy.deepcopy` and pickle

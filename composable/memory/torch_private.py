@@ -197,6 +197,16 @@ CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
+# Within `with no_views():` operations that make views make tensors of their own on the same memory,
+# each with its own version counter. Autograd refuses writes, in grad mode, to views that were made
+# outside of it, and writes to one view mark the others. `detach` would take longer per view, and
+# shares the counter.
+no_views: Callable[[], AbstractContextManager[None]] = partial(
+    torch._C._ExcludeDispatchKeyGuard,
+    torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView),
+)
+
+
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Exchange all parameters, gradients and buffers for what `function` makes of them, as
     `Module.to` does, which takes one dtype for all.

@@ -9,8 +9,9 @@ that it manages when the reduced gradient lands; autograd calls those of other p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final, NoReturn
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from composable.compilation import untraced
-from composable.engine.params.param import label_of
+from composable.engine.params.param import STEPPED_BY, label_of
 from composable.engine.step.observer import HEARERS, Observer
 from composable.errors import OptimizerError, PhaseError
 from composable.memory.torch_private import in_backward
@@ -59,18 +60,15 @@ class OptimizerInBackward(Optimizer):
         for parameter in parameters:
             trains = parameter.requires_grad
             parameter.requires_grad_(True)  # or torch refuses the hook; it may train later
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+            hook = partial(_on_gradient, ref(self))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
             parameter.requires_grad_(trains)
+            setattr(parameter, STEPPED_BY, _Kept(self))
 
-    # Dynamo takes optimizers to be capturable, and cannot make their state inside of a graph
-    @untraced
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def on_gradient(self, parameter: Tensor) -> None:
+        """Step the parameter, whose reduced gradient is there, and free the gradient."""
         if id(parameter) not in self.ids:
-            raise PhaseError(
-                f"{_NAME}: {_name_of(parameter)} took the place of one that is stepped in backward,"
-                " and is not stepped itself. Call remove() on what the function returned, and the"
-                " function again, after annotating and replacing parameters"
-            )
+            _refuse_replaced(parameter)
         if parameter.grad is not None:
             self._step_one(parameter)
             parameter.grad = None
@@ -116,6 +114,8 @@ class OptimizerInBackward(Optimizer):
         _refuse_in_backward("remove()")
         for hook in self._hooks:
             hook.remove()
+        for parameter in self.param_groups[0]["params"]:
+            vars(parameter).pop(STEPPED_BY, None)
         _alive.discard(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -140,6 +140,37 @@ class OptimizerInBackward(Optimizer):
         raise OptimizerError(
             f"{_NAME}: what it returned cannot be copied or pickled. Save its state_dict()"
         )
+
+
+class _Kept:
+    """The attribute of a parameter that keeps the optimizer, whether the user does or not.
+
+    Its hook does not: torch keeps hooks where Python's garbage collector does not look, and both
+    would stay for ever, with the model.
+    """
+
+    def __init__(self, optimizer: OptimizerInBackward) -> None:
+        self._optimizer = optimizer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy, and what a file holds, is not stepped
+
+
+# Dynamo takes optimizers to be capturable, and cannot make their state inside of a graph
+@untraced
+def _on_gradient(to_optimizer: ref[OptimizerInBackward], parameter: Tensor) -> None:
+    optimizer = to_optimizer()
+    if optimizer is None:  # all that it stepped were replaced
+        _refuse_replaced(parameter)
+    optimizer.on_gradient(parameter)
+
+
+def _refuse_replaced(parameter: Tensor) -> NoReturn:
+    raise PhaseError(
+        f"{_NAME}: {_name_of(parameter)} took the place of one that is stepped in backward,"
+        " and is not stepped itself. Call remove() on what the function returned, and the"
+        " function again, after annotating and replacing parameters"
+    )
 
 
 def _end_step() -> None:

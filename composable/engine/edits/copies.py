@@ -30,7 +30,12 @@ from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
 from composable.engine.params.dtensors import dtensor_parameter
 from composable.engine.params.form import ParamForm
-from composable.engine.params.param import ManagedParam, ParamInfo, copy_attributes
+from composable.engine.params.param import (
+    STEPPED_BY,
+    ManagedParam,
+    ParamInfo,
+    copy_attributes,
+)
 from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import HEARS
@@ -207,5 +212,6 @@ def _copy_of(parameter: nn.Parameter, form: ParamForm, memo: dict[Any, Any]) -> 
         parameter.shape, parameter.stride(), requires_grad=parameter.requires_grad,
     )  # fmt: skip
     copy_attributes(parameter, made)
+    vars(made).pop(STEPPED_BY, None)
     form.finish_copy(made, memo)
     return made

@@ -42,7 +42,7 @@ from composable.engine.params.param import (
 from composable.engine.params.protocol import as_class_of, cloned
 from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
-from composable.memory.torch_private import in_backward, local_of
+from composable.memory.torch_private import local_of
 
 logger = logging.getLogger("composable")
 
@@ -90,13 +90,13 @@ class StateDictHooks:
         refuse_pickling(self._unit)
         return _without_unit, ()
 
-    def _before(self, *_: object) -> None:
-        show_at_rest(self._unit)
+    def _before(self, module: nn.Module, *_: object) -> None:
+        show_at_rest(self._unit, module)
 
     @untraced
     def _after(self, module: nn.Module, _: object, prefix: str, *__: object) -> None:
         warn_of_other_groups(module, prefix)
-        self._unit.show_again()
+        self._unit.end_show_at_rest(module)
 
     def _load(
         self,
@@ -185,10 +185,13 @@ def _without_unit() -> StateDictHooks:
 
 
 @untraced
-def show_at_rest(unit: Unit) -> None:
-    """Before a state dict is made or loaded: modules hold at-rest parameters."""
-    if not unit.step.calls and not in_backward():
-        unit.swap_out()
+def show_at_rest(unit: Unit, module: nn.Module | None = None) -> None:
+    """Before a state dict is made or loaded: modules hold at-rest parameters.
+
+    Args:
+        module: see `Unit.show_at_rest`.
+    """
+    unit.show_at_rest(module)
     for group in unit.groups:
         group.expect_load()
 
@@ -226,9 +229,11 @@ def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
             no longer ones than inside of it.
     """
     for parameter in module.parameters(recurse=False):
-        group, ranks, label = model_group_of(parameter), mesh_of(parameter), label_of(parameter)
-        unit = unit_of(parameter)
-        if group is None or ranks is None or label is None or unit is None:
+        group = model_group_of(parameter)
+        if group is None:  # as nearly all are
+            continue
+        ranks, label, unit = mesh_of(parameter), label_of(parameter), unit_of(parameter)
+        if ranks is None or label is None or unit is None:
             continue
         number, model = dist.get_world_size(group), unit.relations.units_around()[-1].modules[0]
         alone = label.mesh_info is None and prefix.count(".") <= label.fqn.count(".")

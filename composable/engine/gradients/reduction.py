@@ -55,7 +55,7 @@ from composable.engine.params.param import as_parameter
 from composable.engine.params.precision import Precision
 from composable.errors import RanksDisagreeError
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import chunk_cat, local_tensor, storage_key
+from composable.memory.torch_private import chunk_cat, local_tensor, no_views, storage_key
 
 _CACHE_LINE: Final = 64  # bytes
 _PLANS: Final = 4  # for sets of parameters that train; where others come up, plans are made anew
@@ -379,10 +379,11 @@ class Plan:
     def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
         first = flat.storage_offset()
-        return [
-            flat.as_strided(shape, strides, first + start)
-            for shape, strides, start in map(self.segments.__getitem__, indices)
-        ]
+        with no_views():  # users write to gradients with autograd, too
+            return [
+                flat.as_strided(shape, strides, first + start)
+                for shape, strides, start in map(self.segments.__getitem__, indices)
+            ]
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -466,8 +467,13 @@ class KeptPlan(Plan):
     def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
         super().__init__(reducer, trainable)
         self._flat = super().make_flat()
-        indices = self.layout.trainable
-        self._views = dict(zip(indices, super().views(self._flat, indices), strict=True))
+        segments = self.segments
+        # Detached, they are no views to autograd, but share the version counter: a later message
+        # writes to what a graph may have saved.
+        self._views = {
+            index: self._flat.as_strided(*segments[index]).detach()
+            for index in self.layout.trainable
+        }
 
     def make_flat(self) -> Tensor:
         return self._flat

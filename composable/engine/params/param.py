@@ -82,6 +82,9 @@ class Owner(Protocol):
 # --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages ----
 
 _LABEL: Final = "_composable_label"
+# The attribute by which a parameter keeps what steps it in backward (`optim/in_backward.py`); no
+# copy has it.
+STEPPED_BY: Final = "_composable_stepped_by"
 
 
 @dataclass(slots=True, eq=False)
@@ -376,12 +379,13 @@ class ParameterSwap:
     where it is.
     """
 
-    __slots__ = ("_in", "_out")
+    __slots__ = ("_in", "_of_modules", "_out", "_params")
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
-        swapped = [param for param in params if param.at_rest is not param.compute]
-        self._in = [(*at, p.at_rest, p.compute) for p in swapped for at in p.tables]
-        self._out = [(*at, p.compute, p.at_rest) for p in swapped for at in p.tables]
+        self._params = [param for param in params if param.at_rest is not param.compute]
+        self._in = [(*at, p.at_rest, p.compute) for p in self._params for at in p.tables]
+        self._out = [(*at, p.compute, p.at_rest) for p in self._params for at in p.tables]
+        self._of_modules: dict[int, list[_Swapped]] = {}  # `_out`, once one of them was asked for
 
     def swap_in(self) -> None:
         """Register the compute parameters."""
@@ -391,8 +395,27 @@ class ParameterSwap:
         """Register the at-rest parameters again."""
         _exchange(self._out)
 
+    def swap_in_at(self, module: nn.Module) -> None:
+        """Register the compute parameters at one module."""
+        here = self._at(module)
+        _exchange([(table, name, at_rest, compute) for table, name, compute, at_rest in here])
 
-def _exchange(places: Sequence[tuple[Any, str, nn.Parameter, nn.Parameter]]) -> None:
+    def swap_out_at(self, module: nn.Module) -> None:
+        """Register the at-rest parameters at one module."""
+        _exchange(self._at(module))
+
+    def _at(self, module: nn.Module) -> list[_Swapped]:
+        if not self._of_modules:
+            places = (place for param in self._params for place in param.info.places)
+            for place, swapped in zip(places, self._out, strict=True):
+                self._of_modules.setdefault(id(place.module), []).append(swapped)
+        return self._of_modules.get(id(module), [])
+
+
+_Swapped = tuple[Any, str, nn.Parameter, nn.Parameter]  # where, what is there, what comes
+
+
+def _exchange(places: Sequence[_Swapped]) -> None:
     # A plain loop over flat tuples: it runs for every parameter four times per step.
     for table, name, before, after in places:
         if table.get(name) is before:

@@ -403,7 +403,7 @@ class ParamGroup(ABC):
 
     def expect_load(self) -> None:
         """A state dict is made: all ranks may load a checkpoint into its tensors."""
-        if self.state is not ShardedState.SHARDED:
+        if self.state is not ShardedState.SHARDED and not self._loads:  # each module asks
             self.note_writes()
             self._loads = True
 

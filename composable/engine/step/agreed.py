@@ -8,6 +8,7 @@
 | `repeat` | which parameters are in buckets that wait for the end | the first backward |
 | `in_one_order`, `before` | which replicated units precede which with shards | the first backward |
 | `Unit.given` | whether backward enters a frozen unit that this rank skips | forwards |
+| `patterns` | of which sets of training units `Unit.given` knows | forwards with gradients |
 | `untraced` | whether the compiler may reduce gradients | a backward that it did not run |
 | `last_backward` | whether other roots take part in a backward | each backward |
 
@@ -29,10 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from weakref import ref
 
 from composable.engine.gradients.agreed_order import AgreedOrder
+
+# Entries of `Agreed.patterns` at most. Where layers are frozen in turn there are many.
+PATTERNS: Final = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +48,8 @@ class Agreed:
         gradients: `buckets`, `repeat`, `in_one_order` and `before` of the table.
         untraced: why the compiler reduces no gradients any more; empty if it may.
         last_backward: when it ended, on the clock of `root.CLOCK`; -1 before the first.
+        patterns: which units trained in forwards with gradients, oldest first. All ranks have the
+            same, also where some skip units.
     """
 
     members: tuple[ref[Any], ...]
@@ -51,6 +57,7 @@ class Agreed:
     gradients: AgreedOrder = field(default_factory=AgreedOrder)
     untraced: str = ""
     last_backward: int = -1
+    patterns: dict[tuple[bool, ...], None] = field(default_factory=dict)
 
     def units(self) -> list[Any]:
         """The members; one of a dropped model has no root that would ask."""
@@ -59,6 +66,17 @@ class Agreed:
     def follow(self, order: tuple[int, ...]) -> None:
         """Forwards gather ahead in this order from now on."""
         self.order = order
+
+    def note_pattern(self, training: tuple[bool, ...]) -> tuple[bool, ...] | None:
+        """A forward with gradients begins. Returns the oldest of too many patterns."""
+        if training in self.patterns:
+            return None
+        self.patterns[training] = None
+        if len(self.patterns) <= PATTERNS:
+            return None
+        oldest = next(iter(self.patterns))
+        del self.patterns[oldest]
+        return oldest
 
     def stop_tracing(self, why: str) -> None:
         """The compiler reduces no gradients any more."""

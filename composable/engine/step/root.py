@@ -479,6 +479,9 @@ class Root:
             for unit in self.beside:
                 unit.show_in_root()
             if grad:
+                if (oldest := self.agreed.note_pattern(self.training)) is not None:
+                    for unit in self.units:
+                        unit.forget_given(self.agreed, oldest)
                 if module.training:
                     self._trained.append(forward.number)
                 # as DDP does, in evaluation mode with gradients, too; of replicated units only

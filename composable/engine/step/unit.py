@@ -235,6 +235,11 @@ class Relations:
         for unit in (own, *below):
             unit.relations.around[self.number] = ref(own)
 
+    def forget(self, numbers: Iterable[int]) -> None:
+        """These annotations around it are alive on no rank."""
+        for number in numbers:
+            self.around.pop(number, None)
+
     def end(self, own: Unit) -> list[Unit]:
         """`own` is no unit any more. Returns those around it and below, and what is below these."""
         around, below = self.units_around(), [*self.below]
@@ -422,6 +427,7 @@ class Unit:
     def note_agreement(self, made: Agreed) -> None:
         alive = [each for each in self.agreements if None not in each.units()]
         self.agreements = [*alive, made]  # those of dropped models go
+        self.given = {key: value for key, value in self.given.items() if key[0] in alive}
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
@@ -491,6 +497,29 @@ class Unit:
             buffers.hide()
         self._swap.swap_out()
         self._is_in = False
+
+    def show_at_rest(self, module: nn.Module | None = None) -> None:
+        """A state dict is made of what modules hold, or loaded: at-rest parameters.
+
+        Args:
+            module: the one whose entries come next. There may be many in a unit, so that what
+                `unshard()` shows of the others stays.
+        """
+        if not self._is_in or self.step.calls or in_backward():
+            return
+        if module is None or EXPLICIT not in self.kept_by:
+            self.swap_out()
+            return
+        self._swap.swap_out_at(module)
+        for buffers in self._buffers:
+            buffers.hide()
+
+    def end_show_at_rest(self, module: nn.Module) -> None:
+        """After `show_at_rest`, once the entries of `module` are in a state dict."""
+        if self._is_in and EXPLICIT in self.kept_by and not self.step.calls:
+            self._swap.swap_in_at(module)
+            for buffers in self._buffers:
+                buffers.show()
 
     def hold_at_rest(self) -> None:
         """Modules hold at-rest parameters again, unless they are to hold compute parameters: in a
@@ -707,6 +736,10 @@ class Unit:
         """See `given`; UNKNOWN if it was not computed while these units train."""
         root = self.root
         return UNKNOWN if root is None else self.given.get((root.agreed, root.training), UNKNOWN)
+
+    def forget_given(self, agreed: Agreed, training: tuple[bool, ...]) -> None:
+        """No rank looks for it any more, see `Agreed.patterns`."""
+        self.given.pop((agreed, training), None)
 
     def pass_comparison(self) -> None:
         """All ranks were seen to enter it in one place."""

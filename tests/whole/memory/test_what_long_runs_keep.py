@@ -1,0 +1,115 @@
+"""What a program keeps that runs for long: tables that grow, and models that were dropped."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import composable
+from composable import fully_shard, replicate
+from composable.engine.step import agreed
+from tests.helpers.compare import full_parameters
+from tests.helpers.world import current_device, spmd
+
+
+class _Headed(nn.Module):
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(4, 4).to(current_device())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder(x))
+        return out
+
+
+def _layers(number: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(number))).to(current_device())
+
+
+def _train(model: nn.Module) -> None:
+    model(torch.ones(2, 4, device=current_device())).sum().backward()
+    model.zero_grad()
+
+
+@spmd(ranks=2)
+def test_what_is_known_of_frozen_units_does_not_grow_with_what_was_frozen() -> None:
+    model = _layers(6)
+    fully_shard(model, policy={nn.Linear})
+    sizes = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreed, "PATTERNS", 5)
+        for step in range(24):
+            for index, layer in enumerate(model):
+                layer.requires_grad_(bool((step + 1) >> index & 1))
+            _train(model)
+            units = [fully_shard.state(layer) for layer in model]
+            sizes.append(sum(len(unit.given) for unit in units if unit is not None))
+    assert max(sizes) <= 5 * len(model)
+    assert sizes[-1] <= max(sizes[:12])
+
+
+@spmd(ranks=2)
+def test_a_part_of_a_model_that_was_dropped_belongs_to_the_next_one() -> None:
+    encoder = _layers(2)
+    fully_shard(encoder, policy={nn.Linear})
+    for _ in range(2):
+        model = _Headed(encoder)
+        fully_shard(model)
+        _train(model)
+        own, part = fully_shard.state(model), fully_shard.state(encoder)
+        assert own is not None
+        assert part is not None
+        assert part.root is own.root
+        model.ring = [model]  # type: ignore[assignment]  # a cycle: collected some time
+        del model, own
+    actor, critic = _Headed(encoder), _Headed(encoder)
+    for model in (actor, critic):
+        fully_shard(model)
+    for model in (actor, critic):
+        _train(model)
+        unit = fully_shard.state(model)
+        assert unit is not None
+        assert unit.root is not part.root  # both are alive: one object reduces
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_backward_steps_with_an_optimizer_that_nobody_holds_until_the_model_is_dropped(
+    verb: composable.Verb[..., Any],
+) -> None:
+    model = _layers(2)
+    verb(model)
+    before = full_parameters(model)
+    composable.apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    gc.collect()
+    _train(model)
+    assert not torch.equal(full_parameters(model)["0.weight"], before["0.weight"])
+    copied = copy.deepcopy(model)
+    dead = [ref(model), ref(verb.state(model)), ref(next(model.parameters()))]
+    del model
+    gc.collect()
+    assert [to() for to in dead] == [None] * len(dead)
+    _train(copied)
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_nothing_keeps_a_model_that_was_stepped_in_backward(
+    verb: composable.Verb[..., Any],
+) -> None:
+    model = _layers(2)
+    verb(model)
+    optimizer = composable.apply_optimizer_in_backward(torch.optim.AdamW, model.parameters())
+    _train(model)
+    dead = [ref(model), ref(verb.state(model)), ref(optimizer), ref(next(model.parameters()))]
+    del model, optimizer
+    gc.collect()
+    assert [to() for to in dead] == [None] * len(dead)
