@@ -74,6 +74,7 @@ from composable.engine.step.unit import (
     BY_HAND,
     EXPLICIT,
     GRAPH,
+    LENT,
     ROOT_RUNS,
     UNKNOWN,
     UNSEEN,
@@ -549,6 +550,8 @@ class Root:
                 iteration.finished.append(unit)
             if keep:
                 unit.need(UNSEEN)
+        elif keep:
+            unit.need(LENT)
         if not keep and not unit.must_stay:
             self._reshard_after_forward(unit, iteration, grad=grad)
         if not self.step.running:
@@ -592,6 +595,8 @@ class Root:
             # otherwise the forward of a model around this unit of several modules goes on
             if unit.step.to_run and not self._is_called_by_another(unit):
                 unit.end_forward()
+            if LENT in unit.step.needed_by:
+                unit.end_need(LENT)
             # Of those that stay `_reshard_after_forward` has decided, or some of their modules have
             # not run: their weights may have been read (fused losses), and backward needs them.
             if unit not in stay:

@@ -24,7 +24,7 @@ from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
 from composable.engine.step.observer import HEARERS
-from composable.engine.step.outputs import watch
+from composable.engine.step.outputs import owned, watch
 from composable.engine.step.root import Root, root_for_call
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
@@ -87,10 +87,12 @@ class Visit:
             unit.end()
             if unit.spec.mp_policy.output_dtype is not None:
                 output = cast(output, unit.spec.mp_policy.output_dtype)
+            if call.outermost:
+                output = owned(output, unit.name)
             if grad:
                 output, keep = self._watch(output, call)
-            else:  # until the root's forward ends
-                keep = any(map(unit.aliases, tensors_in(output)))
+            else:
+                keep = not call.outermost and any(map(unit.aliases, tensors_in(output)))
             end_call(call, keep=keep)
         except BaseException:
             if call.root is not None:
