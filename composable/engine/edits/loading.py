@@ -39,6 +39,7 @@ from composable.engine.params.param import (
     model_group_of,
 )
 from composable.engine.params.protocol import as_class_of, cloned
+from composable.engine.step.prepare import is_called
 from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
 from composable.memory.torch_private import in_backward, local_of
@@ -181,7 +182,8 @@ def _without_unit() -> StateDictHooks:
 @untraced
 def show_at_rest(unit: Unit) -> None:
     """Before a state dict is made or loaded: modules hold at-rest parameters."""
-    if not unit.step.calls and not in_backward():
+    calls = [call.module for call in unit.step.calls]
+    if not in_backward() and not (calls and is_called(calls)):
         unit.swap_out()
     for group in unit.groups:
         group.expect_load()

@@ -26,8 +26,8 @@ from composable.memory.torch_private import innermost, made_since
 
 _PLAIN: Final = (Tensor, nn.Parameter)
 _LEAVES: Final = (
-    "unit '%s': forward returned a parameter, or a view of one, whose memory is freed as the forward"
-    " ends. Return a clone of it, or what is computed with it, in a container or dataclass. It is"
+    "unit '%s': forward returned a parameter, or a view of one, whose memory is freed when the"
+    " forward ends. Return a clone of it, or return it in a container or dataclass. It is"
 )
 # key in the metadata of an autograd node
 _CALLBACKS: Final = "composable: callbacks before gradients"

@@ -68,7 +68,7 @@ from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, HEARERS, announce, gradients_landed
-from composable.engine.step.prepare import Preparation, modules_calling
+from composable.engine.step.prepare import Preparation, is_called, modules_calling
 from composable.engine.step.unit import (
     BACKWARD,
     BY_HAND,
@@ -1092,6 +1092,16 @@ def _reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = N
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
     close_interrupted()  # torch's hooks for saved tensors, of checkpoints and activation offload
+
+
+def end_interrupted(units: Iterable[Unit]) -> None:
+    """All ranks come here, between two steps: give up forwards that a KeyboardInterrupt or a
+    SystemExit has ended.
+    """
+    for root in roots_of(units):
+        forward = root.step.forward
+        if forward is not None and root.step.running and not is_called([forward.module]):
+            _reset_interrupted(root, "its forward did not end")
 
 
 def reset(modules: Sequence[nn.Module]) -> None:

@@ -183,7 +183,8 @@ class UnitStep:
         to_run: of several modules, those that have not run in this forward, or recomputation.
             Until all have, modules hold compute parameters: code between two of them reads the
             weight of the next (losses that are fused with the head do).
-        needed_by: `BACKWARD`, `UNSEEN`, `LENT`, `GRAPH`; `ROOT_RUNS` of replicated units next to shards.
+        needed_by: `BACKWARD`, `UNSEEN`, `LENT`, `GRAPH`; `ROOT_RUNS` of replicated units next to
+            shards.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
