@@ -154,12 +154,12 @@ def owned(output: Any, unit: str) -> Any:
 
 
 def _comes_and_goes(tensor: Tensor) -> bool:
+    parts = [tensor]
     try:
-        if type(tensor) in _PLAIN:
-            return comes_and_goes(innermost(tensor).untyped_storage())
-        return any(
-            comes_and_goes(innermost(part).untyped_storage()) for part in plain_parts(tensor)
-        )
+        if type(tensor) not in _PLAIN:
+            inside = [each for each in vars(tensor).values() if isinstance(each, Tensor)]
+            parts = [*plain_parts(tensor), *inside]
+        return any(comes_and_goes(innermost(part).untyped_storage()) for part in parts)
     except (NotImplementedError, RuntimeError):
         return False  # tensors without storage: nested, sparse, wrappers
 

@@ -5,9 +5,10 @@ that forward, wherever the memory that was gathered goes.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any, Final
@@ -16,11 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import composable
 from composable.contract.values import tensors_in
+from composable.engine.step.unit import units_below
+from composable.errors import OutputError
 from tests.helpers.compare import full
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 Form = Callable[[Tensor], Tensor]
 
@@ -39,13 +44,6 @@ class Slotted:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-
-
-class Computed:
-    """An object that makes its tensor when it is read."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.read = iter([tensor])
 
 
 FORMS: Final[dict[str, Form]] = {
@@ -170,7 +168,7 @@ class Kept:
 
 
 def _is_free(model: nn.Module) -> bool:
-    units = composable.engine.step.unit.units_below([model])  # type: ignore[attr-defined]
+    units = units_below([model])
     return not any(
         buffer.held for unit in units for group in unit.groups if group.gather
         for buffer in group.gather.buffers
@@ -244,3 +242,203 @@ def test_ranks_keep_what_a_forward_returns_of_its_parameters(
 ) -> None:
     need_devices(device, ranks)
     pool.run(ranks, _check_table, verb, cast, scope, 3, device=device)
+
+
+# --- other units ---------------------------------------------------------------------------------
+
+
+class Both(nn.Module):
+    """One parameter, returned as it is and in part, beside what is computed."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Any:
+        return (x * self.scale()).sum(), {"weight": self.weight, "part": self.weight.detach()}
+
+    def scale(self) -> Tensor:
+        return self.weight.square().sum()
+
+
+def _values(returned: dict[str, Tensor]) -> list[Tensor]:
+    return [full(tensor).detach() for tensor in returned.values()]
+
+
+def _keep(model: nn.Module, call: Callable[..., Any] | None = None) -> None:
+    """What `call` returns in a training step and without gradients stays as it was."""
+    call = call or model
+    x = torch.ones(2, device=current_device())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        out, trained = call(x)
+        values = _values(trained)
+        then = [value.clone() for value in values]
+        assert torch.equal(values[0], values[1])
+        out.backward()
+        with torch.no_grad():
+            _, evaluated = call(x)
+            again = _values(evaluated)
+        assert all(map(torch.equal, again, then))
+        before = [full(each).detach().clone() for each in model.parameters()]
+        optimizer.step()
+        assert not all(
+            torch.equal(full(each), old)
+            for each, old in zip(model.parameters(), before, strict=True)
+        ), "the returned parameter is not out of the graph"
+        optimizer.zero_grad()
+        call(x)
+        assert all(map(torch.equal, _values(trained), then))
+        assert all(map(torch.equal, _values(evaluated), then))
+
+
+def _whole_parameter() -> Both:
+    torch.manual_seed(0)
+    return Both(torch.rand(8, 4, device=current_device()))
+
+
+def _with_options(**options: Any) -> None:
+    model = _whole_parameter()
+    composable.fully_shard(model, **options)
+    _keep(model)
+
+
+def _over_tensor_parallel_parameters() -> None:
+    mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    weight = distribute_tensor(torch.rand(8, 4, device=current_device()), mesh["tp"], [Shard(1)])
+    model = Both(weight)
+    model.scale = lambda: model.weight.to_local().square().sum()  # type: ignore[method-assign, attr-defined]
+    composable.fully_shard(model, mesh=mesh["dp"])
+    _keep(model)
+
+
+def _unsharded_by_hand() -> None:
+    model = _whole_parameter()
+    composable.fully_shard(model)
+    with torch.no_grad():
+        composable.unshard(model)
+        _, returned = model(torch.ones(2, device=current_device()))
+        then = [value.clone() for value in _values(returned)]
+        composable.reshard(model)
+    assert all(map(torch.equal, _values(returned), then))
+
+
+def _by_another_method() -> None:
+    model = _whole_parameter()
+    composable.fully_shard(model)
+    model.encode = model.forward  # type: ignore[assignment]
+    composable.register_forward_method(model, "encode")
+    _keep(model, model.encode)  # type: ignore[arg-type]
+
+
+def _checkpointed() -> None:
+    model = _whole_parameter()
+    composable.checkpoint(model)
+    composable.fully_shard(model)
+    _keep(model)
+
+
+def _compiled() -> None:
+    model = _whole_parameter()
+    composable.fully_shard(model)
+    model.compile(backend="eager")
+    _keep(model)
+
+
+class Around(nn.Module):
+    """Two modules that were annotated by themselves, of which one is replicated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = Both(torch.rand(8, 4, device=current_device()))
+        self.two = Both(torch.rand(4, 4, device=current_device()))
+
+    def forward(self, x: Tensor) -> Any:
+        out, returned = self.one(x)
+        with torch.no_grad():  # which autograd does not see; and once more, for nothing
+            _, lent = self.two(x)
+            self.one(x)
+            used = lent["weight"].sum()
+        return out * used + self.two(x)[0], returned
+
+
+def _roots_side_by_side() -> None:
+    model = Around()
+    composable.fully_shard(model.one)
+    composable.fully_shard(model.two)
+    _keep(model)
+
+
+def _replicated_beside_shards() -> None:
+    model = Around()
+    composable.replicate(model.two, mp_policy=_TO_DOUBLE)
+    composable.fully_shard(model)
+    _keep(model)
+
+
+class OnAccess(Mapping[str, Tensor]):
+    """Has its values in a function."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["weight"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Hides(Both):
+    """Returns its parameter where no copy can take its place."""
+
+    def forward(self, x: Tensor) -> Any:
+        weight = self.weight
+        return OnAccess(lambda: weight)
+
+
+def _refused() -> None:
+    model = Hides(torch.rand(8, 4, device=current_device()))
+    composable.fully_shard(model)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), pytest.raises(OutputError, match="no copy can take"):
+            model(torch.ones(2, device=current_device()))
+
+
+OTHERS: Final[dict[str, Callable[[], None]]] = {
+    **{
+        f"reshard_after_forward={after}": partial(_with_options, reshard_after_forward=after)
+        for after in (True, False, 2)
+    },
+    "unshard": _unsharded_by_hand,
+    "another method": _by_another_method,
+    "checkpoint": _checkpointed,
+    "compile": _compiled,
+    "roots side by side": _roots_side_by_side,
+    "replicated beside shards": _replicated_beside_shards,
+    "refused": _refused,
+}
+
+
+def _run_others() -> None:
+    for name, other in OTHERS.items():
+        try:
+            other()
+        except BaseException as error:
+            error.add_note(name)
+            raise
+
+
+@spmd(ranks=2)
+def test_other_units_give_away_copies_of_parameters_too() -> None:
+    _run_others()
+
+
+@spmd(ranks=4)
+def test_tensor_parallel_parameters_are_given_away_as_copies() -> None:
+    _over_tensor_parallel_parameters()
