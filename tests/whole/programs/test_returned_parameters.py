@@ -24,6 +24,7 @@ import composable
 from composable.contract.values import tensors_in
 from composable.engine.step.unit import units_below
 from composable.errors import OutputError
+from tests.extensions.rows import Rows
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
@@ -378,6 +379,22 @@ def _replicated_beside_shards() -> None:
     _keep(model)
 
 
+def _gathered_in_a_form_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = Both(Rows(torch.rand(8, 4, device=current_device())))
+    composable.fully_shard(model)
+    x = torch.ones(2, device=current_device())
+    out, trained = model(x)
+    then = [value.clone() for value in _values(trained)]
+    out.backward()
+    with torch.no_grad():
+        _, evaluated = model(x)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert not torch.equal(_values(model(x)[1])[0], then[0])
+    assert all(map(torch.equal, _values(trained), then))
+    assert all(map(torch.equal, _values(evaluated), then))
+
+
 class OnAccess(Mapping[str, Tensor]):
     """Has its values in a function."""
 
@@ -418,9 +435,9 @@ OTHERS: Final[dict[str, Callable[[], None]]] = {
     "unshard": _unsharded_by_hand,
     "another method": _by_another_method,
     "checkpoint": _checkpointed,
-    "compile": _compiled,
     "roots side by side": _roots_side_by_side,
     "replicated beside shards": _replicated_beside_shards,
+    "a form of its own": _gathered_in_a_form_of_its_own,
     "refused": _refused,
 }
 
@@ -439,6 +456,13 @@ def test_other_units_give_away_copies_of_parameters_too() -> None:
     _run_others()
 
 
+@pytest.mark.in_full_only
+@spmd(ranks=2)
+def test_compiled_units_give_away_copies_of_parameters() -> None:
+    _compiled()
+
+
+@pytest.mark.in_full_only
 @spmd(ranks=4)
 def test_tensor_parallel_parameters_are_given_away_as_copies() -> None:
     _over_tensor_parallel_parameters()
