@@ -97,7 +97,9 @@ class ForeignParameterError(ComposableError, RuntimeError):
 
 
 class OutputError(ComposableError, RuntimeError):
-    """The model's: a forward returned nothing that backward could be followed through."""
+    """The model's: a forward returned nothing that backward could be followed through, or a
+    parameter that cannot be copied.
+    """
 
 
 class DifferentiationError(ComposableError, RuntimeError):

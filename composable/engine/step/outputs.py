@@ -69,6 +69,7 @@ def watch(
     *,
     counted: bool = True,
     anchors: bool = False,
+    leaves: str = "",
 ) -> Watched:
     """Call `entry` before backward goes through `output`.
 
@@ -78,6 +79,7 @@ def watch(
         counted: it is a forward of a unit with parameters, and no recomputation.
         anchors: an output that needs no gradient gets a node, too (a constant, where other ranks
             computed something).
+        leaves: of an outermost call, the name of its unit: the caller gets what is `owned`.
     """
     if (
         type(output) is Tensor
@@ -89,9 +91,12 @@ def watch(
         return Watched(output, found=True)
     opaque: list[Any] = []
     tensors = [inner for each in tensors_in(output, opaque) for inner in _inner_tensors(each)]
+    if leaves and any(map(_comes_and_goes, tensors)):
+        output = owned(output, leaves)
+        tensors = [inner for each in tensors_in(output) for inner in _inner_tensors(each)]
     found = aliased = given = False
     for tensor in tensors:
-        own = aliases(tensor)
+        own = not leaves and aliases(tensor)
         aliased = aliased or own
         if not tensor.requires_grad:
             continue

@@ -87,12 +87,12 @@ class Visit:
             unit.end()
             if unit.spec.mp_policy.output_dtype is not None:
                 output = cast(output, unit.spec.mp_policy.output_dtype)
-            if call.outermost:
-                output = owned(output, unit.name)
             if grad:
                 output, keep = self._watch(output, call)
-            else:
-                keep = not call.outermost and any(map(unit.aliases, tensors_in(output)))
+            elif call.outermost:
+                output, keep = owned(output, unit.name), False
+            else:  # until the root's forward ends
+                keep = any(map(unit.aliases, tensors_in(output)))
             end_call(call, keep=keep)
         except BaseException:
             if call.root is not None:
@@ -108,11 +108,11 @@ class Visit:
         unit = self.unit
         root = call.root
         if root is not None and not root.eager_because:
-            return output, False
+            return owned(output, unit.name) if call.outermost else output, False
         counted = root is not None and bool(unit.params)
         output, found, aliases, opaque = watch(
             output, call.since, partial(come_back, call), unit.aliases,
-            counted=counted, anchors=call.anchors,
+            counted=counted, anchors=call.anchors, leaves=unit.name if call.outermost else "",
         )  # fmt: skip
         if not found:
             if opaque and unit.trains and unit.is_sharded:
