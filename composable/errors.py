@@ -97,7 +97,7 @@ class ForeignParameterError(ComposableError, RuntimeError):
 
 
 class OutputError(ComposableError, RuntimeError):
-    """The model's: a forward returned nothing that backward could be followed through."""
+    """The model's: backward cannot be followed through an output, or an output cannot be copied."""
 
 
 class DifferentiationError(ComposableError, RuntimeError):

@@ -12,7 +12,7 @@ from torch import nn
 from composable.api.scopes import units_in
 from composable.compilation import untraced
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.step.root import reduce_held
+from composable.engine.step.root import end_interrupted, reduce_held
 from composable.errors import AnnotationError, PhaseError, did_you_mean
 from composable.memory.torch_private import in_backward
 
@@ -103,6 +103,7 @@ def launch_reductions(model: nn.Module) -> Callable[[], None]:
         The end of it.
     """
     units = units_in("reduce_gradients", model)
+    end_interrupted(units)
     running = next(
         (
             unit.name

@@ -129,6 +129,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
         PhaseError: inside of a forward of a unit.
     """
     units = units_in("reshard", module, sharded=True, recurse=recurse)
+    root.end_interrupted(units)
     running = next((unit for unit in units if unit.step.calls), None)
     if running is not None:
         raise PhaseError(

@@ -66,20 +66,27 @@ def _search(
         _search(item, found, opaque, seen)
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(
+    value: Any, change: Callable[[Tensor], Tensor], *, into_objects: bool = False
+) -> Any:
     """`value` with every tensor replaced by `change(tensor)`, called once per tensor.
 
     Containers (subclasses of tuple, list, deque, set and dict, named tuples, `UserDict`, `UserList`
     and dataclasses, with their items and attributes) are rebuilt with the same type, without
     calling their constructors. Other objects are returned as they are, and so are containers in
     which no tensor changes: the caller may keep a reference to them.
+
+    Args:
+        into_objects: attributes of other objects in which tensors change are set, in place.
     """
     if isinstance(value, Tensor):
         return change(value)
-    return _map(value, change, {})
+    return _map(value, change, {}, into_objects)
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]]) -> Any:
+def _map(
+    value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]], inside: bool
+) -> Any:
     is_tensor = isinstance(value, Tensor)
     if not is_tensor and isinstance(value, _LEAVES):
         return value
@@ -88,21 +95,21 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[A
         return known[1]
     if not is_tensor:
         done[id(value)] = value, value  # a container that contains itself keeps the original inside
-    result = change(value) if is_tensor else _map_container(value, change, done)
+    result = change(value) if is_tensor else _map_container(value, change, done, inside)
     done[id(value)] = value, result
     return result
 
 
 def _map_container(
-    value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]]
+    value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]], inside: bool
 ) -> Any:
     kind: Any = type(value)
     # these and dicts are what modules are called with: no attributes to look for
     if kind is tuple or kind is list:
-        new = [_map(item, change, done) for item in value]
+        new = [_map(item, change, done, inside) for item in value]
         return value if all(map(is_, new, value)) else kind(new)
     if kind is dict:
-        mapped = {key: _map(item, change, done) for key, item in value.items()}
+        mapped = {key: _map(item, change, done, inside) for key, item in value.items()}
         return value if all(map(is_, mapped.values(), value.values())) else mapped
     base = _base_of(value)
     if isinstance(value, dict):
@@ -114,10 +121,14 @@ def _map_container(
     ):
         old = []
     else:
+        if inside and not isinstance(value, _NOT_SEARCHED):
+            for name, item in _attributes(value).items():
+                if (changed := _map(item, change, done, inside)) is not item:
+                    object.__setattr__(value, name, changed)
         return value
-    new = [_map(item, change, done) for item in old]
+    new = [_map(item, change, done, inside) for item in old]
     before = _attributes(value)
-    after = {name: _map(item, change, done) for name, item in before.items()}
+    after = {name: _map(item, change, done, inside) for name, item in before.items()}
     if all(map(is_, new, old)) and all(map(is_, after.values(), before.values())):
         return value
 

@@ -54,7 +54,7 @@ from composable.engine.params.protocol import (
 from composable.engine.params.sharded import ShardedGroup
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, PhaseError, first_line
-from composable.memory.elastic import ElasticBuffer
+from composable.memory.elastic import ElasticBuffer, note_resized
 from composable.memory.torch_private import (
     local_of,
     storage_key,
@@ -190,6 +190,8 @@ class _Extended(_Plain):
             for key, storage in found.items()
             if key not in ours and storage.nbytes()
         ]
+        for storage, _ in self.inner:
+            note_resized(storage)
         return whole  # type: ignore[no-any-return]
 
     @override

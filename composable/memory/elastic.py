@@ -25,7 +25,7 @@ _IDLE: Final[dict[int, list[torch.UntypedStorage]]] = {}
 # Whose forward or backward runs. Blocks are kept until the last of these ends: what is freed
 # outside of them serves nobody soon, and goes back to the system at once.
 _USERS: Final[set[ref[Any]]] = set()
-_IS_ELASTIC: Final = "_composable_is_elastic"
+_ELASTIC: Final = "_composable_is_elastic"  # of a storage; False: others resize it
 
 
 def _new_block(nbytes: int) -> torch.UntypedStorage:
@@ -101,7 +101,7 @@ class ElasticBuffer:
         with torch.inference_mode(False):
             start = torch.empty(0, dtype=dtype, device=device)
             self._storage = start.untyped_storage()
-            setattr(self._storage, _IS_ELASTIC, True)
+            setattr(self._storage, _ELASTIC, True)
             self.tensor = self._view(start, (numel,), (1,)).data
 
     def _view(self, start: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -159,7 +159,17 @@ class ElasticBuffer:
 
 
 def is_elastic(storage: torch.UntypedStorage) -> bool:
-    return getattr(storage, _IS_ELASTIC, False)
+    return getattr(storage, _ELASTIC, False)
+
+
+def comes_and_goes(storage: torch.UntypedStorage) -> bool:
+    """Whether its memory does: that of an elastic buffer, or what `note_resized` was told of."""
+    return hasattr(storage, _ELASTIC)
+
+
+def note_resized(storage: torch.UntypedStorage) -> None:
+    """The caller frees its memory and takes it again by `resize_`."""
+    setattr(storage, _ELASTIC, False)
 
 
 def with_own_storage(view: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from composable.comm import Comm
 from composable.compilation import unwrapped
 from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.param import ManagedParam, copy_attributes
+from composable.engine.step.root import end_interrupted
 from composable.engine.step.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, first_line
 from composable.memory.torch_private import in_backward, local_of
@@ -136,6 +137,7 @@ def require_at_rest(verb: str, units: list[Unit]) -> None:
 
     Inside of a forward or backward this is an error.
     """
+    end_interrupted(units)
     for unit in units:
         if unit.step.calls or in_backward():
             raise PhaseError(

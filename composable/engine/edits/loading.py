@@ -40,6 +40,7 @@ from composable.engine.params.param import (
     model_group_of,
 )
 from composable.engine.params.protocol import as_class_of, cloned
+from composable.engine.step.prepare import is_called
 from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
 from composable.memory.torch_private import local_of
@@ -191,7 +192,8 @@ def show_at_rest(unit: Unit, module: nn.Module | None = None) -> None:
     Args:
         module: see `Unit.show_at_rest`.
     """
-    unit.show_at_rest(module)
+    calls = [call.module for call in unit.step.calls]
+    unit.show_at_rest(module, runs=bool(calls) and is_called(calls))
     for group in unit.groups:
         group.expect_load()
 

@@ -1,5 +1,5 @@
-"""Where backward comes to a unit: at the autograd nodes that the unit's forward created for its
-outputs.
+"""What leaves forwards: copies of what lies in memory that comes and goes; and where backward comes
+to a unit: at the autograd nodes that the unit's forward created for its outputs.
 
 Only outputs that the call created (`node._sequence_nr()` at least the number at entry) trigger the
 pre-backward hook. An input that is returned unchanged, such as a decoder's `memory`, belongs to the
@@ -19,9 +19,16 @@ from torch import Tensor, nn
 
 from composable.compilation import untraced
 from composable.contract.values import map_tensors, tensors_in
+from composable.engine.params.protocol import plain_parts
+from composable.errors import OutputError
+from composable.memory.elastic import comes_and_goes
 from composable.memory.torch_private import innermost, made_since
 
 _PLAIN: Final = (Tensor, nn.Parameter)
+_LEAVES: Final = (
+    "unit '%s': forward returned a parameter, or a view of one, whose memory is freed when the"
+    " forward ends. Return a clone of it, or return it in a container or dataclass. It is"
+)
 # key in the metadata of an autograd node
 _CALLBACKS: Final = "composable: callbacks before gradients"
 
@@ -62,6 +69,7 @@ def watch(
     *,
     counted: bool = True,
     anchors: bool = False,
+    leaves: str = "",
 ) -> Watched:
     """Call `entry` before backward goes through `output`.
 
@@ -71,6 +79,7 @@ def watch(
         counted: it is a forward of a unit with parameters, and no recomputation.
         anchors: an output that needs no gradient gets a node, too (a constant, where other ranks
             computed something).
+        leaves: of an outermost call, the name of its unit: the caller gets what is `owned`.
     """
     if (
         type(output) is Tensor
@@ -82,9 +91,12 @@ def watch(
         return Watched(output, found=True)
     opaque: list[Any] = []
     tensors = [inner for each in tensors_in(output, opaque) for inner in _inner_tensors(each)]
+    if leaves and any(map(_comes_and_goes, tensors)):
+        output = owned(output, leaves)
+        tensors = [inner for each in tensors_in(output) for inner in _inner_tensors(each)]
     found = aliased = given = False
     for tensor in tensors:
-        own = aliases(tensor)
+        own = not leaves and aliases(tensor)
         aliased = aliased or own
         if not tensor.requires_grad:
             continue
@@ -115,6 +127,58 @@ def _with_an_anchor(tensor: Tensor) -> Tensor:
     ):
         return tensor
     return tensor + torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
+
+
+# --- what the caller keeps ----------------------------------------------------------------------
+
+
+def owned(output: Any, unit: str) -> Any:
+    """`output` of an outermost forward with copies of all that is, or views, compute parameters:
+    their memory is freed, and filled again, while the caller has it. Copies are of what is viewed,
+    so that a scalar holds no unit; with gradients autograd records them.
+
+    Args:
+        unit: its name, for messages.
+
+    Raises:
+        OutputError: one cannot be copied, or its copy cannot be put in its place.
+    """
+    if type(output) is Tensor and output.grad_fn is not None and not output._is_view():
+        return output  # it was computed, as nearly always
+    if not any(map(_comes_and_goes, tensors_in(output))):
+        return output
+    grad = torch.is_grad_enabled()  # `inference_mode(False)` turns gradients on
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        try:
+            output = map_tensors(output, _copy, into_objects=True)
+        except Exception as error:
+            raise OutputError(f"{_LEAVES % unit} not to be copied: {error}") from error
+    if any(map(_comes_and_goes, tensors_in(output))):
+        raise OutputError(f"{_LEAVES % unit} in an object where no copy can take its place")
+    return output
+
+
+def _comes_and_goes(tensor: Tensor) -> bool:
+    parts = [tensor]
+    try:
+        if type(tensor) not in _PLAIN:
+            inside = [each for each in vars(tensor).values() if isinstance(each, Tensor)]
+            parts = [*plain_parts(tensor), *inside]
+        return any(comes_and_goes(innermost(part).untyped_storage()) for part in parts)
+    except (NotImplementedError, RuntimeError):
+        return False  # tensors without storage: nested, sparse, wrappers
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if not _comes_and_goes(tensor):
+        return tensor
+    if type(tensor) in _PLAIN:
+        once = tensor
+        for dim, stride in enumerate(tensor.stride()):  # `expand`ed: each element once
+            once = once if stride else once.narrow(dim, 0, min(1, tensor.shape[dim]))
+        if once is not tensor:
+            return once.clone().expand_as(tensor)
+    return tensor.clone()
 
 
 # --- callbacks in backward ----------------------------------------------------------------------

@@ -8,6 +8,7 @@ difference is looked into.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -324,11 +325,28 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         )  # fmt: skip
 
 
+_CALLS: Final = ("_call_impl", "_call_as_forward", "forward")
+
+
 def modules_calling(*functions: str) -> list[nn.Module]:
     """The modules whose functions of these names are on the stack, the innermost first."""
     found = [frame.f_locals for frame, _ in walk_stack(None) if frame.f_code.co_name in functions]
     owners = [names.get("self", names.get("module")) for names in found]
     return [owner for owner in owners if isinstance(owner, nn.Module)]
+
+
+def is_called(modules: Iterable[nn.Module]) -> bool:
+    """Whether a forward of one of these is on the stack of any thread: a KeyboardInterrupt and a
+    SystemExit end forwards, of which torch does not tell their hooks.
+    """
+    for stack in sys._current_frames().values():
+        for frame, _ in walk_stack(stack):
+            name = frame.f_code.co_name
+            if name in _CALLS or name.startswith("torch_dynamo_resume_in"):
+                local = frame.f_locals
+                if any(module is local.get("self", local.get("module")) for module in modules):
+                    return True
+    return False
 
 
 def _averages(ddp: Any, units: Sequence[Unit]) -> bool:

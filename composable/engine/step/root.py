@@ -68,12 +68,13 @@ from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, HEARERS, announce, gradients_landed
-from composable.engine.step.prepare import Preparation, modules_calling
+from composable.engine.step.prepare import Preparation, is_called, modules_calling
 from composable.engine.step.unit import (
     BACKWARD,
     BY_HAND,
     EXPLICIT,
     GRAPH,
+    LENT,
     ROOT_RUNS,
     UNKNOWN,
     UNSEEN,
@@ -552,6 +553,8 @@ class Root:
                 iteration.finished.append(unit)
             if keep:
                 unit.need(UNSEEN)
+        elif keep:
+            unit.need(LENT)
         if not keep and not unit.must_stay:
             self._reshard_after_forward(unit, iteration, grad=grad)
         if not self.step.running:
@@ -595,6 +598,8 @@ class Root:
             # otherwise the forward of a model around this unit of several modules goes on
             if unit.step.to_run and not self._is_called_by_another(unit):
                 unit.end_forward()
+            if LENT in unit.step.needed_by:
+                unit.end_need(LENT)
             # Of those that stay `_reshard_after_forward` has decided, or some of their modules have
             # not run: their weights may have been read (fused losses), and backward needs them.
             if unit not in stay:
@@ -1090,6 +1095,16 @@ def _reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = N
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
     close_interrupted()  # torch's hooks for saved tensors, of checkpoints and activation offload
+
+
+def end_interrupted(units: Iterable[Unit]) -> None:
+    """All ranks come here, between two steps: give up forwards that a KeyboardInterrupt or a
+    SystemExit has ended.
+    """
+    for root in roots_of(units):
+        forward = root.step.forward
+        if forward is not None and root.step.running and not is_called([forward.module]):
+            _reset_interrupted(root, "its forward did not end")
 
 
 def reset(modules: Sequence[nn.Module]) -> None:

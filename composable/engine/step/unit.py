@@ -18,7 +18,8 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 | `step.to_run` | yes | yes | losses fused with the head, `[norm, head]`: until both have run |
 | `ROOT_RUNS` in `step.needed_by` | yes | yes | it reads a weight replicated next to shards |
 | `BACKWARD` there | yes | yes | backward is in the unit; checkpointed parts run again there |
-| `UNSEEN` there | yes | no | an output aliases a parameter, or is detached |
+| `UNSEEN` there | yes | no | a unit inside returns a parameter, or an output is detached |
+| `LENT` there | yes | no | the same without gradients: until the root's forward ends |
 | `GRAPH` there | yes | no | gradient penalties, `create_graph=True` |
 | `EXPLICIT` in `kept_by` | yes | yes | `unshard(model)`, until a forward with gradients |
 | a scope in `kept_by` | yes | no | `keep_unsharded(model)` |
@@ -166,6 +167,8 @@ class UnitCall:
 BACKWARD: Final = "backward is in the unit"
 # An output aliases a parameter, or none was found to watch.
 UNSEEN: Final = "backward may come to the unit unseen"
+# An output of a call inside of the root's aliases a parameter.
+LENT: Final = "the forward around it may read the parameters"
 GRAPH: Final = "backward may go through a graph of create_graph=True"
 ROOT_RUNS: Final = "the root computes, and may read the parameters at any time"
 
@@ -180,7 +183,8 @@ class UnitStep:
         to_run: of several modules, those that have not run in this forward, or recomputation.
             Until all have, modules hold compute parameters: code between two of them reads the
             weight of the next (losses that are fused with the head do).
-        needed_by: `BACKWARD`, `UNSEEN`, `GRAPH`; `ROOT_RUNS` of replicated units next to shards.
+        needed_by: `BACKWARD`, `UNSEEN`, `LENT`, `GRAPH`; `ROOT_RUNS` of replicated units next to
+            shards.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -498,14 +502,15 @@ class Unit:
         self._swap.swap_out()
         self._is_in = False
 
-    def show_at_rest(self, module: nn.Module | None = None) -> None:
+    def show_at_rest(self, module: nn.Module | None = None, *, runs: bool = False) -> None:
         """A state dict is made of what modules hold, or loaded: at-rest parameters.
 
         Args:
             module: the one whose entries come next. There may be many in a unit, so that what
                 `unshard()` shows of the others stays.
+            runs: a forward of the unit does.
         """
-        if not self._is_in or self.step.calls or in_backward():
+        if not self._is_in or runs or in_backward():
             return
         if module is None or EXPLICIT not in self.kept_by:
             self.swap_out()

@@ -24,7 +24,7 @@ from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
 from composable.engine.step.observer import HEARERS
-from composable.engine.step.outputs import watch
+from composable.engine.step.outputs import owned, watch
 from composable.engine.step.root import Root, root_for_call
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
@@ -89,6 +89,8 @@ class Visit:
                 output = cast(output, unit.spec.mp_policy.output_dtype)
             if grad:
                 output, keep = self._watch(output, call)
+            elif call.outermost:
+                output, keep = owned(output, unit.name), False
             else:  # until the root's forward ends
                 keep = any(map(unit.aliases, tensors_in(output)))
             end_call(call, keep=keep)
@@ -106,11 +108,11 @@ class Visit:
         unit = self.unit
         root = call.root
         if root is not None and not root.eager_because:
-            return output, False
+            return owned(output, unit.name) if call.outermost else output, False
         counted = root is not None and bool(unit.params)
         output, found, aliases, opaque = watch(
             output, call.since, partial(come_back, call), unit.aliases,
-            counted=counted, anchors=call.anchors,
+            counted=counted, anchors=call.anchors, leaves=unit.name if call.outermost else "",
         )  # fmt: skip
         if not found:
             if opaque and unit.trains and unit.is_sharded:
