@@ -8,11 +8,17 @@ matrices is the stack of the states of its slices.
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import chain
+from types import CodeType, FrameType
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
@@ -40,6 +46,58 @@ def set_state(optimizer: Optimizer, matrix: Matrix, state: State) -> None:
         optimizer.state[matrix.parameter] = state
     else:
         optimizer.state[matrix.parameter][matrix.index] = state
+
+
+class PartOfState(defaultdict[Any, Any]):
+    """State of which this rank has a part: code of the optimizer reads it in steps only.
+
+    Everybody else may look.
+    """
+
+    _codes: frozenset[CodeType] = frozenset()
+
+    def __init__(self, optimizer: Any, state: Any = (), has_parts: Any = None) -> None:
+        if not isinstance(optimizer, Optimizer):  # a copy that Python makes, by its factory
+            super().__init__(optimizer, state)
+            return
+        super().__init__(dict, state)
+        self._name, self._has_parts = type(optimizer).__name__, has_parts
+        kind: Any = type(optimizer)
+        self._codes = _codes_of(kind)
+
+    def _check(self, reader: FrameType) -> None:
+        if reader.f_code in self._codes and self._has_parts():
+            raise OptimizerError(
+                f"step_on_matrices: {self._name}.{reader.f_code.co_name} reads the optimizer's"
+                " state outside of step, and each rank has that of the matrices that it owns: what"
+                " it writes would be other parameters on each rank. Step such an optimizer without"
+                " step_on_matrices"
+            )
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._codes:
+            self._check(sys._getframe(1))
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if self._codes:
+            self._check(sys._getframe(1))
+        return super().get(key, default)
+
+
+@cache
+def _codes_of(kind: Any) -> frozenset[CodeType]:
+    """The code of methods that somebody may call between steps, and of functions in them."""
+    codes: list[CodeType] = []
+    for base in kind.__mro__[: kind.__mro__.index(Optimizer)]:
+        for name, value in vars(base).items():
+            function = inspect.unwrap(getattr(value, "fget", value))
+            internal = name.startswith("__") or name in ("state_dict", "load_state_dict")
+            if inspect.isfunction(function) and not internal:
+                codes.append(function.__code__)
+    for code in codes:  # grows
+        codes.extend(each for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(codes)
 
 
 # --- to all ranks --------------------------------------------------------------------------------
@@ -164,7 +222,7 @@ def collect(matrices: Sequence[Matrix], state: dict[Any, Any], layouts: Layouts)
     parameter, mine = matrices[0].parameter, [each for each in matrices if each.is_mine]
     is_stack = matrices[0].index is not None
     if is_stack and state and all(isinstance(key, int) for key in state):
-        return {each.index: state[each.index] for each in mine if each.index in state}
+        return {each.index: _cloned(state[each.index]) for each in mine if each.index in state}
     leaves, tree = tree_flatten(state)
     exchange = Exchange(matrices[0].comm, _LABEL)
     owned: list[list[Any]] = [[] for _ in mine]
@@ -196,6 +254,59 @@ def collect(matrices: Sequence[Matrix], state: dict[Any, Any], layouts: Layouts)
     if is_stack:
         return {matrix.index: each for matrix, each in zip(mine, states, strict=True)}
     return states[0] if states else {}
+
+
+def _cloned(state: State) -> State:
+    leaves, tree = tree_flatten(state)
+    cloned = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    found: State = tree_unflatten(cloned, tree)
+    return found
+
+
+def as_loaded(
+    optimizer: Optimizer,
+    saved_groups: Sequence[State],
+    matrices: Matrices,
+    loaded: dict[Tensor, Any],
+) -> None:
+    """Let torch's code, and the optimizer's `__setstate__`, make of state what they make of it in
+    one process, such as other dtypes. They are given matrices, as a step is.
+
+    Args:
+        loaded: what this rank owns of parameters; changed in place.
+    """
+    owned = [
+        (matrix, state)
+        for parameter, found in loaded.items()
+        for matrix in matrices[parameter]
+        if matrix.is_mine
+        and (state := found if matrix.index is None else found.get(matrix.index, {}))
+    ]
+    group_of = {
+        parameter: number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    groups: list[State] = [{**group, "params": []} for group in optimizer.param_groups]
+    saved: list[State] = [{**group, "params": []} for group in saved_groups]
+    for number, (matrix, _) in enumerate(owned):
+        local = local_tensor(matrix.parameter).detach()
+        takes_no_memory = nn.Parameter(local.new_empty(()).expand(matrix.shape))
+        groups[group_of[matrix.parameter]]["params"].append(takes_no_memory)
+        saved[group_of[matrix.parameter]]["params"].append(number)
+    alone: Any = object.__new__(type(optimizer))
+    alone.__dict__ = {**vars(optimizer), "param_groups": groups, "state": defaultdict(dict)}
+    alone.__dict__ |= {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
+    states = {number: state for number, (_, state) in enumerate(owned)}
+    Optimizer.load_state_dict(alone, {"state": states, "param_groups": saved})
+    parameters = list(chain.from_iterable(group["params"] for group in groups))
+    numbers = list(chain.from_iterable(group["params"] for group in saved))
+    for number, parameter in zip(numbers, parameters, strict=True):
+        matrix, _ = owned[number]
+        if matrix.index is None:
+            loaded[matrix.parameter] = alone.state[parameter]
+        else:
+            loaded[matrix.parameter][matrix.index] = alone.state[parameter]
 
 
 def _is_alike(value: DTensor, matrix: Matrix, layouts: Layouts) -> bool:

@@ -220,7 +220,7 @@ class ShardStepping(Stepping):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self._step: LocalStep | None = None  # of the step that runs
-        self._loaded = optimizer.register_load_state_dict_post_hook(self._on_load)
+        self._handles.append(optimizer.register_load_state_dict_post_hook(self._on_load))
         self._check_state = True
 
     def remove(self) -> None:
@@ -231,8 +231,11 @@ class ShardStepping(Stepping):
         if (optimizer := self._optimizer()) is not None:
             self._finish(optimizer)
             STEPPINGS[optimizer] = None
-        for hook in (self._before, self._after, self._loaded):
-            hook.remove()
+            self._detach(optimizer)
+
+    @override
+    def _follow_to(self, copied: Optimizer, memo: dict[int, Any]) -> None:
+        ShardStepping(copied)
 
     @override
     def _takes(self, optimizer: Optimizer) -> bool:
@@ -284,7 +287,7 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
 
     The optimizers listed below do so from their first step of sharded parameters;
     `step_on_shards(optimizer).remove()`, at any time, makes one step DTensors as torch does. Call
-    it for an optimizer that is not listed, after `remove`, or for a copy of an optimizer.
+    it for an optimizer that is not listed, or after `remove`. Copies step as what they are of.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop or Rprop
