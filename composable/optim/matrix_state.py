@@ -256,6 +256,29 @@ def collect(matrices: Sequence[Matrix], state: dict[Any, Any], layouts: Layouts)
     return states[0] if states else {}
 
 
+def without_tuples(value: Any) -> Any:
+    """State with lists for tuples: torch's checkpoints take a tuple for one object, the same on all
+    ranks.
+    """
+    if isinstance(value, dict):
+        return {key: without_tuples(each) for key, each in value.items()}
+    return [*map(without_tuples, value)] if isinstance(value, (list, tuple)) else value
+
+
+def with_tuples(value: Any, like: Any) -> Any:
+    """The inverse, of state that an optimizer has had in `like`."""
+    if isinstance(value, dict) and isinstance(like, dict):
+        return {key: with_tuples(each, like.get(key)) for key, each in value.items()}
+    if not (
+        isinstance(value, list) and isinstance(like, (list, tuple)) and len(value) == len(like)
+    ):
+        return value
+    found = [with_tuples(each, former) for each, former in zip(value, like, strict=True)]
+    if hasattr(like, "_make"):  # a named one
+        return like._make(found)
+    return tuple(found) if isinstance(like, tuple) else found
+
+
 def _cloned(state: State) -> State:
     leaves, tree = tree_flatten(state)
     cloned = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -282,6 +305,7 @@ def as_loaded(
         if matrix.is_mine
         and (state := found if matrix.index is None else found.get(matrix.index, {}))
     ]
+    owned = [(matrix, with_tuples(state, state_of(optimizer, matrix))) for matrix, state in owned]
     group_of = {
         parameter: number
         for number, group in enumerate(optimizer.param_groups)

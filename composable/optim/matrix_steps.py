@@ -51,6 +51,8 @@ from composable.optim.matrix_state import (
     set_state,
     spread,
     state_of,
+    with_tuples,
+    without_tuples,
 )
 from composable.optim.shard_steps import LocalStep, NotLocal, ShardStepping
 from composable.optim.shared import parameters_of, refuse_unreduced
@@ -531,7 +533,7 @@ class MatrixStepping(Stepping):
         state = state_dict["state"] | {number_of[each]: found[each] for each in found}
         # in the order of parameters, and not in that of batches
         ordered = {number: state.pop(number) for number in number_of.values() if number in state}
-        return {**state_dict, "state": ordered | state}
+        return {**state_dict, "state": without_tuples(ordered | state)}
 
     def _before_load(self, optimizer: Optimizer, state_dict: State) -> State:
         """Collect what this rank owns. Torch's code, and the optimizer's, sees the rest."""
@@ -547,6 +549,9 @@ class MatrixStepping(Stepping):
         for parameter, matrices in self._matrices.items():
             if (found := state.pop(numbers[parameter], None)) is not None:
                 self._loaded[parameter] = collect(matrices, found, self._layouts)
+        for parameter, number in numbers.items():
+            if number in state and (former := optimizer.state.get(parameter)):
+                state[number] = with_tuples(state[number], former)
         as_loaded(optimizer, state_dict["param_groups"], self._matrices, self._loaded)
         self._check_state = True
         return {**state_dict, "state": state}
@@ -687,9 +692,9 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
     travel. State and a copy of the parameter live on the owner.
 
     Stacks of matrices (3 dimensions, as experts are) are stepped slice by slice; a slice that one
-    rank has stays there. A kernel of a convolution is one tensor. Tensor-parallel matrices come together at the owner; replicas share the
-    work. What is not selected is stepped on its shards, so the optimizer must update it element by
-    element, as those that step vectors by Adam do.
+    rank has stays there. Kernels of convolutions are one matrix each. Tensor-parallel matrices come
+    together at the owner; replicas share the work. What is not selected is stepped on its shards,
+    so the optimizer must update it element by element, as those that step vectors by Adam do.
 
     The code runs once for each batch of a step, each time with the groups, and with the attributes
     of the optimizer, of before the step. Numbers that it writes to its groups must follow from
@@ -698,6 +703,8 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
     rank, and has the state of what it owns. For checkpoints all ranks call torch's
     `get_optimizer_state_dict` and `set_optimizer_state_dict`: there, state is spread as that of an
     optimizer over DTensors, and loads into other numbers of ranks and plain models.
+    `copy.deepcopy` copies the optimizer with its model. Pickling it, and methods of its class that
+    read its state outside of `step`, are refused: each rank has a part of that.
 
     All ranks call this, after annotating and before the first step.
 

@@ -31,6 +31,8 @@ from composable.memory.torch_private import (
     local_of,
     locals_of,
     placed_alike,
+    tree_flatten,
+    tree_unflatten,
 )
 from composable.optim.shared import refuse_unreduced
 from composable.optim.stand_in import STEPPINGS, State, Stepping, is_differentiable
@@ -51,6 +53,7 @@ ELEMENTWISE: Final = (
 # names, since older versions of torch lack some
 _WHOLE: Final = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 _NOTHING: Final = object()
+CONTAINERS: Final = (list, tuple, dict)  # of state
 
 # --- one step ------------------------------------------------------------------------------------
 
@@ -113,6 +116,9 @@ class LocalStep:
             for key, value in shown.items():
                 if type(value) is DTensor:
                     shown[key] = local_of(value)
+                elif isinstance(value, CONTAINERS):
+                    leaves, tree = tree_flatten(value)
+                    shown[key] = tree_unflatten(locals_of(leaves), tree)
         # torch's optimizers write to state in place once it is there, but SGD may have kept None;
         # others may exchange tensors.
         in_place = all(states) and _is_known(kind) and not issubclass(kind, optim.SGD)
@@ -174,8 +180,9 @@ class LocalStep:
         if self._handed is None:
             return
         values = self._values()
-        if len(values) == len(self._handed) and all(map(is_, values, self._handed)):
-            return
+        same = len(values) == len(self._handed) and all(map(is_, values, self._handed))
+        if same and not any(isinstance(each, CONTAINERS) for each in values):
+            return  # containers are told again: what is in them may have changed
         for parameter, local, shown in zip(
             self._parameters, self._locals, self._shown, strict=True
         ):
@@ -191,20 +198,27 @@ def _tell(state: State, shown: State, parameter: Tensor, stepped: Tensor) -> Non
     for key, value in shown.items():
         if value is before.get(key, _NOTHING):
             continue
-        per_element = isinstance(value, Tensor) and (
-            value.dim() or isinstance(state.get(key), DTensor)
-        )
-        if not per_element or not isinstance(parameter, DTensor):
-            state[key] = value
-        elif value.shape == stepped.shape:
-            state[key] = gradient_like(value.view(local_of(parameter).shape), parameter)
+        if isinstance(value, CONTAINERS):
+            leaves, tree = tree_flatten(value)
+            placed = [_placed(each, None, key, parameter, stepped) for each in leaves]
+            state[key] = tree_unflatten(placed, tree)
         else:
-            raise OptimizerError(
-                f"step_on_shards: the optimizer keeps '{key}' of shape {tuple(value.shape)} as"
-                " state of a parameter, which is neither one value per element nor one number; so"
-                " it does not step element by element. Call remove() on what step_on_shards"
-                " returned, and make a new optimizer"
-            )
+            state[key] = _placed(value, state.get(key), key, parameter, stepped)
+
+
+def _placed(value: Any, former: Any, key: str, parameter: Tensor, stepped: Tensor) -> Any:
+    """State of a local tensor as that of its parameter."""
+    per_element = isinstance(value, Tensor) and (value.dim() or isinstance(former, DTensor))
+    if not per_element or not isinstance(parameter, DTensor):
+        return value
+    if value.shape == stepped.shape:
+        return gradient_like(value.view(local_of(parameter).shape), parameter)
+    raise OptimizerError(
+        f"step_on_shards: the optimizer keeps '{key}' of shape {tuple(value.shape)} as state of a"
+        " parameter, which is neither one value per element nor one number; so it does not step"
+        " element by element. Call remove() on what step_on_shards returned, and make a new"
+        " optimizer"
+    )
 
 
 # --- the stand-in -------------------------------------------------------------------------------

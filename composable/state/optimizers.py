@@ -110,13 +110,13 @@ def _follow(value: Any, former: Tensor, new: Any) -> Any:
     if isinstance(former, DTensor) or spread_of(former) is None:
         whole = whole_of(value)
     elif (unit := unit_of(new)) is not None:
-        form = next(param.info.form for param in unit.params if param.at_rest is new)
+        form = next(each.info.form for each in unit.params if id(each.at_rest) == id(new))
     cut = form.shard_like(whole, new, local_of(new).device)
     return cut.clone()  # no view of the whole
 
 
 def _whole_for(new: Tensor, value: Tensor) -> Tensor:
-    """What a plain parameter has of `value`: all, or, of a declared part, what its ranks share."""
+    """All of `value`, or of a declared part what its ranks share."""
     spread = spread_of(new)
     if spread is None or not isinstance(value, DTensor):
         return whole_of(value)

@@ -806,7 +806,7 @@ def test_steps_of_whole_matrices_are_refused_by_name_and_a_forecast_follows(verb
     def muon(parameters: Any) -> torch.optim.Optimizer:
         return step_on_matrices(torch.optim.Muon([p for p in parameters if p.ndim == 2]))
 
-    with pytest.raises(ForecastError, match="calls step_on_matrices for Muon.*Leave"):
+    with pytest.raises(ForecastError, match=r"calls step_on_matrices for Muon.*Leave"):
         forecast(Decoder, verb, batch, ranks=2, optimizer=muon)
     assert forecast(Decoder, verb, batch, ranks=2, optimizer=torch.optim.SGD).fits
 
