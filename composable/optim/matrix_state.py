@@ -28,6 +28,7 @@ from composable.engine.params.dtensors import wrap
 from composable.errors import OptimizerError
 from composable.memory.torch_private import local_tensor, tree_flatten, tree_unflatten
 from composable.optim.matrices import Exchange, Layout, Layouts, Matrix
+from composable.optim.shard_steps import is_known
 from composable.optim.stand_in import State
 
 _LABEL: Final = "exchange of the state of matrices"
@@ -155,10 +156,14 @@ def _spread_one(optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequ
     ]
     exchange = Exchange(comm, _LABEL)
     values: list[Any] = []
+    kind: Any = type(optimizer)
+    names = [name for name, value in outlines[0].items() for _ in tree_flatten(value)[0]]
     for number, column in enumerate(zip(*[leaves for leaves, _ in flat], strict=True)):
         first = column[0]
         if not (isinstance(first, Tensor) and first.dim()):
-            values.append(_joined(column))
+            # by what it is, and not by values, since a checkpoint's shapes do not change
+            counts = matrices[0].index is None or names[number] == "step" or is_known(kind)
+            values.append(_joined(column) if counts else _stacked(column))
             continue
         shape = tuple(first.shape)
         layout = _layout_of_state(
@@ -196,12 +201,17 @@ def _around(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     return wrap(local, parameter.device_mesh, placements, whole.shape, whole.stride())
 
 
+def _stacked(column: Sequence[Any]) -> Any:
+    """What an optimizer keeps of each slice, such as norms."""
+    return torch.stack([*column]) if isinstance(column[0], Tensor) else _joined(column)
+
+
 def _joined(column: Sequence[Any]) -> Any:
     """One value for all slices of a stack, which count their steps alike."""
     first = column[0]
     if isinstance(first, Tensor):
         same = all(torch.equal(first, each) for each in column)
-        return first.clone() if same else torch.stack(list(column))
+        return first.clone() if same else _stacked(column)
     if any(each != first for each in column):
         raise OptimizerError(
             f"step_on_matrices: slices of a stack have different values {first!r} and others in"

@@ -531,6 +531,8 @@ class MatrixStepping(Stepping):
             return {**state_dict, _OWNED: owned}
         found = spread(optimizer, self._matrices)
         state = state_dict["state"] | {number_of[each]: found[each] for each in found}
+        if not any(state.values()):
+            state = {}  # torch would miss that of vectors, which has no entries
         # in the order of parameters, and not in that of batches
         ordered = {number: state.pop(number) for number in number_of.values() if number in state}
         return {**state_dict, "state": without_tuples(ordered | state)}

@@ -121,7 +121,7 @@ class LocalStep:
                     shown[key] = tree_unflatten(locals_of(leaves), tree)
         # torch's optimizers write to state in place once it is there, but SGD may have kept None;
         # others may exchange tensors.
-        in_place = all(states) and _is_known(kind) and not issubclass(kind, optim.SGD)
+        in_place = all(states) and is_known(kind) and not issubclass(kind, optim.SGD)
         self._handed = None if in_place else self._values()
         self.state: Any = defaultdict(dict, zip(self._locals, self._shown, strict=True))
         try:
@@ -336,7 +336,7 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
                 f"step_on_shards: {name} does not step element by element. Leave step_on_shards"
                 " out, or give parameters that another optimizer could step to one of their own"
             )
-    if not elementwise and not _is_known(kind):
+    if not elementwise and not is_known(kind):
         raise OptimizerError(
             f"step_on_shards: {name} is not known here, or changes how its base class steps. If it"
             " updates each element from that element of the parameter, its gradient and its state"
@@ -366,13 +366,13 @@ def step_on_shards_unasked(optimizer: Optimizer) -> bool:
         Whether it steps its shards.
     """
     kind: Any = type(optimizer)
-    if optimizer not in STEPPINGS and _is_known(kind) and not is_differentiable(optimizer):
+    if optimizer not in STEPPINGS and is_known(kind) and not is_differentiable(optimizer):
         ShardStepping(optimizer)
     return STEPPINGS.get(optimizer) is not None
 
 
 @cache
-def _is_known(kind: Any) -> bool:
+def is_known(kind: Any) -> bool:
     """Whether `kind` steps with the code of an optimizer on the list."""
 
     def code(each: type[Optimizer]) -> tuple[object, object]:

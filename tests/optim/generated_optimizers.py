@@ -169,9 +169,14 @@ def program_of(seed: int) -> Program:
     name = draw.choice([*OPTIMIZERS])
     shapes = [shape for shape in SHAPES if name != "Muon" or len(shape) == 2]
     legs = []
-    for ranks in draw.choice([(2,), (3,), (4,), (2, 4, 1), (3, 2), (1, 4)]):
+    worlds = draw.choice([(2,), (3,), (4,), (2, 4, 1), (3, 2), (1, 4)])
+    # of NAdam, torch loads numbers that it has made float64 into new ones, which are float32
+    for ranks in worlds[:1] if name == "NAdam" else worlds:
         verb = draw.choice(VERBS if ranks == 4 else VERBS[:2])
-        legs.append((ranks, verb, draw.choice(WAYS)))
+        way = draw.choice(WAYS)
+        if name == "SGD" and way == "torch, full":
+            way = "torch"  # which loads no full state dict without tensors
+        legs.append((ranks, verb, way))
     return Program(
         seed,
         name,
