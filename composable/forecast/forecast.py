@@ -26,6 +26,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 import composable.api.tensor_parallel as tensor_parallel
 import composable.engine.params.sharded as sharded
@@ -58,6 +59,7 @@ from composable.forecast.tensors import Functions, NoValues
 from composable.fsdp2.module import TORCHS
 from composable.memory.elastic import with_own_storage
 from composable.memory.torch_private import forget_meshes, local_tensor
+from composable.optim.matrix_steps import MatrixStepping
 from composable.state.materialize import give_memory
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -317,6 +319,7 @@ def _pretended(machine: Machine) -> Iterator[None]:
         mock.patch.object(clip, "changes_nothing", return_value=False),
         mock.patch.object(DistributedDataParallel, "__init__", _refuse_torchs),
         mock.patch.object(FullyShardedDataParallel, "__init__", _refuse_torchs),
+        mock.patch.object(MatrixStepping, "__init__", _refuse_matrices),
     ):
         yield
 
@@ -336,6 +339,15 @@ def _copies_to_the_host(machine: Machine) -> Iterator[None]:
 def _refuse_torchs(module: nn.Module, *_: object, **__: object) -> NoReturn:
     """Instead of the constructors of torch's wrappers, and of what is built upon them."""
     raise ForecastError(f"forecast: annotate() calls torch's {type(module).__name__}, {NOT_SEEN}")
+
+
+def _refuse_matrices(_: MatrixStepping, optimizer: Optimizer, *__: object) -> NoReturn:
+    """Instead of what hands matrices to their owners, which are other ranks."""
+    raise ForecastError(
+        f"forecast: optimizer= calls step_on_matrices for {type(optimizer).__name__}. A step of"
+        " whole matrices, each on another rank, and its exchanges among all are not forecast. Leave"
+        " step_on_matrices out for the forecast: ranks then have about as much state, in shards"
+    )
 
 
 def _refuse_torchs_shards(model: nn.Module) -> None:

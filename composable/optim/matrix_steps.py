@@ -11,9 +11,11 @@ anybody and in any way, go to the owner as well.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any, Final, TypeVar
 
@@ -42,7 +44,16 @@ from composable.memory.torch_private import (
 from composable.optim.fingerprints import fingerprints
 from composable.optim.in_backward import is_part_of_backward
 from composable.optim.matrices import BATCHES, Exchange, Layout, Layouts, Matrix, assign
-from composable.optim.matrix_state import collect, set_state, spread, state_of
+from composable.optim.matrix_state import (
+    PartOfState,
+    as_loaded,
+    collect,
+    set_state,
+    spread,
+    state_of,
+    with_tuples,
+    without_tuples,
+)
 from composable.optim.shard_steps import LocalStep, NotLocal, ShardStepping
 from composable.optim.shared import parameters_of, refuse_unreduced
 from composable.optim.stand_in import (
@@ -58,6 +69,9 @@ Which = Callable[[Tensor], bool] | Iterable[str | Tensor] | None
 
 _CALLER: Final = "step_on_matrices"
 _LAST: Final = BATCHES - 1
+_Convolution: Final = nn.modules.conv._ConvNd
+# In the state dict of one rank: by number of a parameter, the slices that it owns, or None.
+_OWNED: Final = "step_on_matrices"
 _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 # --- one step ------------------------------------------------------------------------------------
@@ -239,9 +253,14 @@ class MatrixStepping(Stepping):
 
     keeps_whole_state = True
 
-    def __init__(self, optimizer: Optimizer, which: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        which: Callable[[Tensor], bool],
+        original: MatrixStepping | None = None,
+    ) -> None:
         self._which = which
-        self._layouts = Layouts()
+        self._layouts: Layouts = Layouts() if original is None else original._layouts
         self._seen: list[tuple[Any, ...]] = []
         self._matrices: dict[Tensor, list[Matrix]] = {}
         self._by_comm: dict[Comm, list[Tensor]] = {}
@@ -254,11 +273,19 @@ class MatrixStepping(Stepping):
         self._attributes: dict[str, Any] = {}
         self._closure: _Closure | None = None
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
-        self._follow(optimizer)
-        self._compare(optimizer)
+        self._loaded: dict[Tensor, Any] = {}
+        if original is None:
+            self._follow(optimizer)
+            self._compare(optimizer)
+        else:
+            self._take_over(optimizer, original)
         super().__init__(optimizer)
-        optimizer.register_state_dict_post_hook(self._on_state_dict)
-        optimizer.register_load_state_dict_pre_hook(self._on_load)
+        self._handles += [
+            optimizer.register_state_dict_post_hook(self._on_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+        self._watch_state(optimizer)
 
     # --- plans -----------------------------------------------------------------------------------
 
@@ -287,7 +314,7 @@ class MatrixStepping(Stepping):
             layout = self._layouts.of(parameter)
             if known is not None and _alike(known[0].layout, layout):
                 self._matrices[parameter] = known
-            elif parameter.ndim == 3:
+            elif _is_stack(parameter):
                 slices = range(parameter.shape[0])
                 self._matrices[parameter] = [Matrix(parameter, layout, each) for each in slices]
             else:
@@ -483,26 +510,117 @@ class MatrixStepping(Stepping):
 
     # --- state -----------------------------------------------------------------------------------
 
+    def _watch_state(self, optimizer: Optimizer) -> None:
+        optimizer.state = PartOfState(optimizer, optimizer.state, self._has_parts)
+
+    def _has_parts(self) -> bool:
+        """Whether there is state that this rank has not, or has as that of slices."""
+        return any(found[0].comm.size > 1 for found in self._matrices.values())
+
     def _on_state_dict(self, optimizer: Optimizer, state_dict: State) -> State | None:
-        if not called_by_checkpoints():
-            return None  # it stays a call of one rank, which says what it has
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         number_of = dict(zip(parameters_of(optimizer), numbers, strict=True))
+        if not called_by_checkpoints():
+            if not self._has_parts():
+                return None
+            # it stays a call of one rank, which says what it has
+            owned = {
+                number_of[parameter]: [m.index for m in found if m.is_mine]
+                for parameter, found in self._matrices.items()
+            }
+            return {**state_dict, _OWNED: owned}
         found = spread(optimizer, self._matrices)
         state = state_dict["state"] | {number_of[each]: found[each] for each in found}
+        if not any(state.values()):
+            state = {}  # torch would miss that of vectors, which has no entries
         # in the order of parameters, and not in that of batches
         ordered = {number: state.pop(number) for number in number_of.values() if number in state}
-        return {**state_dict, "state": ordered | state}
+        return {**state_dict, "state": without_tuples(ordered | state)}
 
-    def _on_load(self, optimizer: Optimizer, state_dict: State) -> State:
+    def _before_load(self, optimizer: Optimizer, state_dict: State) -> State:
+        """Collect what this rank owns. Torch's code, and the optimizer's, sees the rest."""
         self._follow(optimizer)
+        self._loaded = {}
+        groups: list[list[Any]] = [group["params"] for group in state_dict["param_groups"]]
+        held = [group["params"] for group in optimizer.param_groups]
+        if list(map(len, groups)) != list(map(len, held)):
+            return state_dict  # torch refuses it
+        numbers = dict(zip(chain(*held), chain(*groups), strict=True))
+        self._refuse_parts_of_others(optimizer, state_dict.get(_OWNED), numbers)
         state = dict(state_dict["state"])
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for number, parameter in zip(numbers, parameters_of(optimizer), strict=False):
-            if parameter in self._matrices and number in state:
-                state[number] = collect(self._matrices[parameter], state[number], self._layouts)
+        for parameter, matrices in self._matrices.items():
+            if (found := state.pop(numbers[parameter], None)) is not None:
+                self._loaded[parameter] = collect(matrices, found, self._layouts)
+        for parameter, number in numbers.items():
+            if number in state and (former := optimizer.state.get(parameter)):
+                state[number] = with_tuples(state[number], former)
+        as_loaded(optimizer, state_dict["param_groups"], self._matrices, self._loaded)
         self._check_state = True
         return {**state_dict, "state": state}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        optimizer.state.update(self._loaded)
+        self._loaded = {}
+        self._watch_state(optimizer)
+
+    def _refuse_parts_of_others(
+        self, optimizer: Optimizer, owned: Any, numbers: dict[Tensor, Any]
+    ) -> None:
+        """Raise on all ranks if one is to load what another one has."""
+        for comm, parameters in self._by_comm.items():
+            lacks = owned is not None and any(
+                matrix.is_mine and matrix.index not in owned.get(numbers[parameter], ())
+                for parameter in parameters
+                for matrix in self._matrices[parameter]
+            )
+            _, (is_part, any_lacks) = comm.min_max(
+                [int(owned is not None), int(lacks)], "comparison of who has which state"
+            )
+            if is_part and any_lacks:
+                raise OptimizerError(
+                    f"{_CALLER}: this state_dict() of {type(optimizer).__name__} is that of one"
+                    " rank, with the state of the matrices that it owned, and a rank loads it that"
+                    " owns others. Nothing was loaded. Save what get_optimizer_state_dict gives, on"
+                    " all ranks, and load it by set_optimizer_state_dict"
+                )
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    @override
+    def _state_to_copy(self, optimizer: Optimizer) -> Any:
+        # torch's classes look into the state of each parameter when they are copied
+        others = {k: v for k, v in optimizer.state.items() if k not in self._matrices}
+        return defaultdict(dict, others)
+
+    @override
+    def _follow_to(self, copied: Optimizer, memo: dict[int, Any]) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for parameter, twin in zip(parameters_of(optimizer), parameters_of(copied), strict=True):
+            if parameter in self._matrices and parameter in optimizer.state:
+                copied.state[twin] = copy.deepcopy(optimizer.state[parameter], memo)
+        MatrixStepping(copied, self._which, self)
+
+    def _take_over(self, optimizer: Optimizer, original: MatrixStepping) -> None:
+        """Own, of a copy, what is owned of the original. Ranks need not agree on it again."""
+        former = original._optimizer()
+        assert former is not None
+        for parameter, twin in zip(parameters_of(former), parameters_of(optimizer), strict=True):
+            if parameter in original._matrices:
+                self._matrices[twin] = [
+                    replace(matrix, parameter=twin) for matrix in original._matrices[parameter]
+                ]
+
+    @override
+    def _reduce(self, protocol: int) -> Any:
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.state and self._matrices:
+            raise OptimizerError(
+                f"{_CALLER}: this {type(optimizer).__name__} keeps the state of whole matrices on"
+                " the ranks that own them, so that no rank can pickle or copy.copy it. Save what"
+                " get_optimizer_state_dict gives, on all ranks; copy.deepcopy copies it"
+            )
+        return super()._reduce(protocol)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -576,9 +694,9 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
     travel. State and a copy of the parameter live on the owner.
 
     Stacks of matrices (3 dimensions, as experts are) are stepped slice by slice; a slice that one
-    rank has stays there. Tensor-parallel matrices come together at the owner; replicas share the
-    work. What is not selected is stepped on its shards, so the optimizer must update it element by
-    element, as those that step vectors by Adam do.
+    rank has stays there. Kernels of convolutions are one matrix each. Tensor-parallel matrices come
+    together at the owner; replicas share the work. What is not selected is stepped on its shards,
+    so the optimizer must update it element by element, as those that step vectors by Adam do.
 
     The code runs once for each batch of a step, each time with the groups, and with the attributes
     of the optimizer, of before the step. Numbers that it writes to its groups must follow from
@@ -587,13 +705,15 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
     rank, and has the state of what it owns. For checkpoints all ranks call torch's
     `get_optimizer_state_dict` and `set_optimizer_state_dict`: there, state is spread as that of an
     optimizer over DTensors, and loads into other numbers of ranks and plain models.
+    `copy.deepcopy` copies the optimizer with its model. Pickling it, and methods of its class that
+    read its state outside of `step`, are refused: each rank has a part of that.
 
     All ranks call this, after annotating and before the first step.
 
     Args:
         optimizer: holds parameters of annotated modules, and any others.
         which: a function of a parameter, or parameters or their names: those that are stepped
-            whole. None: those of 2 and 3 dimensions; of Adafactor, all.
+            whole. None: those of 2 dimensions and more; of Adafactor, all.
 
     Returns:
         The optimizer.
@@ -645,11 +765,18 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
     return optimizer
 
 
+def _is_stack(parameter: Tensor) -> bool:
+    """Whether its slices are matrices, as those of experts are, and not parts of one kernel."""
+    label = label_of(parameter)
+    modules = () if label is None else [module() for module, _ in label.places]
+    return parameter.ndim == 3 and not any(isinstance(each, _Convolution) for each in modules)
+
+
 def _predicate(optimizer: Optimizer, which: Which) -> Callable[[Tensor], bool]:
     if which is None:
         # its updates of vectors take norms over all of a vector, too
         everything = isinstance(optimizer, optim.Adafactor)
-        return lambda parameter: everything or parameter.ndim in (2, 3)
+        return lambda parameter: everything or parameter.ndim >= 2
     if callable(which):
         return which
     named = _names_in(optimizer)

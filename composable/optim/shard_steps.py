@@ -31,6 +31,8 @@ from composable.memory.torch_private import (
     local_of,
     locals_of,
     placed_alike,
+    tree_flatten,
+    tree_unflatten,
 )
 from composable.optim.shared import refuse_unreduced
 from composable.optim.stand_in import STEPPINGS, State, Stepping, is_differentiable
@@ -51,6 +53,7 @@ ELEMENTWISE: Final = (
 # names, since older versions of torch lack some
 _WHOLE: Final = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 _NOTHING: Final = object()
+CONTAINERS: Final = (list, tuple, dict)  # of state
 
 # --- one step ------------------------------------------------------------------------------------
 
@@ -113,9 +116,12 @@ class LocalStep:
             for key, value in shown.items():
                 if type(value) is DTensor:
                     shown[key] = local_of(value)
+                elif isinstance(value, CONTAINERS):
+                    leaves, tree = tree_flatten(value)
+                    shown[key] = tree_unflatten(locals_of(leaves), tree)
         # torch's optimizers write to state in place once it is there, but SGD may have kept None;
         # others may exchange tensors.
-        in_place = all(states) and _is_known(kind) and not issubclass(kind, optim.SGD)
+        in_place = all(states) and is_known(kind) and not issubclass(kind, optim.SGD)
         self._handed = None if in_place else self._values()
         self.state: Any = defaultdict(dict, zip(self._locals, self._shown, strict=True))
         try:
@@ -174,8 +180,9 @@ class LocalStep:
         if self._handed is None:
             return
         values = self._values()
-        if len(values) == len(self._handed) and all(map(is_, values, self._handed)):
-            return
+        same = len(values) == len(self._handed) and all(map(is_, values, self._handed))
+        if same and not any(isinstance(each, CONTAINERS) for each in values):
+            return  # containers are told again: what is in them may have changed
         for parameter, local, shown in zip(
             self._parameters, self._locals, self._shown, strict=True
         ):
@@ -191,20 +198,27 @@ def _tell(state: State, shown: State, parameter: Tensor, stepped: Tensor) -> Non
     for key, value in shown.items():
         if value is before.get(key, _NOTHING):
             continue
-        per_element = isinstance(value, Tensor) and (
-            value.dim() or isinstance(state.get(key), DTensor)
-        )
-        if not per_element or not isinstance(parameter, DTensor):
-            state[key] = value
-        elif value.shape == stepped.shape:
-            state[key] = gradient_like(value.view(local_of(parameter).shape), parameter)
+        if isinstance(value, CONTAINERS):
+            leaves, tree = tree_flatten(value)
+            placed = [_placed(each, None, key, parameter, stepped) for each in leaves]
+            state[key] = tree_unflatten(placed, tree)
         else:
-            raise OptimizerError(
-                f"step_on_shards: the optimizer keeps '{key}' of shape {tuple(value.shape)} as"
-                " state of a parameter, which is neither one value per element nor one number; so"
-                " it does not step element by element. Call remove() on what step_on_shards"
-                " returned, and make a new optimizer"
-            )
+            state[key] = _placed(value, state.get(key), key, parameter, stepped)
+
+
+def _placed(value: Any, former: Any, key: str, parameter: Tensor, stepped: Tensor) -> Any:
+    """State of a local tensor as that of its parameter."""
+    per_element = isinstance(value, Tensor) and (value.dim() or isinstance(former, DTensor))
+    if not per_element or not isinstance(parameter, DTensor):
+        return value
+    if value.shape == stepped.shape:
+        return gradient_like(value.view(local_of(parameter).shape), parameter)
+    raise OptimizerError(
+        f"step_on_shards: the optimizer keeps '{key}' of shape {tuple(value.shape)} as state of a"
+        " parameter, which is neither one value per element nor one number; so it does not step"
+        " element by element. Call remove() on what step_on_shards returned, and make a new"
+        " optimizer"
+    )
 
 
 # --- the stand-in -------------------------------------------------------------------------------
@@ -220,7 +234,7 @@ class ShardStepping(Stepping):
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
         self._step: LocalStep | None = None  # of the step that runs
-        self._loaded = optimizer.register_load_state_dict_post_hook(self._on_load)
+        self._handles.append(optimizer.register_load_state_dict_post_hook(self._on_load))
         self._check_state = True
 
     def remove(self) -> None:
@@ -231,8 +245,11 @@ class ShardStepping(Stepping):
         if (optimizer := self._optimizer()) is not None:
             self._finish(optimizer)
             STEPPINGS[optimizer] = None
-        for hook in (self._before, self._after, self._loaded):
-            hook.remove()
+            self._detach(optimizer)
+
+    @override
+    def _follow_to(self, copied: Optimizer, memo: dict[int, Any]) -> None:
+        ShardStepping(copied)
 
     @override
     def _takes(self, optimizer: Optimizer) -> bool:
@@ -284,7 +301,7 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
 
     The optimizers listed below do so from their first step of sharded parameters;
     `step_on_shards(optimizer).remove()`, at any time, makes one step DTensors as torch does. Call
-    it for an optimizer that is not listed, after `remove`, or for a copy of an optimizer.
+    it for an optimizer that is not listed, or after `remove`. Copies step as what they are of.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop or Rprop
@@ -319,7 +336,7 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
                 f"step_on_shards: {name} does not step element by element. Leave step_on_shards"
                 " out, or give parameters that another optimizer could step to one of their own"
             )
-    if not elementwise and not _is_known(kind):
+    if not elementwise and not is_known(kind):
         raise OptimizerError(
             f"step_on_shards: {name} is not known here, or changes how its base class steps. If it"
             " updates each element from that element of the parameter, its gradient and its state"
@@ -349,13 +366,13 @@ def step_on_shards_unasked(optimizer: Optimizer) -> bool:
         Whether it steps its shards.
     """
     kind: Any = type(optimizer)
-    if optimizer not in STEPPINGS and _is_known(kind) and not is_differentiable(optimizer):
+    if optimizer not in STEPPINGS and is_known(kind) and not is_differentiable(optimizer):
         ShardStepping(optimizer)
     return STEPPINGS.get(optimizer) is not None
 
 
 @cache
-def _is_known(kind: Any) -> bool:
+def is_known(kind: Any) -> bool:
     """Whether `kind` steps with the code of an optimizer on the list."""
 
     def code(each: type[Optimizer]) -> tuple[object, object]:

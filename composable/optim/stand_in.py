@@ -9,15 +9,19 @@ the code asks for them: after all hooks, and after the closure.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from functools import cache
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable.memory.torch_private import step_hooks
+from composable.optim.shared import parameters_of
 
 State = dict[str, Any]
 
@@ -29,8 +33,16 @@ class Stepping(ABC):
         self._optimizer = weakref.ref(optimizer)  # whose hooks hold this object
         self._before = optimizer.register_step_pre_hook(self._put_stand_in)
         self._after = optimizer.register_step_post_hook(self._finish_step)
+        self._handles = [self._before, self._after]
         self._keep_next_to_step(optimizer)
+        self._attach_copying(optimizer)
         STEPPINGS[optimizer] = self
+
+    def _detach(self, optimizer: Optimizer) -> None:
+        """The inverse of the constructor."""
+        for handle in self._handles:
+            handle.remove()
+        _detach_copying(optimizer)
 
     @abstractmethod
     def _takes(self, optimizer: Optimizer) -> bool:
@@ -43,6 +55,52 @@ class Stepping(ABC):
     @abstractmethod
     def _finish(self, optimizer: Optimizer) -> None:
         """The step has ended. Called once more before the next one, for one that an error ended."""
+
+    # --- copies ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _follow_to(self, copied: Optimizer, memo: dict[int, Any]) -> None:
+        """Step a copy of the optimizer, too; its state is that of `_state_to_copy`."""
+
+    def _state_to_copy(self, optimizer: Optimizer) -> Any:
+        """What Python copies of the state."""
+        return optimizer.state
+
+    def _attach_copying(self, optimizer: Optimizer) -> None:
+        """Let `copy` and pickle call this object. They look for methods on an object first."""
+        vars(optimizer).update(__deepcopy__=self._copy, __reduce_ex__=self._reduce)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stepping:
+        return self  # in the hooks of an optimizer that copies all of its attributes
+
+    def _copy(self, memo: dict[int, Any]) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        for parameter in parameters_of(optimizer):
+            if isinstance(parameter, DTensor):
+                # torch's copy of a DTensor has a copy of its mesh, without process groups
+                memo[id(parameter.device_mesh)] = parameter.device_mesh
+        state = optimizer.state
+        _detach_copying(optimizer)
+        try:
+            optimizer.state = self._state_to_copy(optimizer)
+            copied = copy.deepcopy(optimizer, memo)
+        finally:
+            optimizer.state = state
+            self._attach_copying(optimizer)
+        for hooks in vars(copied).values():
+            for handle in self._handles if isinstance(hooks, OrderedDict) else ():
+                hooks.pop(handle.id, None)
+        self._follow_to(copied, memo)
+        return copied
+
+    def _reduce(self, protocol: int) -> Any:
+        """What is pickled is stepped as torch does where it is loaded."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return type(optimizer).__reduce_ex__(optimizer, protocol)
+
+    # --- steps -----------------------------------------------------------------------------------
 
     def _put_stand_in(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -87,6 +145,11 @@ class Stepping(ABC):
         if self._before.id in before and self._after.id in after:
             before.move_to_end(self._before.id)
             after.move_to_end(self._after.id, last=False)
+
+
+def _detach_copying(optimizer: Optimizer) -> None:
+    for name in ("__deepcopy__", "__reduce_ex__"):
+        vars(optimizer).pop(name, None)
 
 
 # What steps an optimizer; None if its user wants it to step as torch does.

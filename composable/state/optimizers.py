@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from composable.compilation import unwrapped
 from composable.engine.edits.written import at_rest
-from composable.engine.params.dtensors import whole_of
+from composable.engine.params.dtensors import whole_of, wrap
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import label_of
-from composable.engine.step.unit import units_below
+from composable.engine.step.unit import unit_of, units_below
 from composable.errors import OptimizerError, few
+from composable.features.spread import spread_of
 from composable.memory.torch_private import local_of, step_hooks
 
 
@@ -70,7 +71,7 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             (p for module, name in places if (p := here.get((id(module()), name))) is not None),
             None,
         )
-        return found if found is not None and found.shape == parameter.shape else None
+        return found if found is not None and _fits(found, parameter) else None
 
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     by_former = {id(p): found for p in held if (found := successor(p)) is not None}
@@ -92,15 +93,38 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             }
 
 
-def _follow(value: Any, former: Tensor, new: Tensor) -> Any:
+def _fits(found: Tensor, former: Tensor) -> bool:
+    if found.shape == former.shape:
+        return True
+    # a plain part of a whole (`declare_part`), of which the other one knows the whole
+    has_whole = isinstance(found, DTensor) != isinstance(former, DTensor)
+    part = former if isinstance(found, DTensor) else found
+    return has_whole and spread_of(part) is not None and found.ndim == former.ndim
+
+
+def _follow(value: Any, former: Tensor, new: Any) -> Any:
     """Optimizer state of the former parameter's shape, spread like the new one."""
     if not isinstance(value, Tensor) or value.shape != former.shape or not former.shape:
         return value
-    whole = whole_of(value)
     if not isinstance(new, DTensor):
-        return whole
-    cut = PLAIN.shard_like(whole, new, local_of(new).device)
+        return _whole_for(new, value)
+    form, whole = PLAIN, value
+    if isinstance(former, DTensor) or spread_of(former) is None:
+        whole = whole_of(value)
+    elif (unit := unit_of(new)) is not None:
+        form = next(each.info.form for each in unit.params if id(each.at_rest) == id(new))
+    cut = form.shard_like(whole, new, local_of(new).device)
     return cut.clone()  # no view of the whole
+
+
+def _whole_for(new: Tensor, value: Tensor) -> Tensor:
+    """All of `value`, or of a declared part what its ranks share."""
+    spread = spread_of(new)
+    if spread is None or not isinstance(value, DTensor):
+        return whole_of(value)
+    placements = [Replicate()] * len(spread[1]) + [*value.placements[len(spread[1]) :]]
+    mesh = value.device_mesh
+    return whole_of(wrap(local_of(value), mesh, placements, new.shape, new.stride()))
 
 
 def _describe(parameter: Tensor) -> str:

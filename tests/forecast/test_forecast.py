@@ -43,6 +43,7 @@ from composable import (
     fully_shard,
     offload_activations,
     replicate,
+    step_on_matrices,
 )
 from composable.comm import Comm, comms_wrapped_by
 from composable.demo.memory import measure_step
@@ -798,6 +799,16 @@ def test_offload_policies_and_experts_are_refused_by_name() -> None:
     assert forecast(Decoder, offloaded, batch, ranks=2, device="cpu").fits  # it has no effect
     with pytest.raises(ForecastError, match=r"calls 'all_to_all_single' of a process group in for"):
         forecast(Decoder, ANNOTATE["sharded"][0], batch, ranks=2, loss=to_experts)
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_steps_of_whole_matrices_are_refused_by_name_and_a_forecast_follows(verb: Any) -> None:
+    def muon(parameters: Any) -> torch.optim.Optimizer:
+        return step_on_matrices(torch.optim.Muon([p for p in parameters if p.ndim == 2]))
+
+    with pytest.raises(ForecastError, match=r"calls step_on_matrices for Muon.*Leave"):
+        forecast(Decoder, verb, batch, ranks=2, optimizer=muon)
+    assert forecast(Decoder, verb, batch, ranks=2, optimizer=torch.optim.SGD).fits
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from composable import (
     fully_shard,
     materialize,
     no_sync,
+    rebind_optimizer,
     remove,
     unsharded,
 )
@@ -150,6 +151,36 @@ def test_parts_train_as_the_whole_does_and_are_saved_as_the_whole() -> None:
     remove(model, fully_shard)
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
     fully_shard(model, mesh=mesh["dp"])  # parts know that they are parts
+    assert_same_parameters(model, alone)
+
+
+@spmd(ranks=4)
+def test_an_optimizer_of_parts_follows_an_annotation_and_its_removal() -> None:
+    mesh = mesh_of(2, 2)
+    rank = mesh["dp"].get_local_rank()
+    model, alone = _model(mesh["tp"]), _model()
+    optimizer, reference = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, alone))
+
+    def step(inputs: list[Tensor], whole: list[Tensor]) -> None:
+        for each, stepper, batch in (
+            (model, optimizer, inputs[0]),
+            (alone, reference, whole[0]),
+        ):
+            each(batch).square().mean().backward()
+            stepper.step()
+            stepper.zero_grad()
+
+    step(batches(alone, -1, 1), batches(alone, -1, 1))
+    fully_shard(model, mesh=mesh["dp"], policy={PartMLP})
+    rebind_optimizer(optimizer, model)
+    for index in range(2):
+        step(batches(model, rank, 2, 2)[index:], batches(alone, -1, 2, 2)[index:])
+    assert_same_parameters(model, alone)
+    for module in (*model, model):
+        remove(module, fully_shard)
+    rebind_optimizer(optimizer, model)
+    step(batches(alone, -1, 1), batches(alone, -1, 1))
+    fully_shard(model, mesh=mesh["dp"], policy={PartMLP})
     assert_same_parameters(model, alone)
 
 
