@@ -197,11 +197,15 @@ CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
+# The method of a module that `Module.to`, `half`, `to_empty` and others call, of children first.
+CONVERT: Final = "_apply"
+
+
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Exchange all parameters, gradients and buffers for what `function` makes of them, as
     `Module.to` does, which takes one dtype for all.
     """
-    module._apply(function)
+    getattr(module, CONVERT)(function)
 
 
 def view_without_memory(

@@ -270,8 +270,9 @@ class ManagedParam:
     def keep(self, own: nn.Parameter) -> None:
         """The user's parameter stays where it is."""
         self.own = own
-        if isinstance(own, DTensor):
-            # torch cannot move it (`Module.to` swaps `DTensor`s) while it is referred to weakly
+        if isinstance(own, DTensor) or self.original() is own:
+            # torch cannot move a `DTensor`, and with its swap flag no other one, while it is
+            # referred to weakly
             self.original = _no_parameter
 
     def rest_as(self, at_rest: nn.Parameter) -> None:
