@@ -76,6 +76,7 @@ from composable.contract.tree import (
     registered_parameters,
     walk,
 )
+from composable.engine.edits.conversions import keep_attributes
 from composable.engine.edits.copies import attach_copying, detach_copying
 from composable.engine.edits.loading import StateDictHooks
 from composable.engine.edits.removal import restore
@@ -374,12 +375,11 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     for exact in exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
+    # State dicts have buffers of modules without parameters, too.
+    with_buffers = dict.fromkeys(each.module for each in spec.buffer_holders)
     for undo in (step for each in holders for step in prepare(each, mesh_info.device)):
         on_undo(undo)
-    # State dicts have buffers of modules without parameters, too.
-    for undo in hooks.watch(
-        {**holders, **dict.fromkeys(each.module for each in spec.buffer_holders)}
-    ):
+    for undo in (*hooks.watch({**holders, **with_buffers}), *keep_attributes(holders)):
         on_undo(undo)
     for module in plan.modules:
         attach_copying(module)  # `copy.deepcopy` and pickle

@@ -56,7 +56,15 @@ def bind_method(module: nn.Module, name: str, function: Callable[..., Any]) -> N
         own[name] = Method(module, name, function)
 
 
+def set_method(module: nn.Module, name: str, function: Callable[..., Any]) -> bool:
+    """Set a method on a module, in place of that of its class. Whether none was set before."""
+    if name in vars(module):
+        return False
+    vars(module)[name] = Method(module, name, function)
+    return True
+
+
 def unbind_method(module: nn.Module, name: str) -> None:
-    """Take back what `bind_method` has set. For `on_undo`, by `partial`."""
+    """Take back what `bind_method` or `set_method` has set. For `on_undo`, by `partial`."""
     if isinstance(vars(module).get(name), Method):
         del vars(module)[name]

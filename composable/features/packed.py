@@ -30,6 +30,9 @@ from composable.engine.params.form import PLAIN, ParamForm
 # Whether a linear of bitsandbytes packs its weight anew for evaluation on a CPU with AVX512-BF16.
 _REPACKS: Final = "support_avx512bf16_for_cpu"
 
+# The attribute of an 8-bit weight of bitsandbytes, which is replicated.
+_OF_8_BITS: Final = "SCB"
+
 
 def is_packed(tensor: Tensor) -> bool:
     """Whether a parameter, in any of its forms, has the attributes of a `Params4bit`."""
@@ -83,8 +86,8 @@ def form_of(parameter: nn.Parameter) -> ParamForm:
 
 
 def prepare(module: nn.Module, device: torch.device) -> list[Callable[[], object]]:
-    """Let a module compute on `device` with packed parameters that come and go, and load what its
-    state dict has of their scales; returns what undoes it.
+    """Let a module compute on `device` with packed parameters that come and go, and a bias that
+    does, and load what its state dict has of their scales; returns what undoes it.
     """
     packed: list[Any] = [each for each in module.parameters(recurse=False) if is_packed(each)]
     undo: list[Callable[[], object]] = []
@@ -96,11 +99,45 @@ def prepare(module: nn.Module, device: torch.device) -> list[Callable[[], object
                 vars(parameter).setdefault(key.partition(".")[0], value)
     if packed:
         undo.append(module.register_load_state_dict_pre_hook(_load_scales).remove)
+    if module._parameters.get("bias") is not None and (
+        packed or any(hasattr(each, _OF_8_BITS) for each in module.parameters(recurse=False))
+    ):
+        undo.append(_CastBias(module).remove)
     if packed and getattr(module, _REPACKS, False):
         # It would exchange the memory of what is gathered, and change the shared `quant_state`.
         _set_repacks(module, repacks=False)
         undo.append(partial(_set_repacks, module, repacks=True))
     return undo
+
+
+class _CastBias:
+    """A linear of bitsandbytes casts its bias to the dtype that it computes in, in place
+    (`bias.data = ...`): what is gathered would not reach it any more. So in a call it has a cast
+    one, which it leaves alone.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._bias: Tensor | None = None  # in a call, the one that the module has outside
+        self._handles = (
+            module.register_forward_pre_hook(self._before),
+            # before units exchange their parameters
+            module.register_forward_hook(self._after, prepend=True, always_call=True),
+        )
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        bias = module._parameters["bias"]
+        dtype = getattr(module, "compute_dtype", None) or (args[0].dtype if args else None)
+        if bias is not None and dtype is not None and bias.dtype != dtype:
+            self._bias = bias
+            module._parameters["bias"] = bias.to(dtype)  # type: ignore[assignment]
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._bias is not None:
+            module._parameters["bias"], self._bias = self._bias, None  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
 
 
 def _set_repacks(module: nn.Module, *, repacks: bool) -> None:

@@ -206,12 +206,15 @@ no_views: Callable[[], AbstractContextManager[None]] = partial(
     torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView),
 )
 
+# The method of a module that `Module.to`, `half`, `to_empty` and others call, of children first.
+CONVERT: Final = "_apply"
+
 
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Exchange all parameters, gradients and buffers for what `function` makes of them, as
     `Module.to` does, which takes one dtype for all.
     """
-    module._apply(function)
+    getattr(module, CONVERT)(function)
 
 
 def view_without_memory(

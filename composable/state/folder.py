@@ -27,7 +27,7 @@ from composable.errors import RanksDisagreeError, StateError, few, first_line
 from composable.features.packed import is_packed
 from composable.memory.torch_private import apply_to_tensors, local_of
 from composable.state.hub_names import Converted, by_transformers, ignored, kept_dtypes
-from composable.state.whole import managed_in
+from composable.state.whole import Managed, managed_in
 
 Rename = Callable[[str], str]
 Box = Sequence[slice]
@@ -197,9 +197,15 @@ class Plan:
             self._direct, self._converted = by_transformers(model, state, files.names)
         self._refuse_overwritten()
         found = {*self._direct, *(target for each in self._converted for target in each.targets)}
-        self._tied = _tied(model)
-        tied = {name: names for names in self._tied for name in names}
-        self._covered = {name for name in state if not found.isdisjoint(tied.get(name, (name,)))}
+        # Names are those of the state dict, which modules around others (checkpoint wrappers) leave
+        # out of it; what they name is known by identity.
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in state.items():
+            self._names.setdefault(id(tensor), []).append(name)
+        self._tied = [names for names in self._names.values() if len(names) > 1]
+        self._covered = {
+            name for names in self._names.values() if not found.isdisjoint(names) for name in names
+        }
         self.left_out = Loaded(
             [name for name in state if name not in self._covered],
             [
@@ -230,13 +236,13 @@ class Plan:
                 " model. Let rename= tell them apart"
             )
 
-    def covers(self, name: str) -> bool:
+    def covers(self, tensor: Tensor | None) -> bool:
         """Whether the folder has this tensor of the model, or one that it is tied to."""
-        return name in self._covered
+        return not self._covered.isdisjoint(self._names.get(id(tensor), ()))
 
-    def lacks(self, name: str) -> bool:
+    def lacks(self, tensor: Tensor | None) -> bool:
         """Whether it would be in the folder, and is not: buffers that are not saved are neither."""
-        return name in self._state and name not in self._covered
+        return id(tensor) in self._names and not self.covers(tensor)
 
     def check(self, *, strict: bool) -> None:
         """Raise if something does not fit; nothing is read but the heads of files."""
@@ -300,7 +306,7 @@ class Plan:
                 continue
             box = _box_of(self._state[names[0]]) or ()
             first, *others = (self._files.read(source, box) for source in sources.values())
-            if not all(torch.equal(first, other.to(first.dtype)) for other in others):
+            if not all(_alike(first, other.to(first.dtype)) for other in others):
                 raise StateError(
                     f"load: {_said([*sources])} are one tensor in the model, and the folder has"
                     " other values for each of them. Untie them before the annotation"
@@ -309,15 +315,19 @@ class Plan:
 
     def agree(self) -> None:
         """Raise on all ranks if some have a tensor that others lack who have parts of it, too."""
-        members: dict[Comm, list[str]] = {}
+        members: dict[Comm, list[Managed]] = {}
         for each in managed_in("load", self._model):
             comms = each.param.info.form.comms(each.unit.mesh_info.device)
             for comm in dict.fromkeys((each.comm, *comms)):
-                members.setdefault(comm, []).append(each.fqn)
-        for comm, names in members.items():
-            here = [int(self.covers(name)) for name in names]
+                members.setdefault(comm, []).append(each)
+        for comm, params in members.items():
+            here = [int(self.covers(each.param.at_rest)) for each in params]
             lowest, highest = comm.min_max(here, "comparison of what folders have")
-            differ = [n for n, low, high in zip(names, lowest, highest, strict=True) if low != high]
+            differ = [
+                each.fqn
+                for each, low, high in zip(params, lowest, highest, strict=True)
+                if low != high
+            ]
             if differ:
                 raise RanksDisagreeError(
                     f"load: some ranks have {_said(differ)} in their folder, and others have not."
@@ -431,14 +441,9 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
             for each in (tensor, tensor.grad):
                 if each is not None:
                     wanted[id(each)] = each, kept.get(name, dtype)
-    # torch exchanges DTensors, and with them the attributes that say what packed bytes mean
-    said = {name: dict(vars(each)) for name, each in model.named_parameters() if is_packed(each)}
     apply_to_tensors(
         model, lambda tensor: tensor.to(wanted[id(tensor)][1]) if id(tensor) in wanted else tensor
     )
-    for name, attributes in said.items():
-        parameter = model.get_parameter(name)
-        vars(parameter).update({**attributes, **vars(parameter)})
 
 
 def _box_of(tensor: Tensor) -> list[slice] | None:
@@ -469,15 +474,10 @@ def _kind(tensor: Tensor) -> str:
     return _FLOATS if tensor.is_floating_point() else _INTEGERS
 
 
-def _tied(model: nn.Module) -> list[list[str]]:
-    """List the names of each parameter and buffer that has several."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        names.setdefault(id(tensor), []).append(name)
-    return [each for each in names.values() if len(each) > 1]
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a dtype are equal, a NaN to one of the same bits."""
+    one, other = one.flatten(), other.flatten()
+    return torch.equal(one, other) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _is_of_transformers(model: nn.Module) -> bool:

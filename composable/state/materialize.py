@@ -243,12 +243,14 @@ def _fill(
     rename: Rename | None,
 ) -> Loaded:
     model = unwrapped(model)
+    _check_arguments(verb, model, init, dtype)
     units = units_in(verb, model)
     require_at_rest(verb, units)
-    plan = None if folder is None else _plan(model, units, Path(folder), strict, rename)
+    reads = verb == "load" or folder is not None
+    plan = _plan(verb, model, units, folder, strict, rename) if reads else None
     fresh = list(_without_values(model))
-    left = [place for place in fresh if plan is None or not plan.covers(place.fqn)]
-    if plan is None or any(plan.lacks(place.fqn) for place in left):
+    left = [place for place in fresh if plan is None or not plan.covers(_tensor_at(place))]
+    if plan is None or any(plan.lacks(_tensor_at(place)) for place in left):
         _compare_random_states(units)
     if dtype is not None:
         cast(model, dtype)
@@ -267,17 +269,41 @@ def _fill(
     return Loaded([], []) if plan is None else plan.left_out
 
 
+def _check_arguments(verb: str, model: object, init: object, dtype: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnknownArgumentError(
+            f"{verb}: the first argument is the annotated module, not a {type(model).__name__}"
+        )
+    if init is not None and not callable(init):
+        raise UnknownArgumentError(
+            f"{verb}: init= is a function that is called with each module, not {init!r}. Pass a"
+            " folder by its name: folder="
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UnknownArgumentError(
+            f"{verb}: dtype= is a torch.dtype of floating-point numbers, as torch.bfloat16, not"
+            f" {dtype!r}; others are no weights"
+        )
+
+
 def _plan(
+    verb: str,
     model: nn.Module,
     units: Sequence[Unit],
-    folder: Path,
+    folder: object,
     strict: bool,
     rename: Rename | None,
 ) -> Plan:
     plans: list[Plan] = []
 
     def look() -> None:
-        plans.append(Plan(model, Files(folder), rename))
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            # a variable that is not set on one rank: the others are told
+            raise UnknownArgumentError(
+                f"{verb}: folder= is the path of a folder or file of safetensors, not {folder!r}."
+                " Without a folder, materialize(model) runs initialisers"
+            )
+        plans.append(Plan(model, Files(Path(folder)), rename))
         plans[0].check(strict=strict)
 
     all_or_none("load", comms_of_model(units), look)

@@ -113,6 +113,8 @@ class Linear4bit(nn.Linear):
             self.weight.data = self.weight.data.flip(0)
             self.weight.quant_state.packing_format_for_cpu = True
             return x.new_zeros(len(x), self.out_features)
+        if self.bias.dtype != x.dtype:
+            self.bias.data = self.bias.data.to(x.dtype)
         made: Tensor = _Matmul.apply(x, self.weight)  # type: ignore[no-untyped-call]
         return made + self.bias
 

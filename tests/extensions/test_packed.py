@@ -28,6 +28,7 @@ from composable import (
     export,
     full_state_dict,
     fully_shard,
+    keep_unsharded,
     load,
     no_sync,
     remove,
@@ -149,6 +150,63 @@ def test_mixed_precision_leaves_the_bytes_alone(kind: str, storage: torch.dtype)
     model = _sharded(net(kind, storage), mp_policy="bf16")
     assert torch.equal(model(_inputs()), alone(_inputs().bfloat16()))
     assert model[0].base.weight.dtype == storage
+
+
+@pytest.mark.parametrize("annotated", _ANNOTATED)
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(ranks=2)
+def test_a_bias_that_a_forward_casts_in_place_is_as_it_was_and_computes_as_in_one_process(
+    kind: str, annotated: str
+) -> None:
+    def made(*, trains: bool) -> nn.Sequential:
+        model = net(kind)
+        for block in model:
+            block.base.bias.data = block.base.bias.data.bfloat16()
+            block.base.bias.requires_grad_(trains)
+        return model
+
+    alone = _train(made(trains=False), lambda _: _inputs())
+    model = _ANNOTATED[annotated](made(trains=False))
+    torch.testing.assert_close(_train(model, lambda _: _inputs()), alone, rtol=0, atol=0)
+    # torch's copies of plain parameters have no attributes
+    copies = [] if "replicas" in annotated else [copy.deepcopy(model).eval()]
+    for each in (model, *copies):
+        expected = each(_inputs().requires_grad_())
+        assert {block.base.bias.dtype for block in each} == {torch.bfloat16}  # type: ignore[union-attr]
+        full_state_dict(each)
+    # what is learned is not lost with the cast
+    model = _ANNOTATED[annotated](made(trains=True))
+    before = full(model[1].base.bias).clone()  # type: ignore[union-attr, arg-type]
+    _train(model, lambda _: _inputs())
+    assert not torch.equal(full(model[1].base.bias), before)  # type: ignore[union-attr, arg-type]
+    # the next legal call after one that failed
+    with pytest.raises((RuntimeError, AttributeError)):
+        model(None)
+    assert model(_inputs()).shape == expected.shape
+
+
+@pytest.mark.parametrize("annotated", _ANNOTATED)
+@pytest.mark.parametrize("kind", KINDS[1:])
+@spmd(ranks=2)
+def test_dora_over_packed_weights_trains_as_in_one_process(kind: str, annotated: str) -> None:
+    """On hosts PEFT registers the weight anew in each forward."""
+    alone, model = _adapted(use_dora=True), _adapted(use_dora=True)
+    base: Any = model.base_model.model
+    if annotated == "replicas beside shards":
+        replicate(base[0])
+    if annotated == "replicas":
+        replicate(model)
+    else:
+        kept = annotated == "kept shards"
+        fully_shard(model, policy={_Block}, reshard_after_forward=not kept)
+    torch.testing.assert_close(
+        _train(model, lambda _: _inputs()), _train(alone, lambda _: _inputs())
+    )
+    if annotated != "replicas":
+        with keep_unsharded(model):
+            for _ in range(2):
+                found = model(_inputs())
+        torch.testing.assert_close(found, alone(_inputs()))
 
 
 @spmd(ranks=2)
@@ -470,13 +528,13 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _adapted(seed: int = 0) -> Any:
+def _adapted(seed: int = 0, **options: Any) -> Any:
     base = _base()
     torch.manual_seed(seed)
     with _quiet():
         import peft  # noqa: PLC0415 - seconds
 
-        config = peft.LoraConfig(r=3, target_modules=["proj"], init_lora_weights=False)
+        config = peft.LoraConfig(r=3, target_modules=["proj"], init_lora_weights=False, **options)
         return peft.get_peft_model(base, config)
 
 

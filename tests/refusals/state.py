@@ -106,6 +106,21 @@ def values_that_no_initialiser_gives() -> Refusals:
     yield lambda: materialize(_on_meta()), "RanksDisagreeError: ...random states of the ranks differ..."
 
 
+@row(2)
+def what_is_no_folder_no_initialiser_and_no_dtype_of_weights() -> Refusals:
+    model: Any = _on_meta()
+    unset = dist.get_rank() == 0
+    yield lambda: load(model, None if unset else "/tmp/never"), "UnknownArgumentError: load: folder= is the path of a folder or file of safetensors, not None. Without a folder, materialize(model) runs initialisers" if unset else "FileNotFoundError: load: there is no folder..."
+    for wrong in (None, "", {}):
+        yield lambda wrong=wrong: load(model, wrong), f"UnknownArgumentError: load: folder= is the path of a folder or file of safetensors, not {wrong!r}..."
+    yield lambda: load("/tmp/never", model), "UnknownArgumentError: load: the first argument is the annotated module, not a str"
+    yield lambda: materialize(model, "/tmp/never"), "UnknownArgumentError: materialize: init= is a function that is called with each module, not '/tmp/never'. Pass a folder by its name: folder="
+    for dtype in (torch.int32, "bfloat16"):
+        yield lambda dtype=dtype: load(model, "/tmp/never", dtype=dtype), f"UnknownArgumentError: load: dtype= is a torch.dtype of floating-point numbers, as torch.bfloat16, not {dtype!r}; others are no weights"
+        yield lambda dtype=dtype: materialize(model, dtype=dtype), "UnknownArgumentError: materialize: dtype= is..."
+    assert all(each.is_meta and each.dtype == torch.float32 for each in model.parameters())
+
+
 @row(1)
 def how_a_folder_is_read_without_a_folder() -> Refusals:
     model = _on_meta()

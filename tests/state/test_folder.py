@@ -18,6 +18,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -42,6 +43,7 @@ from composable.errors import (
 )
 from composable.state import folder as folder_module
 from composable.state.folder import Files
+from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 from tests.state.models import PLANS, Block, Net, initialise, plain, tokens
 
@@ -97,13 +99,16 @@ def _without_ties(model: Net) -> dict[str, Tensor]:
 def test_of_tied_tensors_a_folder_has_one_or_the_same_values_for_all(tmp_path: Path) -> None:
     expected, model = plain(0).state_dict(), plain(1)
     fully_shard(model, policy={Block})
-    _written_by_rank_0(
-        lambda: save_file(
-            {n: t.clone() for n, t in expected.items()}, tmp_path / "both.safetensors"
-        )
-    )
-    load(model, tmp_path)
-    _agrees(model, expected)
+    broken = {name: value.clone() for name, value in expected.items()}
+    for name in ("head.weight", "embed.weight"):
+        broken[name][0, 0] = torch.nan  # which is no other value than itself
+    for saved in (broken, {name: value.clone() for name, value in expected.items()}):
+        _written_by_rank_0(lambda saved=saved: save_file(saved, tmp_path / "both.safetensors"))  # type: ignore[misc]
+        load(model, tmp_path)
+        dist.barrier()
+        found = full_state_dict(model, rank0_only=False)
+        for name, value in saved.items():
+            assert torch.equal(found[name].nan_to_num(7), value.nan_to_num(7)), name
     expected["head.weight"] = expected["head.weight"].clone()
     expected["head.weight"][-1, -1] += 1  # on the last rank
     _written_by_rank_0(lambda: save_file(expected, tmp_path / "both.safetensors"))
@@ -218,6 +223,45 @@ def test_on_meta_a_model_gets_memory_and_buffers_that_no_folder_has(
     for block in model.blocks:
         assert torch.equal(block.table, torch.arange(5.0, device=block.table.device))
     model(tokens(0)).sum().backward()
+
+
+class Scale(nn.Module):
+    """Has no initialiser: what the folder has needs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _wrapped() -> nn.Sequential:
+    """As a trainer leaves it that checkpoints activations: names have a part that is in no state
+    dict.
+    """
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(5, 5), Scale()) for _ in range(2)]
+    blocks[1][0].weight = blocks[0][0].weight  # type: ignore[union-attr]
+    return nn.Sequential(*map(checkpoint_wrapper, blocks))
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_of_modules_with_a_wrapper_around_them_nothing_is_initialised(
+    verb: Callable[..., Any], tmp_path: Path
+) -> None:
+    expected = _wrapped().state_dict()
+    assert "0.1.weight" in expected
+    saved = {name: value for name, value in expected.items() if name != "1.0.weight"}
+    _written_by_rank_0(lambda: save_file(saved, tmp_path / "model.safetensors"))
+    with torch.device("meta"):
+        model = _wrapped()
+    verb(model, policy={nn.Sequential} if verb is fully_shard else None)
+    torch.manual_seed(dist.get_rank())
+    assert load(model, tmp_path) == ([], [])
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), expected[name]), name
 
 
 @spmd(ranks=2)

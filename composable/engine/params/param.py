@@ -39,6 +39,7 @@ from composable.engine.params.layout import Route, Slot
 from composable.memory.torch_private import (
     local_of,
     set_local,
+    storage_key,
 )
 
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
@@ -273,8 +274,9 @@ class ManagedParam:
     def keep(self, own: nn.Parameter) -> None:
         """The user's parameter stays where it is."""
         self.own = own
-        if isinstance(own, DTensor):
-            # torch cannot move it (`Module.to` swaps `DTensor`s) while it is referred to weakly
+        if isinstance(own, DTensor) or self.original() is own:
+            # torch cannot move a `DTensor`, and with its swap flag no other one, while it is
+            # referred to weakly
             self.original = _no_parameter
 
     def rest_as(self, at_rest: nn.Parameter) -> None:
@@ -392,8 +394,20 @@ class ParameterSwap:
         _exchange(self._in)
 
     def swap_out(self) -> None:
-        """Register the at-rest parameters again."""
-        _exchange(self._out)
+        """Register the at-rest parameters again, also where a forward has put another parameter
+        around the memory of a compute one (PEFT does so on hosts: `weight = weight.to("cpu")`).
+        """
+        for table, name, compute, at_rest in self._out:
+            found = table.get(name)
+            if found is compute or (found is not at_rest and _is_around(found, compute)):
+                table[name] = at_rest
+
+    def take_back(self) -> None:
+        """While modules hold compute parameters: register them again, as `swap_out` does."""
+        for table, name, compute, at_rest in self._out:
+            found = table.get(name)
+            if found is not compute and found is not at_rest and _is_around(found, compute):
+                table[name] = compute
 
     def swap_in_at(self, module: nn.Module) -> None:
         """Register the compute parameters at one module."""
@@ -420,6 +434,20 @@ def _exchange(places: Sequence[_Swapped]) -> None:
     for table, name, before, after in places:
         if table.get(name) is before:
             table[name] = after
+
+
+def _is_around(found: Tensor | None, compute: nn.Parameter) -> bool:
+    """Whether a registered parameter is another one around the memory of a compute parameter, and
+    gets no gradient, which would be lost.
+    """
+    return (
+        isinstance(found, nn.Parameter)
+        and not found.requires_grad
+        and not isinstance(found, DTensor)
+        and not isinstance(compute, DTensor)
+        and found.layout is torch.strided
+        and storage_key(found) == storage_key(compute)
+    )
 
 
 # --- memory order: shards of dense parameters that are not contiguous (channels_last) -----------

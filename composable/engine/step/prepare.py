@@ -248,6 +248,7 @@ def _look_into(unit: Unit, root: Root, owners: Mapping[int, Holder]) -> bool:
         # `torch.func.functional_call` registers tensors of its own for one call, and they are
         # computed with
         return False
+    unit.take_back()
     _refuse_cast_in_forward(unit)
     if _adopt(unit, owners):
         if not root.in_step:  # what an open forward has saved stays

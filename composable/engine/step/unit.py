@@ -526,6 +526,11 @@ class Unit:
             for buffers in self._buffers:
                 buffers.show()
 
+    def take_back(self) -> None:
+        """See `ParameterSwap.take_back`."""
+        if self._is_in:
+            self._swap.take_back()
+
     def hold_at_rest(self) -> None:
         """Modules hold at-rest parameters again, unless they are to hold compute parameters: in a
         call, until all modules of the unit have run, after `unshard()`, while a backward is in it,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Final
 
 import pytest
 import torch
@@ -126,6 +127,51 @@ def test_attributes_of_parameters_are_kept() -> None:
     remove(model, fully_shard)
     assert model.weight is original
     assert vars(model.weight) == {"role": "expert", "rate": 0.1}
+
+
+_CONVERSIONS: Final[dict[str, Callable[[nn.Module], object]]] = {
+    "to a dtype": lambda model: model.to(torch.float64),
+    "twice": lambda model: model.half().float(),
+    "to where it is": lambda model: model.to(current_device()),
+    "of one child": lambda model: model[0].half().float(),  # type: ignore[operator, index]
+    "to memory": lambda model: model.to_empty(device=current_device()),
+}
+
+
+def _annotated(model: nn.Sequential, verb: str) -> None:
+    if verb == "both":
+        replicate(model[0])
+    (replicate if verb == "replicate" else fully_shard)(model)
+
+
+@pytest.mark.parametrize("verb", ["fully_shard", "replicate", "both"])
+@spmd(ranks=2)
+def test_conversions_keep_attributes_so_that_groups_made_by_them_are_those_of_before(
+    verb: str,
+) -> None:
+    for by_swapping in (False, True):
+        for convert in _CONVERSIONS.values():
+            torch.manual_seed(0)
+            with current_device():
+                model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+            before = [{*vars(module)} for module in model.modules()]
+            model[0].weight.no_decay = True  # type: ignore[assignment]
+            _annotated(model, verb)
+            model[1].bias.no_decay = True  # type: ignore[assignment]
+            torch.__future__.set_swap_module_params_on_conversion(by_swapping)
+            try:
+                convert(model)
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
+            kept = [name for name, each in model.named_parameters() if hasattr(each, "no_decay")]
+            assert kept == ["0.weight", "1.bias"]
+            copied = copy.deepcopy(model).half()
+            assert next(model.parameters()).dtype != next(copied.parameters()).dtype
+            model(torch.ones(2, 4, dtype=model[0].weight.dtype, device=current_device()))  # type: ignore[arg-type]
+            if verb == "both":
+                remove(model[0], replicate)
+            remove(model, replicate if verb == "replicate" else fully_shard)
+            assert [{*vars(module)} for module in model.modules()] == before
 
 
 class Own(nn.Parameter):
