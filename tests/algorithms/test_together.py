@@ -191,11 +191,11 @@ def _behind_everything() -> Iterator[None]:
 
 
 PLACES: Final[dict[str, Callable[[Model], Any]]] = {
-    "outside of forward and backward": lambda _: _before_anything(),
+    "outside of all units": lambda _: _before_anything(),
     "in the forward of unit 'blocks.0'": lambda model: _in_forward(model, 0),
     "in the forward of unit 'blocks.2'": lambda model: _in_forward(model, 2),
-    "in the backward of unit 'blocks.2'": lambda model: _in_backward(model, 2),
-    "in the backward of unit 'blocks.0'": lambda model: _in_backward(model, 0),
+    "in backward, near unit 'blocks.2'": lambda model: _in_backward(model, 2),
+    "in backward, near unit 'blocks.0'": lambda model: _in_backward(model, 0),
     "as a gradient lands": lambda model: _as_a_gradient_lands(model, 1),
     "as the last gradient lands": lambda model: _as_a_gradient_lands(model, 0),
     "outside": lambda _: _behind_everything(),
@@ -299,7 +299,7 @@ def test_ranks_that_raise_at_different_places_are_both_named() -> None:
     trainer = Trainer(ANNOTATIONS["shards"])
     for number in range(3):
         trainer.step(number)
-    first, second = "in the forward of unit 'blocks.2'", "in the backward of unit 'blocks.0'"
+    first, second = "in the forward of unit 'blocks.2'", "in backward, near unit 'blocks.0'"
     fails = [PLACES[first], PLACES[second], lambda _: nullcontext()]
     why = trainer.step(3, fails[dist.get_rank()])
     assert why == (
