@@ -60,13 +60,13 @@ from composable.optim.shared import parameters_of
 
 # With COMPOSABLE_DEBUG=1, at the end of a backward: what a launch by these labels is.
 _COMPARISONS: Final = {"comparison of launches": "compare", "comparison of forwards": "forwards"}
-# Before the reductions of `reduce_gradients`; a rank that has lost the step says what it said in the
-# step before.
+# Before the reductions of `reduce_gradients`; a rank that has lost the step says what it said in
+# the step before.
 _COUNTS: Final = "comparison of accumulated backwards"
 _VOTE: Final = "vote on the step"
 # What may begin in the scope: a rank that gives the step up is as far with it as one that does not.
 _IN_STEPS: Final = (
-    "together", "no_sync", "reduce_gradients", "unshard", "reshard", "keep_unsharded", "reset", "clip",
+    "together", "no_sync", "reduce_gradients", "unshard", "reshard", "keep_unsharded", "reset",
 )  # fmt: skip
 
 
@@ -362,6 +362,7 @@ class together:
             error.add_note(f"together: this error was raised so:\n{told}")
             del trace
             _drop_frames(error)
+            self._end_unshard()
         try:
             for each in self._record.launches[len(launched) :] if error is not None else ():
                 self._again(*each)
@@ -382,7 +383,17 @@ class together:
             self._record.launches, self._record.lost = launched, 0
             return False
         _put_back(buffers)
+        self._end_unshard()
         return self._lose(error, everywhere=bool(everywhere))
+
+    def _end_unshard(self) -> None:
+        """Free what `unshard()` has gathered.
+
+        Some ranks have used it in the lost step, and some have not come to gather it.
+        """
+        for unit in self._units:
+            unit.hide()
+            unit.free()
 
     def _written(self) -> int:
         """One more than the number of a parameter that was written to in the scope; 0 of none."""
