@@ -215,6 +215,7 @@ class together:
 
     def __init__(self, model: nn.Module, *, give_up_after: int = 3) -> None:
         self.lost, self.why = False, ""
+        self._refused: PhaseError | None = None  # what all ranks raise that come there
         self._model, self._give_up_after = unwrapped(model), give_up_after
         self._units = units_in("together", model)
         self._comm = self._units[0].mesh_info.all
@@ -275,7 +276,7 @@ class together:
             )
         self._refuse()  # what has changed since it was made
         self.lost, self.why = False, ""
-        self._refused: PhaseError | None = None
+        self._refused = None
         self._record = _RECORDS.setdefault(self._units[0], _Record())
         self._launched: list[_Heard] = []
         self._where = _Where(self)

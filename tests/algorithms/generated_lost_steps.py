@@ -407,12 +407,12 @@ def _expected(run: Run, fault: Fault) -> str:
     """What `why` says of the place, where that is known."""
     if fault.again or run.plan.evaluates or fault.place.startswith("launch"):
         return ""
+    if fault.place in _AROUND:
+        outside = fault.place in ("step begin", "forward", "reduce", "clip")
+        return "outside of all units" if outside else ""
     place = fault.place.removesuffix(" backward").removesuffix(" hook")
     if place == "root end" and place != fault.place:
         return ""  # a hook there may run before backward comes to the root
-    if place in _AROUND:
-        outside = place in ("step begin", "forward", "reduce", "clip")
-        return "outside of all units" if outside else ""
     path = place.split(" ")[0].replace("root", "")
     unit = _unit_of(run.model, path)
     if place == fault.place:
