@@ -169,7 +169,8 @@ class together:
     """Lose a step on all ranks if it raises on one, and go on with the next one.
 
     In the scope is all of a step up to the last reduction: all micro-batches, forwards and
-    backwards. The optimizer's step, its scaler and scheduler belong behind it. A rank whose step
+    backwards. The optimizer's step, its scaler and scheduler belong behind it: what writes in the
+    scope is refused by name, on all ranks. A rank whose step
     raises gives it up and makes the launches that the other ranks wait for, with its own shards and
     zeros for gradients; the exception is not raised. At the end the ranks vote, by one message of
     two integers, for which the host waits.
@@ -194,12 +195,12 @@ class together:
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
-        PhaseError: the scope is inside of another one, of `join`, or of a step; or another
-            annotated model is called in it.
+        PhaseError: the scope is inside of another one, of `join`, or of a step; another annotated
+            model is called in it; or an optimizer steps in it, or something else writes.
         UnsupportedError: the model has collectives that are not the library's, or what cannot be
             given up: tensor-parallel parameters, units over different ranks (experts),
             communication hooks, synchronised batch norms, sparse gradients, optimizers in backward,
-            `reshard_after_forward` with a number.
+            replicas that train apart, `reshard_after_forward` with a number.
         StepLostError: `give_up_after` steps in a row were lost, on all ranks.
 
     Example:
