@@ -23,11 +23,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, NoReturn, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from composable.algorithms.narration import open_scope
@@ -37,6 +39,8 @@ from composable.comm.base import LAUNCHED, Again, compare_launches
 from composable.comm.ledger import ledger_of
 from composable.comm.supplied import SuppliedComm
 from composable.compilation import unwrapped
+from composable.engine.params.param import labels_of
+from composable.engine.params.param_group import version_of
 from composable.engine.step import root as roots
 from composable.engine.step.observer import HEARERS, Observer
 from composable.engine.step.root import Root
@@ -50,12 +54,20 @@ from composable.errors import (
     first_line,
 )
 from composable.features.hook_stages import hooks_of
-from composable.memory.torch_private import in_backward
+from composable.memory.torch_private import as_tensors, in_backward
 from composable.optim.in_backward import stepped_in_backward
+from composable.optim.shared import parameters_of
 
 # With COMPOSABLE_DEBUG=1, at the end of a backward: what a launch by these labels is.
 _COMPARISONS: Final = {"comparison of launches": "compare", "comparison of forwards": "forwards"}
+# Before the reductions of `reduce_gradients`; a rank that has lost the step says what it said in
+# the step before.
+_COUNTS: Final = "comparison of accumulated backwards"
 _VOTE: Final = "vote on the step"
+# What may begin in the scope: a rank that gives the step up is as far with it as one that does not.
+_IN_STEPS: Final = (
+    "together", "no_sync", "reduce_gradients", "unshard", "reshard", "keep_unsharded", "reset",
+)  # fmt: skip
 
 
 class _Launch(NamedTuple):
@@ -63,7 +75,7 @@ class _Launch(NamedTuple):
 
     Attributes:
         kind: "gather", of a group of parameters; "reduce_scatter", "all_reduce", "broadcast";
-            "compare", "forwards"; "" of one that cannot be made again.
+            "compare", "forwards", "counts"; "" of one that cannot be made again.
         sizes: of the tensors: numbers of elements and dtypes.
         group: for "gather", indices of the unit and of its group.
         source: for "broadcast", the rank that sends.
@@ -77,7 +89,8 @@ class _Launch(NamedTuple):
     source: int = 0
 
 
-# With the comm, and what the launch had at hand: the pairs of a gather, the message of a broadcast.
+# With the comm, and what the launch had at hand: the pairs of a gather, the message of a broadcast,
+# the numbers that were sent.
 _Heard = tuple[Comm, _Launch, Any]
 
 
@@ -105,6 +118,8 @@ class _Where(Observer):
 
     def __init__(self, scope: together) -> None:
         self.now = ""  # where this rank is, in words
+        self.raised: BaseException | None = None  # in a forward, and where
+        self.place = ""
         self._backward = ""
         self._scope = scope
 
@@ -120,8 +135,16 @@ class _Where(Observer):
         self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
 
     @override
+    def raises(self, root: Root, call: UnitCall, error: BaseException) -> None:
+        if error is not self.raised:  # from the innermost unit outwards
+            self.raised, self.place = error, self.now
+        outer = [unit for unit in root.step.running if unit is not call.unit]
+        self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
+
+    @override
     def comes_back(self, root: Root, call: UnitCall) -> None:
-        self.now = self._backward = f"in the backward of unit '{call.unit.name}'"
+        # or behind it, in what is around it: nobody tells when autograd has left a unit
+        self.now = self._backward = f"in backward, near unit '{call.unit.name}'"
 
     @override
     def ends_backward(self, root: Root) -> None:
@@ -131,12 +154,23 @@ class _Where(Observer):
     def gradients_landed(self) -> None:
         self.now = self._backward = ""
 
+    @override
+    def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        if what == "unscale":
+            self._scope.refuse("GradScaler.unscale_() or step()")
+
+    @override
+    def calls(self, what: str) -> None:
+        if what not in _IN_STEPS:
+            self._scope.refuse(what)
+
 
 class together:
     """Lose a step on all ranks if it raises on one, and go on with the next one.
 
     In the scope is all of a step up to the last reduction: all micro-batches, forwards and
-    backwards. The optimizer's step, its scaler and scheduler belong behind it. A rank whose step
+    backwards. The optimizer's step, its scaler and scheduler belong behind it: what writes in the
+    scope is refused by name, on all ranks. A rank whose step
     raises gives it up and makes the launches that the other ranks wait for, with its own shards and
     zeros for gradients; the exception is not raised. At the end the ranks vote, by one message of
     two integers, for which the host waits.
@@ -161,12 +195,12 @@ class together:
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
-        PhaseError: the scope is inside of another one, of `join`, or of a step; or another
-            annotated model is called in it.
+        PhaseError: the scope is inside of another one, of `join`, or of a step; another annotated
+            model is called in it; or an optimizer steps in it, or something else writes.
         UnsupportedError: the model has collectives that are not the library's, or what cannot be
             given up: tensor-parallel parameters, units over different ranks (experts),
             communication hooks, synchronised batch norms, sparse gradients, optimizers in backward,
-            `reshard_after_forward` with a number.
+            replicas that train apart, `reshard_after_forward` with a number.
         StepLostError: `give_up_after` steps in a row were lost, on all ranks.
 
     Example:
@@ -182,6 +216,7 @@ class together:
 
     def __init__(self, model: nn.Module, *, give_up_after: int = 3) -> None:
         self.lost, self.why = False, ""
+        self._refused: PhaseError | None = None  # what all ranks raise that come there
         self._model, self._give_up_after = unwrapped(model), give_up_after
         self._units = units_in("together", model)
         self._comm = self._units[0].mesh_info.all
@@ -218,6 +253,21 @@ class together:
                 " call the other model before the scope"
             )
 
+    def refuse(self, what: str) -> NoReturn:
+        """Raise, as the other ranks do that come here: none has stepped, or written, yet."""
+        self._refused = PhaseError(
+            f"together: {what} was called in the scope. A rank that loses the step does not come"
+            " there, and would be left with other values than the ranks that do. Call it behind the"
+            " scope, where all ranks know step.lost"
+        )
+        raise self._refused
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        mine = {id(parameter) for parameter in self._model.parameters()}
+        parameters = parameters_of(optimizer)
+        if any(labels_of(parameters)) or not mine.isdisjoint(map(id, parameters)):
+            self.refuse(f"{type(optimizer).__name__}.step()")
+
     def __enter__(self) -> Self:
         if _OPEN or open_scope() is not None:
             raise PhaseError(
@@ -227,6 +277,7 @@ class together:
             )
         self._refuse()  # what has changed since it was made
         self.lost, self.why = False, ""
+        self._refused = None
         self._record = _RECORDS.setdefault(self._units[0], _Record())
         self._launched: list[_Heard] = []
         self._where = _Where(self)
@@ -236,10 +287,14 @@ class together:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        self._at_rest = [param.at_rest for unit in self._units for param in unit.params]
+        with as_tensors():
+            self._versions = [*map(version_of, self._at_rest)]
         self._undo = ExitStack()
         _OPEN.append(self)
         self._undo.callback(_OPEN.clear)
         self._undo.callback(HEARERS.add(self._where))
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         LAUNCHED.append(self._hear)
         self._undo.callback(LAUNCHED.remove, self._hear)
         self._undo.callback(self._launched.clear)
@@ -255,6 +310,10 @@ class together:
                 launch = _Launch(kind, label, scale, sizes)
             case (Tensor() as held, int() as source):
                 launch = _Launch("broadcast", label, source=source)
+            case ("all_gather", str(), float(), (Tensor(),), (Tensor() as sent,)) if (
+                label.startswith(_COUNTS)
+            ):
+                launch, held = _Launch("counts", label), sent.tolist()
             case _:
                 launch = _Launch(_COMPARISONS.get(label, ""), label)
         self._launched.append((comm, launch, held))
@@ -293,7 +352,9 @@ class together:
                 error, (CommunicationError, RanksDisagreeError)
             ):
                 return False
-            if why := self._cannot_follow(launched):
+            if (why := self._cannot_follow(launched)) and error is self._refused:
+                return False  # all ranks raise it
+            if why:
                 error.add_note(
                     f"together: this step was not given up together with the other ranks, since"
                     f" {why}. Ranks that did not raise wait for this one until their timeout"
@@ -303,10 +364,12 @@ class together:
             error.add_note(f"together: this error was raised so:\n{told}")
             del trace
             _drop_frames(error)
+            self._end_unshard()
         try:
             for each in self._record.launches[len(launched) :] if error is not None else ():
                 self._again(*each)
-            (everywhere,), (anywhere,) = self._comm.min_max([int(error is not None)], _VOTE)
+            mine = [int(error is not None), self._written()]
+            (everywhere, _), (anywhere, written) = self._comm.min_max(mine, _VOTE)
         except CommunicationError as failure:
             if error is not None:
                 failure.add_note(
@@ -316,11 +379,40 @@ class together:
                 )
             raise
         buffers, self._buffers = self._buffers, []
+        if written:
+            self._refuse_written(written - 1, error)
         if not anywhere:
             self._record.launches, self._record.lost = launched, 0
             return False
         _put_back(buffers)
+        self._end_unshard()
         return self._lose(error, everywhere=bool(everywhere))
+
+    def _end_unshard(self) -> None:
+        """Free what `unshard()` has gathered.
+
+        Some ranks have used it in the lost step, and some have not come to gather it.
+        """
+        for unit in self._units:
+            unit.hide()
+            unit.free()
+
+    def _written(self) -> int:
+        """One more than the number of a parameter that was written to in the scope; 0 of none."""
+        at_rest, self._at_rest = self._at_rest, []
+        with as_tensors():
+            now = map(version_of, at_rest)
+            pairs = enumerate(zip(self._versions, now, strict=True), start=1)
+            return next((number for number, (before, after) in pairs if before != after), 0)
+
+    def _refuse_written(self, number: int, error: BaseException | None) -> NoReturn:
+        names = [(param.fqn, unit.name) for unit in self._units for param in unit.params]
+        fqn, unit = names[number]
+        raise PhaseError(
+            f"together: parameter '{fqn}' of unit '{unit}' was written to in the scope. A rank that"
+            " loses the step may not come to that, and would be left with other values than the"
+            " ranks that do. Write to parameters behind the scope, where all ranks know step.lost"
+        ) from error
 
     def _cannot_follow(self, launched: Sequence[_Heard]) -> str:
         """Why it is not known what the other ranks go on to launch; empty if it is."""
@@ -356,6 +448,8 @@ class together:
                 comm.all_reduce(zeros[0], label, scale).wait()
             case "broadcast":
                 comm.broadcast([held], label, source)
+            case "counts":
+                comm.all_gather_ints(held, label)
             case "forwards":  # a rank that counts none agrees with every count
                 comm.all_gather_ints([0, 0], label)
             case _:
@@ -365,7 +459,9 @@ class together:
     def _lose(self, error: BaseException | None, *, everywhere: bool) -> bool:
         """Some rank has lost the step. Returns whether the exception of this rank is not raised."""
         self.lost = True
-        where = self._where.now or "outside of forward and backward"
+        seen = self._where
+        where = (seen.place if error is seen.raised else seen.now) or "outside of all units"
+        seen.raised = None
         mine = error and f"{type(error).__name__} {where}: {first_line(error)}"
         said = self._comm.all_gather_objects(mine, "exchange of why the step is lost")
         self.why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
@@ -411,6 +507,10 @@ def _obstacle(unit: Unit, comm: Comm) -> str:
         (
             lambda: unit.mesh_info.all is not comm or not unit.on_one_mesh,
             "parameters over other ranks than the rest of the model",
+        ),
+        (
+            lambda: unit.mesh_info is not unit.spec.mesh_info,
+            "replicas that train apart, by local_steps",
         ),
         (lambda: hooks_of(unit.gradients), "a communication hook"),
         (lambda: unit.gradients.sparse, "sparse gradients"),

@@ -18,6 +18,7 @@ from composable.contract.naming import module_name
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step import root
+from composable.engine.step.observer import called
 from composable.engine.step.unit import EXPLICIT, Unit, units_below
 from composable.errors import NotAnnotatedError, PhaseError, did_you_mean
 
@@ -39,6 +40,7 @@ def units_in(
                 " or replicate(module) first"
             )
         return [annotation.state]
+    called(verb)
     units = [u for u in units_below([module]) if not sharded or u.spec.verb == SHARD]
     if not units:
         kind, calls = "fully sharded", "fully_shard(module)"

@@ -17,6 +17,7 @@ from composable.engine.edits.loading import warn_of_other_groups
 from composable.engine.edits.written import at_rest, written
 from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
 from composable.engine.params.protocol import cloned
+from composable.engine.step.observer import called
 from composable.engine.step.unit import units_below
 from composable.errors import ForeignParameterError, few
 from composable.features.packed import is_packed
@@ -141,6 +142,7 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the parameters of now; call it after the optimizer's step."""
+        called("EMA.update()")
         slow, copied = self._pairs()
         if slow:
             averages, values = zip(*slow, strict=True)
@@ -191,6 +193,7 @@ class EMA:
             KeyError: names are missing, or unknown.
             ForeignParameterError: an average has another shape, or is no shard of this rank.
         """
+        called("EMA.load_state_dict()")
         loaded = state_dict["averages"]
         differ = sorted(loaded.keys() ^ self._averages.keys())
         if differ:

@@ -18,17 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import (
+    EMA,
     MixedPrecisionPolicy,
+    average_parameters,
     checkpoint,
     clip_grad_norm_,
+    full_state_dict,
     fully_shard,
     no_sync,
+    reduce_gradients,
     replicate,
     together,
+    unshard,
+    unsharded,
 )
 from composable.comm.base import LAUNCHED, LAUNCHING
 from composable.engine.step import root
-from composable.errors import StepLostError
+from composable.errors import PhaseError, StepLostError
 from tests.helpers.compare import all_full
 from tests.helpers.world import current_device, spmd
 
@@ -191,11 +197,11 @@ def _behind_everything() -> Iterator[None]:
 
 
 PLACES: Final[dict[str, Callable[[Model], Any]]] = {
-    "outside of forward and backward": lambda _: _before_anything(),
+    "outside of all units": lambda _: _before_anything(),
     "in the forward of unit 'blocks.0'": lambda model: _in_forward(model, 0),
     "in the forward of unit 'blocks.2'": lambda model: _in_forward(model, 2),
-    "in the backward of unit 'blocks.2'": lambda model: _in_backward(model, 2),
-    "in the backward of unit 'blocks.0'": lambda model: _in_backward(model, 0),
+    "in backward, near unit 'blocks.2'": lambda model: _in_backward(model, 2),
+    "in backward, near unit 'blocks.0'": lambda model: _in_backward(model, 0),
     "as a gradient lands": lambda model: _as_a_gradient_lands(model, 1),
     "as the last gradient lands": lambda model: _as_a_gradient_lands(model, 0),
     "outside": lambda _: _behind_everything(),
@@ -299,7 +305,7 @@ def test_ranks_that_raise_at_different_places_are_both_named() -> None:
     trainer = Trainer(ANNOTATIONS["shards"])
     for number in range(3):
         trainer.step(number)
-    first, second = "in the forward of unit 'blocks.2'", "in the backward of unit 'blocks.0'"
+    first, second = "in the forward of unit 'blocks.2'", "in backward, near unit 'blocks.0'"
     fails = [PLACES[first], PLACES[second], lambda _: nullcontext()]
     why = trainer.step(3, fails[dist.get_rank()])
     assert why == (
@@ -431,6 +437,153 @@ def test_a_buffer_that_grew_in_a_lost_step_is_as_before() -> None:
     assert step.lost
     assert model.table is before
     assert model.table.tolist() == [0.0, 0.0]
+
+
+# --- what belongs behind the scope ---------------------------------------------------------------
+
+
+def _written(trainer: Trainer) -> None:
+    with torch.no_grad():
+        trainer.model.head.weight.mul_(0.5)
+
+
+def _scaled(trainer: Trainer) -> None:
+    scaler = torch.amp.GradScaler(current_device().type)
+    scaler.scale(trainer.model(_batch(1)).sum()).backward()
+    scaler.step(trainer.optimizer)
+
+
+def _steps_when_landed(trainer: Trainer) -> None:
+    weight = trainer.model.head.weight
+    hook = weight.register_post_accumulate_grad_hook(lambda _: trainer.optimizer.step())
+    try:
+        trainer.model(_batch(1)).sum().backward()
+    finally:
+        hook.remove()
+
+
+BEHIND: Final[dict[str, Callable[[Trainer, EMA], object]]] = {
+    r"SGD\.step\(\) was called": lambda trainer, _: trainer.optimizer.step(),
+    r"SGD\.step\(\) was called in": lambda trainer, _: _steps_when_landed(trainer),
+    r"GradScaler.unscale_\(\) or step\(\) was called": lambda trainer, _: _scaled(trainer),
+    r"EMA\.update\(\) was called": lambda _, average: average.update(),
+    r"load_state_dict\(\) was called": lambda trainer, _: trainer.model.load_state_dict(
+        trainer.model.state_dict()
+    ),
+    "average_parameters was called": lambda trainer, _: average_parameters(trainer.model),
+    "full_state_dict was called": lambda trainer, _: full_state_dict(trainer.model),
+    "unsharded was called": lambda trainer, _: unsharded(trainer.model).__enter__(),
+    "parameter 'head.weight' of unit '.*' was written to": lambda trainer, _: _written(trainer),
+}
+
+
+@pytest.mark.parametrize("name", ["shards", "replicate"])
+@spmd(ranks=2)
+def test_what_writes_is_refused_in_the_scope_on_all_ranks(name: str) -> None:
+    trainer, reference = Trainer(ANNOTATIONS[name]), Trainer(ANNOTATIONS[name])
+    average = EMA(trainer.model, 0.9)
+    for number, (said, write) in enumerate(BEHIND.items()):
+        scope = together(trainer.model)
+        with pytest.raises(PhaseError, match=f"together: {said}") as raised, scope:
+            write(trainer, average)
+        assert not any("timeout" in note for note in getattr(raised.value, "__notes__", ()))
+        if "written" in said:
+            with torch.no_grad():
+                trainer.model.head.weight.mul_(2.0)
+        trainer.optimizer.zero_grad()
+        assert trainer.step(number) == reference.step(number) == ""
+    # without buffers: an error of all ranks in a step that cannot be followed leaves them
+    both = [all_full([*each.model.parameters()]) for each in (trainer, reference)]
+    assert all(map(torch.equal, *both))
+
+
+@spmd(ranks=2)
+def test_where_one_rank_raises_and_the_others_step_in_the_scope_all_raise() -> None:
+    trainer = Trainer(ANNOTATIONS["replicate"])
+    for number in range(3):
+        trainer.step(number)
+    before = trainer.state()
+    kind = MemoryError if dist.get_rank() == 0 else PhaseError
+
+    def step() -> None:
+        with together(trainer.model):
+            trainer.model(_batch(4)).sum().backward()
+            if dist.get_rank() == 0:
+                _fail()
+            trainer.optimizer.step()
+
+    with pytest.raises(kind):
+        step()
+    assert all(map(torch.equal, before, trainer.state()))
+
+
+@spmd(ranks=2)
+def test_optimizers_of_other_tensors_may_step_in_the_scope() -> None:
+    trainer = Trainer(ANNOTATIONS["shards"])
+    prompt = torch.zeros(WIDTH, requires_grad=True)
+    inner = torch.optim.SGD([prompt], lr=1.0)
+    with together(trainer.model) as step:
+        prompt.square().sum().backward()
+        inner.step()
+        trainer.model(_batch(0)).sum().backward()
+    assert not step.lost
+
+
+@pytest.mark.parametrize("name", ["shards", "replicate"])
+@spmd(ranks=2)
+def test_a_step_that_calls_reduce_gradients_is_followed(name: str) -> None:
+    trainer = Trainer(ANNOTATIONS[name])
+    for number in range(5):
+        with together(trainer.model) as step:
+            with no_sync(trainer.model):
+                for micro_batch in range(2):
+                    trainer.model(_batch(2 * number + micro_batch)).sum().backward()
+                    if number == 3 and micro_batch == 0 and dist.get_rank() == 1:
+                        _fail()
+            reduce_gradients(trainer.model)
+        assert step.lost == (number == 3)
+        trainer.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["kept", "resharded"])
+@spmd(ranks=2)
+def test_what_unshard_has_gathered_goes_with_a_lost_step(name: str) -> None:
+    trainer = Trainer(ANNOTATIONS[name])
+    for number in range(6):
+        with together(trainer.model) as step:
+            if number == 3 and dist.get_rank() == 1:
+                _fail()
+            unshard(trainer.model)
+            if number == 4 and dist.get_rank() == 0:
+                _fail()
+            trainer.model(_batch(number)).sum().backward()
+            if number == 5:
+                unshard(trainer.model)
+        assert step.lost == (number in (3, 4))
+        trainer.optimizer.zero_grad()
+
+
+@spmd(ranks=2)
+def test_the_innermost_unit_is_named_and_not_one_whose_error_was_caught() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return self.inner(self.outer(x))
+            except MemoryError:
+                raise ValueError("caught before") from None
+
+    model = fully_shard(Around().to(current_device()), policy={nn.Linear})
+    fails = lambda *_: _fail() if number == 3 and dist.get_rank() == 1 else None  # noqa: E731
+    model.inner.register_forward_pre_hook(fails)
+    for number in range(4):
+        with together(model) as step:
+            model(_batch(number)).sum().backward()
+        model.zero_grad()
+    assert step.why == "rank 1: ValueError in the forward of unit '(root)': caught before"
 
 
 # --- a good step ---------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from composable.engine.params.param import (
     model_group_of,
 )
 from composable.engine.params.protocol import as_class_of, cloned
+from composable.engine.step.observer import called
 from composable.engine.step.prepare import is_called
 from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
@@ -110,6 +111,7 @@ class StateDictHooks:
         """Exchange the entries of `module` for what its parameters can take."""
         _strict, _missing_keys, _unexpected_keys, errors = rest
         if self._errors is not errors:
+            called("load_state_dict()")
             self._errors, self._assigned, self._here = errors, {}, {}
             for param in self._unit.params:
                 for place in param.info.places:

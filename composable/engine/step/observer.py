@@ -58,6 +58,9 @@ class Observer:
         "clip", "unscale".
         """
 
+    def calls(self, what: str) -> None:
+        """A function that all ranks call begins, for a model or what follows one."""
+
     def splits_backwards(self) -> None:
         """A pipeline schedule that splits backwards calls a forward."""
 
@@ -76,6 +79,7 @@ class Hearers:
     lands_backward: list[Callable[[Root], None]] = field(default_factory=list)
     gradients_landed: list[Callable[[], None]] = field(default_factory=list)
     communicates: list[Callable[..., None]] = field(default_factory=list)
+    calls: list[Callable[[str], None]] = field(default_factory=list)
     splits_backwards: list[Callable[[], None]] = field(default_factory=list)
 
     def add(self, observer: Observer) -> Callable[[], None]:
@@ -102,6 +106,12 @@ def announce(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
     """A function is about to communicate over the gradients of `parameters`."""
     for hear in HEARERS.communicates:
         hear(what, parameters, *args)
+
+
+def called(what: str) -> None:
+    """A function that all ranks call begins: before it does anything."""
+    for hear in HEARERS.calls:
+        hear(what)
 
 
 def gradients_landed() -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter, call, is_, is_not
 from traceback import walk_stack
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, ref
 
@@ -329,9 +330,11 @@ def _warn_of_unmanaged_around(root: Root) -> None:
 _CALLS: Final = ("_call_impl", "_call_as_forward", "forward")
 
 
-def modules_calling(*functions: str) -> list[nn.Module]:
-    """The modules whose functions of these names are on the stack, the innermost first."""
-    found = [frame.f_locals for frame, _ in walk_stack(None) if frame.f_code.co_name in functions]
+def modules_calling(*functions: str, frame: FrameType | None = None) -> list[nn.Module]:
+    """The modules whose functions of these names are on the stack, the innermost first; on that of
+    another thread, from its `frame` on.
+    """
+    found = [each.f_locals for each, _ in walk_stack(frame) if each.f_code.co_name in functions]
     owners = [names.get("self", names.get("module")) for names in found]
     return [owner for owner in owners if isinstance(owner, nn.Module)]
 

@@ -50,7 +50,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
-from typing import Any, Final
+from threading import RLock, get_ident
+from threading import enumerate as enumerate_threads
+from traceback import walk_stack
+from typing import Any, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -191,6 +194,7 @@ class Step:
             entered since.
         history: calls of units with gradients, as they began, from the first on whose backward has
             not come. Recomputation looks for them.
+        thread: that runs the forward, by None. Which of two comes first is decided in C.
     """
 
     iteration: Iteration | None = None
@@ -198,6 +202,7 @@ class Step:
     running: list[Unit] = field(default_factory=list)
     gathered: dict[Unit, None] = field(default_factory=dict)
     history: deque[UnitCall] = field(default_factory=partial(deque, maxlen=REMEMBERED))
+    thread: dict[None, int] = field(default_factory=dict)
 
 
 class BackwardEnd:
@@ -240,6 +245,9 @@ class BackwardEnd:
 ROOTS: Final[WeakSet[Root]] = WeakSet()
 # Of which reductions were launched outside of backward, and have not landed.
 UNLANDED: Final[dict[Root, None]] = {}
+# Held while a backward that raised is put back, which with an accelerator a thread of autograd
+# does, and where a forward takes the step away.
+_LOSING: Final = RLock()
 # by the number of autograd's pass
 _ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()
 
@@ -394,6 +402,8 @@ class Root:
             inputs: of the module; None if this rank does not compute it.
         """
         unit, outermost = call.unit, not self.step.running
+        if self.step.thread.setdefault(None, get_ident()) != get_ident() and not in_backward():
+            self.refuse_second_thread(self.step.thread.get(None))
         if outermost:
             self._begin(call.module)
         step = self.step
@@ -611,6 +621,7 @@ class Root:
                     unit.free()
         self._idle()
         wait_for_traffic()  # CPU offload
+        self.step.thread.clear()
 
     def _learn_order(self, forward: Forward, iteration: Iteration, *, grad: bool) -> None:
         """All ranks have run the same units, if they were compared: the first forward's order is
@@ -670,6 +681,8 @@ class Root:
                 " raised: what that one brought is lost, and on some ranks more than on others."
                 " Run the forward again; it gives up the lost step"
             )
+        if self.runs_elsewhere and self._streams.here() is None:  # a device's backward is in others
+            self.refuse_second_thread(self.step.thread.get(None))
         land_held([self])
         for hear in HEARERS.opens_backward:
             hear(self)
@@ -912,6 +925,22 @@ class Root:
                 unit.end_need(UNSEEN)
                 unit.free()
 
+    # --- a second thread -------------------------------------------------------------------------
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether a forward is under way, and in another thread."""
+        return self.step.thread.get(None, get_ident()) != get_ident()
+
+    def refuse_second_thread(self, first: int | None) -> NoReturn:
+        names = {thread.ident: thread.name for thread in enumerate_threads()}
+        raise PhaseError(
+            f"thread '{names.get(get_ident(), get_ident())}' came to unit '{self.name}' while"
+            f" thread '{names.get(first, first)}' is in a forward or backward of it. A step is one"
+            " thread's. Hold a lock around calls of the model; with shards, threads must come in"
+            " one order on all ranks"
+        )
+
     # --- a lost step -----------------------------------------------------------------------------
 
     def on_error(self, unit: Unit) -> None:
@@ -927,15 +956,16 @@ class Root:
         """A backward raised. Modules hold at-rest parameters again, and a host frees what has been
         gathered; the next forward resets the rest. Waits for nothing.
         """
-        if self.phase is not Phase.LOST:
-            return  # a forward has reset this step already, or another backward has begun
-        for unit in self.units:
-            unit.lose_backward()
-            # with an accelerator a thread of autograd is here, beside the caller's next forward
-            if not unit.step.calls and self._streams.here() is None and unit.is_unsharded:
-                unit.free()
-        if not self.step.running:
-            release_idle_memory(self)
+        with _LOSING:
+            if self.phase is not Phase.LOST:
+                return  # a forward has reset this step already, or another backward has begun
+            for unit in self.units:
+                unit.lose_backward()
+                # with an accelerator a thread of autograd is here, beside the caller's next forward
+                if not unit.step.calls and self._streams.here() is None and unit.is_unsharded:
+                    unit.free()
+            if not self.step.running:
+                release_idle_memory(self)
 
     def give_up_backward(self) -> None:
         """No backward is under way: one that seems to be has raised."""
@@ -946,7 +976,8 @@ class Root:
         """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop
         unreduced gradients.
         """
-        due, self.step = (self.step.iteration or Iteration(None)).due, Step()
+        with _LOSING:
+            due, self.step = (self.step.iteration or Iteration(None)).due, Step()
         UNLANDED.pop(self, None)
         if why:
             logger.warning(
@@ -1039,6 +1070,12 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
     if root is None:
         return Root.plan(unit)
     if root.step.running:
+        first = root.step.thread.get(None)
+        if first != get_ident() and not in_backward():
+            if _is_on_a_stack(root.step):
+                root.refuse_second_thread(first)
+            _reset_interrupted(root, "its forward did not end", entering=module)
+            return root_for_call(unit, module, computes=computes)
         forward = root.step.forward
         assert forward is not None
         # not `computes`: `join` and `skipped` enter it without a call on the stack
@@ -1047,6 +1084,8 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
         # Entered again from outside: an interrupt ended the last forward without a word.
         _reset_interrupted(root, "its forward did not end", entering=module)
     else:
+        if root.phase is Phase.BACKWARD and not in_backward() and (first := _runs_backward()):
+            root.refuse_second_thread(first)
         root.give_up_backward()
     # from where it was planned, as on ranks whose modules are as before
     if any(tree.changed() for tree in root._trees) and Root.plan(root.top) is not root:
@@ -1085,6 +1124,25 @@ def _is_called_inside_its_call(module: nn.Module) -> bool:
     itself, or `generate` in the role of a forward.
     """
     return modules_calling("_call_impl", "_call_as_forward").count(module) > 1
+
+
+def _is_on_a_stack(step: Step) -> bool:
+    """Whether the forward's thread is in it, and was not interrupted there."""
+    forward, frame = step.forward, sys._current_frames().get(step.thread.get(None, 0))
+    # it begins or ends
+    return forward is None or (
+        frame is not None
+        and forward.module in modules_calling("_call_impl", "_call_as_forward", frame=frame)
+    )
+
+
+def _runs_backward() -> int | None:
+    """Another thread that waits in a backward."""
+    for thread, frame in sys._current_frames().items():
+        names = [each.f_code.co_name for each, _ in walk_stack(frame)]
+        if thread != get_ident() and "_engine_run_backward" in names:
+            return thread
+    return None
 
 
 def _reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = None) -> None:
