@@ -1088,7 +1088,7 @@ def run_plan(plan: Plan, *, watches: bool = True) -> list[str]:
                 BETWEEN[name](run)
     weights = (local_tensor(each) for each in model.parameters())
     assert all(bool(each.detach().isfinite().all()) for each in weights), "not a program"
-    return [f"{each}" for each in run.watched.findings if each.kind != "hint"]
+    return list(map(str, run.watched.findings))
 
 
 class _Unwatched:
