@@ -485,8 +485,8 @@ def test_a_unit_that_raises_when_it_runs_again_is_a_hint() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     with watch(model, agree=0, repeat=True, on="raise") as watched:
         step(model, optimizer)
-    (found,) = watched.findings
-    assert (found.kind, found.ranks) == ("hint", (1,))
+    (found,) = watched.hints
+    assert (found.kind, found.ranks, watched.findings) == ("hint", (1,), [])
     assert "its second run raised ValueError: twice" in str(found)
 
 

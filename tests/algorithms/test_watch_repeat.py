@@ -109,7 +109,7 @@ def _trained(verb: str, wrong: str, block: int, on: str) -> list[Any]:
             optimizer.zero_grad()
             counts.append([int(each.count) for each in model.blocks])
     assert counts == [[step + 1] * BLOCKS for step in range(BLOCKS)]  # and not of runs again
-    return watched.findings
+    return [*watched.findings, *watched.hints]
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

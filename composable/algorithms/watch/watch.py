@@ -114,7 +114,7 @@ def watch(
             nor with collectives of your own in a unit.
 
     Returns:
-        The watch, with its `findings`. `close()` ends it; it is also a context.
+        The watch, with its `findings` and `hints`. `close()` ends it; it is also a context.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
@@ -153,6 +153,8 @@ class Watch:
 
     Attributes:
         findings: all of them, the same on every rank.
+        hints: something to know, and no fault: what a loss scaler or a seed does, and why a unit
+            cannot be compared.
         overflows: steps in which gradients had infinities because a loss scaler had scaled them.
         sight: what this rank sees.
     """
@@ -165,9 +167,12 @@ class Watch:
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
+        self.hints: list[Finding] = []
         self.overflows = 0
         self.sight = sight
-        self._comms = comms_of_model(list(names))
+        # also while `local_steps` keeps replicas apart
+        units = list(names)
+        self._comms = [units[0].spec.mesh_info.all, *comms_of_model(units)[1:]]
         self._on = on
         self._folder = None if folder is None else Path(folder)
         self._written: set[str] = set()  # kinds of findings
@@ -212,7 +217,6 @@ class Watch:
 
     def landed(self) -> None:
         """A backward has landed its gradients; an optimizer in backward has stepped, too."""
-        self.sight.forget_buckets()
         if self.sight.ran and open_scope() is None:
             params = (param.at_rest for unit in self.sight.places for param in unit.params)
             if stepped_in_backward(params) is not None:
@@ -241,6 +245,10 @@ class Watch:
         self._write(found)
         sight.end_step()
         self._report(found)
+
+    def evaluate_again(self, step: int) -> None:
+        """An optimizer calls its closure once more in a step, whose number this was."""
+        self.sight.evaluate_again(step)
 
     # --- the exchange ----------------------------------------------------------------------------
 
@@ -324,7 +332,8 @@ class Watch:
                 logger.warning("watch: rank %d has written no incident: %s", _rank(), error)
 
     def _report(self, found: Sequence[Finding]) -> None:
-        self.findings += found
+        self.findings += [finding for finding in found if finding.kind != HINT]
+        self.hints += [finding for finding in found if finding.kind == HINT]
         for finding in found:
             if finding.place not in self._reported:
                 self._reported.add(finding.place)
