@@ -41,7 +41,7 @@ from composable.engine.params.param import (
 )
 from composable.engine.params.protocol import as_class_of, cloned
 from composable.engine.step.observer import called
-from composable.engine.step.prepare import is_called
+from composable.engine.step.prepare import is_called, modules_calling
 from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
 from composable.memory.torch_private import local_of
@@ -61,6 +61,7 @@ class StateDictHooks:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
+        self._last: nn.Module | None = None  # that this call loads, if something is to be shown
         # by module id: parameters, and their names there
         self._here: dict[int, list[tuple[ManagedParam, str]]] = {}
         # what was registered in this call, for which key
@@ -116,6 +117,10 @@ class StateDictHooks:
             for param in self._unit.params:
                 for place in param.info.places:
                     self._here.setdefault(id(place.module), []).append((param, place.name))
+            if self._shows:
+                top = [*modules_calling("load_state_dict"), module][0]
+                found = [each for each in top.modules() if id(each) in self._here]
+                self._last = [module, *found][-1]
         show_at_rest(self._unit)
         assign = metadata.get("assign_to_params_buffers", False)
         for param, name in self._here.get(id(module), ()):
@@ -123,10 +128,15 @@ class StateDictHooks:
             if isinstance(value, Tensor):
                 state_dict[prefix + name] = self._take(param, prefix + name, value, assign=assign)
 
-    def _loaded(self, *_: object) -> None:
-        """The entries of a module are loaded. What a scope shows is gathered again and shown."""
-        if EXPLICIT in self._unit.kept_by and not self._unit.step.calls:
+    def _loaded(self, module: nn.Module, *_: object) -> None:
+        """What a scope shows is gathered again and shown, once all modules are loaded."""
+        if module is self._last:
+            self._last = None
             written([self._unit])
+
+    @property
+    def _shows(self) -> bool:
+        return EXPLICIT in self._unit.kept_by and not self._unit.step.calls
 
     def _take(self, param: ManagedParam, key: str, value: Tensor, *, assign: bool) -> Tensor:
         at_rest = param.at_rest
