@@ -273,8 +273,9 @@ class ManagedParam:
     def keep(self, own: nn.Parameter) -> None:
         """The user's parameter stays where it is."""
         self.own = own
-        if isinstance(own, DTensor):
-            # torch cannot move it (`Module.to` swaps `DTensor`s) while it is referred to weakly
+        if isinstance(own, DTensor) or self.original() is own:
+            # torch cannot exchange a parameter that is referred to weakly, as `Module.to` does with
+            # `DTensor`s, and with all under `set_swap_module_params_on_conversion`
             self.original = _no_parameter
 
     def rest_as(self, at_rest: nn.Parameter) -> None:
