@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
-    AnnotationError,
     MixedPrecisionPolicy,
     checkpoint,
     describe,
@@ -36,6 +35,7 @@ from composable import (
     unsharded,
 )
 from composable.comm import ledger_of
+from composable.errors import AnnotationError
 from tests.extensions.rows import Rows
 from tests.helpers.battery import BATTERY
 from tests.helpers.compare import (
