@@ -422,3 +422,11 @@ def test_a_model_that_names_what_is_elsewhere_picks_nothing() -> None:
     assert fqns(model, ModelPolicy(model).select(model)) == ["blocks.0", "blocks.2"]
     with pytest.raises(PolicyError, match="GPT names Block, and none of them is in the ReLU"):
         select_modules(model, nn.ReLU())
+
+
+def test_of_a_model_of_transformers_that_names_no_units_the_layers_in_lists_are_units() -> None:
+    model = GPT()
+    with pytest.raises(PolicyError, match="does not say what its units are"):
+        ModelPolicy(model)  # of no model of transformers that is asked for
+    model._no_split_modules = None  # type: ignore[assignment]
+    assert fqns(model, ModelPolicy(model).select(model)) == ["blocks.0", "blocks.2"]

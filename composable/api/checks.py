@@ -54,7 +54,7 @@ def _owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
         infos = {place: info for info in unit.spec.params for place in info.places}
         for param in unit.params:  # some may have been tied to others, or untied, since
             info = infos.get(param.info.places[0], param.info)
-            if param.original() is parameter or any(
+            if any(parameter is known for known in (param.original(), param.own)) or any(
                 place.registered is parameter for place in info.places
             ):
                 return unit, info

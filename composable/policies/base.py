@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -51,18 +51,26 @@ def not_empty(picked: Selection, root: nn.Module) -> Selection:
 
 def repeated_modules(root: nn.Module) -> list[str]:
     """Name the outermost modules of one class that repeat in a list: `Block x12 ('blocks.*')`."""
-    found: Counter[tuple[str, str]] = Counter()
+    return [
+        f"{name} x{len(modules)} ('{pattern}')"
+        for (pattern, name), modules in layers_in_lists(root).items()
+    ]
+
+
+def layers_in_lists(root: nn.Module) -> dict[tuple[str, str], list[nn.Module]]:
+    """Find the outermost modules of one class that repeat in a list, by pattern and class."""
+    found: defaultdict[tuple[str, str], list[nn.Module]] = defaultdict(list)
     for fqn, module in root.named_modules():
         pattern = ".".join("*" if part.isdigit() else part for part in fqn.split("."))
         trains = any(True for _ in module.parameters())
         if pattern.endswith("*") and trains and not is_container(module):
-            found[pattern, type(module).__name__] += 1
-    repeated = {key: count for key, count in found.items() if count > 1}
-    return [
-        f"{name} x{count} ('{pattern}')"
-        for (pattern, name), count in repeated.items()
-        if not any(pattern.startswith(f"{outer}.") for outer, _ in repeated)
-    ]
+            found[pattern, type(module).__name__].append(module)
+    repeated = {key: modules for key, modules in found.items() if len(modules) > 1}
+    return {
+        key: modules
+        for key, modules in repeated.items()
+        if not any(key[0].startswith(f"{outer}.") for outer, _ in repeated)
+    }
 
 
 def is_container(module: nn.Module) -> bool:

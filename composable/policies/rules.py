@@ -19,6 +19,7 @@ from composable.policies.base import (
     by_all_names,
     is_container,
     kind_of,
+    layers_in_lists,
     not_empty,
     takes,
 )
@@ -270,7 +271,9 @@ class ModelPolicy(Policy):
     """The modules that a model of transformers names as its units.
 
     Its plan for FSDP2 is read (`_fsdp_plan`: names, with `*` for numbers), and where that names no
-    layers, the classes that it does not split (`_no_split_modules`). What the plan keeps in full
+    layers, the classes that it does not split (`_no_split_modules`). Where a model of transformers
+    leaves both empty, as many of speech do, the layers that repeat in a list are its units. What
+    the plan keeps in full
     until backward, the last norm and the head, is left to the outermost unit, which does so. A
     module whose parameters are also registered outside of it (tied embeddings) is left to it, too.
 
@@ -278,7 +281,7 @@ class ModelPolicy(Policy):
         model: the model that says it. It may be inside of the one that is annotated.
 
     Raises:
-        PolicyError: the model has neither; in `select`, when nothing that it names is there.
+        PolicyError: the model says nothing; in `select`, when nothing that it names is there.
 
     Example::
 
@@ -291,7 +294,11 @@ class ModelPolicy(Policy):
     def __init__(self, model: nn.Module) -> None:
         plan: Any = getattr(model, "_fsdp_plan", None) or {}
         self.classes: list[str] = sorted(getattr(model, "_no_split_modules", None) or ())
-        if not isinstance(plan, Mapping) or not (plan or self.classes):
+        # transformers' base class has the attribute, which is None where a model does not fill it
+        self.layers: list[nn.Module] = []
+        if not (plan or self.classes) and hasattr(model, "_no_split_modules"):
+            self.layers = [each for alike in layers_in_lists(model).values() for each in alike]
+        if not isinstance(plan, Mapping) or not (plan or self.classes or self.layers):
             raise PolicyError(
                 f"policy= got {describe_module(model)}, which does not say what its units are: it"
                 " has no _no_split_modules and no _fsdp_plan, as models of transformers have."
@@ -306,7 +313,7 @@ class ModelPolicy(Policy):
         for fqn, module in self.model.named_modules():
             name = ".".join("*" if part.isdigit() else part for part in _parts(fqn))
             named[name].append(module)
-        found = [module for name in self.names for module in named[name]]
+        found = [*self.layers, *(module for name in self.names for module in named[name])]
         if not any(named[name] for name in self.names if "*" in name):
             found += [m for m in self.model.modules() if type(m).__name__ in self.classes]
         chosen = {id(module) for module in found if not _shares_parameters(module, self.model)}
@@ -314,7 +321,7 @@ class ModelPolicy(Policy):
         if not picked:
             raise PolicyError(
                 f"policy matched 0 modules; {describe_module(self.model)} names"
-                f" {few([*self.names, *self.classes])}, and none of them is in the"
+                f" {few([*self.names, *self.classes]) or 'layers'}, and none of them is in the"
                 f" {type(root).__name__}"
             )
         return picked

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -187,6 +188,13 @@ def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle a copy without annotations, around the same parameters and buffers."""
+    if sys._getframe(1).f_code is copy.copy.__code__:  # which asks objects as pickle does
+        raise AnnotationError(
+            f"copy.copy of {module_name(module)}: both would hold the same tables of parameters,"
+            " hooks and annotations, and what a step does to one would happen to the other."
+            " copy.deepcopy(module) makes a copy that is annotated alike; to share parameters,"
+            " register the module itself at both places"
+        )
     tensors = [*module.parameters(), *module.buffers()]
     for unit in states_below([module]):
         refuse_pickling(unit)

@@ -275,8 +275,8 @@ class ManagedParam:
         """The user's parameter stays where it is."""
         self.own = own
         if isinstance(own, DTensor) or self.original() is own:
-            # torch cannot move a `DTensor`, and with its swap flag no other one, while it is
-            # referred to weakly
+            # torch cannot exchange a parameter that is referred to weakly, as `Module.to` does with
+            # `DTensor`s, and with all under `set_swap_module_params_on_conversion`
             self.original = _no_parameter
 
     def rest_as(self, at_rest: nn.Parameter) -> None:

@@ -35,6 +35,7 @@ from composable import (
     unsharded,
 )
 from composable.comm import ledger_of
+from composable.errors import AnnotationError
 from tests.extensions.rows import Rows
 from tests.helpers.battery import BATTERY
 from tests.helpers.compare import (
@@ -544,3 +545,11 @@ def test_a_replicated_model_is_pickled_as_a_plain_one(through: str) -> None:
     torch.testing.assert_close(part(_batch(0, 0)), model[0](_batch(0, 0)))
     _assert_trains_as_plain(model)
     _assert_trains_as_plain(replicate(reload(copy.deepcopy(_annotated("replicate")))))
+
+
+def test_a_shallow_copy_is_refused_and_told_what_it_would_share() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    replicate(model)
+    with pytest.raises(AnnotationError, match=r"copy\.copy of .*copy\.deepcopy\(module\) makes"):
+        copy.copy(model)
+    assert type(pickle.loads(pickle.dumps(model))) is nn.Sequential
