@@ -528,7 +528,7 @@ class MatrixStepping(Stepping):
                 number_of[parameter]: [m.index for m in found if m.is_mine]
                 for parameter, found in self._matrices.items()
             }
-            return {**state_dict, _OWNED: owned}
+            return {**state_dict, _OWNED: {f"rank {dist.get_rank()}": owned}}
         found = spread(optimizer, self._matrices)
         state = state_dict["state"] | {number_of[each]: found[each] for each in found}
         if not any(state.values()):
@@ -546,7 +546,9 @@ class MatrixStepping(Stepping):
         if list(map(len, groups)) != list(map(len, held)):
             return state_dict  # torch refuses it
         numbers = dict(zip(chain(*held), chain(*groups), strict=True))
-        self._refuse_parts_of_others(optimizer, state_dict.get(_OWNED), numbers)
+        # by the name of a rank, so that files of all ranks may have them side by side
+        owned = next(iter(state_dict.get(_OWNED, {}).values()), None)
+        self._refuse_parts_of_others(optimizer, owned, numbers)
         state = dict(state_dict["state"])
         for parameter, matrices in self._matrices.items():
             if (found := state.pop(numbers[parameter], None)) is not None:
