@@ -514,14 +514,21 @@ class MatrixStepping(Stepping):
         optimizer.state = PartOfState(optimizer, optimizer.state, self._has_parts)
 
     def _has_parts(self) -> bool:
-        """Whether there is state that this rank has not, or has as that of slices."""
-        return any(found[0].comm.size > 1 for found in self._matrices.values())
+        """Whether there is state that this rank has not, or otherwise than its parameter."""
+        return self._has_others() or any(
+            isinstance(parameter, DTensor) or found[0].index is not None
+            for parameter, found in self._matrices.items()
+            if found
+        )
+
+    def _has_others(self) -> bool:
+        return any(found and found[0].comm.size > 1 for found in self._matrices.values())
 
     def _on_state_dict(self, optimizer: Optimizer, state_dict: State) -> State | None:
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         number_of = dict(zip(parameters_of(optimizer), numbers, strict=True))
         if not called_by_checkpoints():
-            if not self._has_parts():
+            if not self._has_others():
                 return None
             # it stays a call of one rank, which says what it has
             owned = {
