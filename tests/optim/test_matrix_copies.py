@@ -252,8 +252,10 @@ class _Flattening(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for parameter in self.param_groups[0]["params"]:
-            flat = parameter.grad.reshape(len(parameter.grad), -1)
-            update = flat @ flat.t() @ flat if parameter.ndim >= 2 else parameter.grad
+            update = parameter.grad
+            if parameter.ndim >= 2:
+                flat = update.reshape(len(update), -1)
+                update = flat @ flat.t() @ flat
             parameter.sub_(update.view_as(parameter))
 
 
