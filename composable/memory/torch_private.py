@@ -428,12 +428,18 @@ tree_flatten: Callable[[Any], tuple[list[Any], Any]] = pytree.tree_flatten
 tree_unflatten: Callable[[Iterable[Any], Any], Any] = pytree.tree_unflatten
 
 
+_CHECKPOINTS: Final = {
+    f"torch.distributed.checkpoint.{name}"
+    for name in ("state_dict", "state_dict_saver", "state_dict_loader")
+}
+
+
 def called_by_checkpoints() -> bool:
-    """Whether a state dict is made for `torch.distributed.checkpoint.state_dict`, whose functions
-    all ranks call. They call `optimizer.state_dict()` as anybody does, and say nothing of it.
+    """Whether a state dict is made for `torch.distributed.checkpoint`, whose functions all ranks
+    call. They call `optimizer.state_dict()` as anybody does, and say nothing of it.
     """
     names = (frame.f_globals.get("__name__") for frame, _ in walk_stack(None))
-    return "torch.distributed.checkpoint.state_dict" in names
+    return any(name in _CHECKPOINTS for name in names)
 
 
 # --- process groups -----------------------------------------------------------------------------

@@ -514,21 +514,28 @@ class MatrixStepping(Stepping):
         optimizer.state = PartOfState(optimizer, optimizer.state, self._has_parts)
 
     def _has_parts(self) -> bool:
-        """Whether there is state that this rank has not, or has as that of slices."""
-        return any(found[0].comm.size > 1 for found in self._matrices.values())
+        """Whether there is state that this rank has not, or otherwise than its parameter."""
+        return self._has_others() or any(
+            isinstance(parameter, DTensor) or found[0].index is not None
+            for parameter, found in self._matrices.items()
+            if found
+        )
+
+    def _has_others(self) -> bool:
+        return any(found and found[0].comm.size > 1 for found in self._matrices.values())
 
     def _on_state_dict(self, optimizer: Optimizer, state_dict: State) -> State | None:
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         number_of = dict(zip(parameters_of(optimizer), numbers, strict=True))
         if not called_by_checkpoints():
-            if not self._has_parts():
+            if not self._has_others():
                 return None
             # it stays a call of one rank, which says what it has
             owned = {
                 number_of[parameter]: [m.index for m in found if m.is_mine]
                 for parameter, found in self._matrices.items()
             }
-            return {**state_dict, _OWNED: owned}
+            return {**state_dict, _OWNED: {f"rank {dist.get_rank()}": owned}}
         found = spread(optimizer, self._matrices)
         state = state_dict["state"] | {number_of[each]: found[each] for each in found}
         if not any(state.values()):
@@ -546,7 +553,9 @@ class MatrixStepping(Stepping):
         if list(map(len, groups)) != list(map(len, held)):
             return state_dict  # torch refuses it
         numbers = dict(zip(chain(*held), chain(*groups), strict=True))
-        self._refuse_parts_of_others(optimizer, state_dict.get(_OWNED), numbers)
+        # by the name of a rank, so that files of all ranks may have them side by side
+        owned = next(iter(state_dict.get(_OWNED, {}).values()), None)
+        self._refuse_parts_of_others(optimizer, owned, numbers)
         state = dict(state_dict["state"])
         for parameter, matrices in self._matrices.items():
             if (found := state.pop(numbers[parameter], None)) is not None:
