@@ -45,6 +45,7 @@ from composable.errors import (
 )
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.torch_private import local_tensor
+from composable.state.adapters import NewAdapters
 from composable.state.folder import Files, Loaded, Plan, Rename, cast
 from composable.state.whole import (
     Managed,
@@ -250,6 +251,8 @@ def _fill(
     plan = _plan(verb, model, units, folder, strict, rename) if reads else None
     fresh = list(_without_values(model))
     left = [place for place in fresh if plan is None or not plan.covers(_tensor_at(place))]
+    adapters = NewAdapters(verb, model, left, filled=init is not None)
+    left = adapters.left
     if plan is None or any(plan.lacks(_tensor_at(place)) for place in left):
         _compare_random_states(units)
     if dtype is not None:
@@ -260,9 +263,10 @@ def _fill(
     if plan is None or fresh or dtype is not None:
         refresh(model)
     if left:
-        _initialise(model, units, init, fresh, left)
+        _initialise(model, units, init, fresh, left, adapters)
     if plan is not None:
         all_or_none(verb, comms_of_model(units), plan.write)
+    adapters.copy()
     for place in fresh:
         _UNSET.pop(place.module, None)
     written(units)
@@ -317,6 +321,7 @@ def _initialise(
     init: Init | None,
     fresh: Sequence[Place],
     left: Sequence[Place],
+    adapters: NewAdapters,
 ) -> None:
     """Run initialisers of modules with places that are `left`, and of those around them.
 
@@ -333,10 +338,13 @@ def _initialise(
     ]
     state = _Materialization(model, fresh, left)
     around = _transformers_around(model) if init is None else {}
+    for inside in adapters.inside:
+        around.pop(inside, None)
     try:
         for module in modules:
             initialise = (
-                _own_initialiser(module, around.get(id(module)))
+                adapters.initialisers.get(id(module))
+                or _own_initialiser(module, around.get(id(module)))
                 if init is None
                 else partial(init, module)
             )
@@ -529,7 +537,8 @@ class _Materialization:
     def compare(self, units: Sequence[Unit]) -> None:
         """Raise on all ranks if initialisers gave them different values."""
         for tensor in self._fresh:
-            if not isinstance(tensor, DTensor):
+            # of what nothing was written to, `missing` tells
+            if not isinstance(tensor, DTensor) and id(tensor) not in self._unset:
                 self._sums[id(tensor)] = _checksum(tensor)
         for comm in dict.fromkeys(
             unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1

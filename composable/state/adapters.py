@@ -1,0 +1,145 @@
+"""New adapters of PEFT on the meta device: what they hold is no default of their modules.
+
+PEFT initialises them when it makes them, where nothing has memory: LoRA's second matrix is zero, a
+module of `modules_to_save` a copy of the original, and others are made of the base weights. What
+can be made again here is; the rest is refused by name. Checked on PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.contract.tree import Place
+from composable.errors import PhaseError, few
+from composable.memory.torch_private import local_of
+
+_OF_LORA: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+class NewAdapters:
+    """Adapters that are without values.
+
+    Attributes:
+        inside: by id, modules of adapters, which no method of the model around initialises.
+        initialisers: by id of a layer of PEFT's, what fills its adapters.
+        left: places that initialisers are to fill; the others become copies.
+    """
+
+    def __init__(self, verb: str, model: nn.Module, left: Sequence[Place], *, filled: bool) -> None:
+        """Look for them, unless a function of the user's has them `filled`."""
+        self.inside: set[int] = set()
+        self.initialisers: dict[int, Callable[[], object]] = {}
+        self._copies: list[tuple[Place, Place]] = []
+        self.left = list(left)
+        if left and not filled and "peft" in sys.modules:
+            self._look(verb, model)
+
+    def _look(self, verb: str, model: nn.Module) -> None:
+        from peft.tuners.lora import LoraLayer  # noqa: PLC0415 - it is imported already
+        from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415
+        from peft.utils.other import ModulesToSaveWrapper  # noqa: PLC0415
+
+        kinds = (BaseTunerLayer, ModulesToSaveWrapper)
+        # by module, the layer that it is an adapter of, the name there, and that of the adapter
+        owners: dict[int, tuple[Any, str, str | None]] = {}
+        for layer in model.modules():
+            if isinstance(layer, kinds):
+                for name, child in layer.named_children():
+                    if name not in ("base_layer", "original_module"):
+                        owners[id(child)] = layer, name, None
+                        for adapter, part in child.named_children():
+                            owners.update({id(e): (layer, name, adapter) for e in part.modules()})
+        self.inside = {*owners}
+        configs = _configs(model)
+        ordinary: list[Place] = []
+        refused: list[Place] = []
+        for place in self.left:
+            if id(place.module) not in owners:
+                own = isinstance(place.module, kinds)  # a parameter of the layer itself
+                (refused if own else ordinary).append(place)
+                continue
+            layer, name, found = owners[id(place.module)]
+            adapter = place.name if found is None else found
+            init = getattr(configs.get(id(layer), {}).get(adapter), "init_lora_weights", None)
+            if isinstance(layer, ModulesToSaveWrapper):
+                original = _original(layer, adapter, place)
+                if original is None:
+                    refused.append(place)
+                else:
+                    self._copies.append((place, original))
+            elif (
+                isinstance(layer, LoraLayer)
+                and name in _OF_LORA
+                and (init in (True, False) or str(init).lower() == "gaussian")
+            ):
+                ordinary.append(place)
+                self.initialisers.setdefault(id(layer), partial(_fill, layer, {}))
+                self.initialisers[id(layer)].args[1][adapter] = init  # type: ignore[attr-defined]
+            else:
+                refused.append(place)
+        if refused:
+            raise PhaseError(
+                f"{verb}: {few([repr(place.fqn) for place in refused])} of a new adapter of PEFT is"
+                " on the meta device, where PEFT could not initialise it, and no module has an"
+                " initialiser that does. Make the adapter on a real device before the annotation,"
+                " read it from a folder, or pass materialize(init=) a function that fills it"
+            )
+        self.left = ordinary
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        """Fill copies of original modules, once these have values. No message."""
+        for to, source in self._copies:
+            _local(to).copy_(_local(source))
+
+
+def _fill(layer: Any, adapters: Mapping[str, bool | str]) -> None:
+    for adapter, init in adapters.items():
+        layer.reset_lora_parameters(adapter, init)
+
+
+def _configs(model: nn.Module) -> dict[int, Mapping[str, Any]]:
+    """By id of a layer, the configurations of its adapters."""
+    return {
+        id(layer): found
+        for holder in model.modules()
+        if isinstance(found := vars(holder).get("peft_config"), Mapping)
+        for layer in holder.modules()
+    }
+
+
+def _original(layer: Any, adapter: str, place: Place) -> Place | None:
+    """Find what a place of a copied module is a copy of, if both rest alike."""
+    copied = layer.modules_to_save[adapter]
+    path = next(name for name, each in copied.named_modules() if each is place.module)
+    originals = dict(layer.original_module.named_modules())
+    found = Place(originals.get(path, layer), place.name, place.fqn)
+    one, other = _at(found), _at(place)
+    if (
+        one is None
+        or other is None
+        or one.shape != other.shape
+        or (isinstance(one, DTensor) and one.placements)
+        != (isinstance(other, DTensor) and other.placements)
+        or (isinstance(one, DTensor) and one.device_mesh)
+        != (isinstance(other, DTensor) and other.device_mesh)
+    ):
+        return None
+    return found
+
+
+def _at(place: Place) -> Tensor | None:
+    return place.module._parameters.get(place.name, place.module._buffers.get(place.name))
+
+
+def _local(place: Place) -> Tensor:
+    tensor = _at(place)
+    assert tensor is not None
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
