@@ -142,7 +142,7 @@ class Masked(Block):
         self.register_buffer("mask", mask)
 
     def between(self, y: Tensor) -> Tensor:
-        return (y + self.mask).softmax(-1)
+        return (y + self.mask.to(y.dtype)).softmax(-1)
 
 
 class Attention(nn.Module):
