@@ -142,7 +142,7 @@ class Masked(Block):
         self.register_buffer("mask", mask)
 
     def between(self, y: Tensor) -> Tensor:
-        return (y + self.mask).softmax(-1)
+        return (y + self.mask.to(y.dtype)).softmax(-1)
 
 
 class Attention(nn.Module):
@@ -1018,6 +1018,8 @@ class Plan:
             ),
             self.way == "closure" and self.around in ("local_steps", "join"),
             self.around == "join" and bool(self.between),
+            # groups are sent to ranks without data
+            self.around == "join" and self.optimizer == "a function in its groups",
             self.around == "join" and self.way not in ("plain", "no_sync", "autocast"),
             self.around == "join" and self.annotation == "several roots",
             self.around == "local_steps"
@@ -1031,6 +1033,7 @@ class Plan:
             # a unit that only some ranks call
             self.block == "Sometimes" and self.annotation == "nested",
             # replicated modules broadcast their buffers
+            "unshard" in self.between and replicas and self.annotation != "replicate in shards",
             bool({"generation", "one rank generates"} & {*self.between})
             and replicas
             and self.annotation != "replicate, own buffers"

@@ -84,8 +84,9 @@ def watch(
 
     Ranks that differ: every `agree` steps the ranks compare digests of parameters and landed
     gradients of replicas, of gathered parameters with the rank whose rows they are, of buffers that
-    no forward writes to, and the optimizers' hyper-parameters. If dropout would drop the same
-    places on all ranks, a hint says so. Units with communication hooks are not compared.
+    the program does not write to, and the optimizers' hyper-parameters that are plain values. If
+    dropout drops the same places on all ranks, a hint says so. Units with communication hooks, and
+    replicas that `local_steps` keeps apart, are not compared.
 
     Under a pipeline schedule call it after the first step, in which torch runs stages on memory
     that was never written to.
@@ -98,7 +99,7 @@ def watch(
         model: an annotated module, or one that contains some.
         every: look at one step in so many.
         on: "warn" logs each finding once, "raise" also raises it on all ranks before the optimizer
-            steps.
+            steps. Hints are logged only.
         agree: compare the ranks every so many steps; 0 for never.
         folder: where each rank writes what `python -m composable replay` needs to run the unit of
             a finding again, once for each kind of finding. Until the optimizer steps, the inputs
