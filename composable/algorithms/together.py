@@ -369,7 +369,7 @@ class together:
             for each in self._record.launches[len(launched) :] if error is not None else ():
                 self._again(*each)
             mine = [int(error is not None), self._written()]
-            (everywhere, _), (anywhere, written) = self._comm.min_max(mine, _VOTE)
+            (everywhere, fewest), (anywhere, most) = self._comm.min_max(mine, _VOTE)
         except CommunicationError as failure:
             if error is not None:
                 failure.add_note(
@@ -379,8 +379,8 @@ class together:
                 )
             raise
         buffers, self._buffers = self._buffers, []
-        if written:
-            self._refuse_written(written - 1, error)
+        if anywhere and fewest != most:  # in a good step all ranks have written, or may go on so
+            self._refuse_written(most - 1, error)
         if not anywhere:
             self._record.launches, self._record.lost = launched, 0
             return False
@@ -398,7 +398,9 @@ class together:
             unit.free()
 
     def _written(self) -> int:
-        """One more than the number of a parameter that was written to in the scope; 0 of none."""
+        """One more than the number of the first parameter that was written to in the scope; 0 of
+        none.
+        """
         at_rest, self._at_rest = self._at_rest, []
         with as_tensors():
             now = map(version_of, at_rest)
@@ -409,9 +411,10 @@ class together:
         names = [(param.fqn, unit.name) for unit in self._units for param in unit.params]
         fqn, unit = names[number]
         raise PhaseError(
-            f"together: parameter '{fqn}' of unit '{unit}' was written to in the scope. A rank that"
-            " loses the step may not come to that, and would be left with other values than the"
-            " ranks that do. Write to parameters behind the scope, where all ranks know step.lost"
+            f"together: parameter '{fqn}' of unit '{unit}' was written to in the scope by some"
+            " ranks, and the step was lost before others came to that: they have other values now."
+            " Load a checkpoint, and write to parameters behind the scope, where all ranks know"
+            " step.lost"
         ) from error
 
     def _cannot_follow(self, launched: Sequence[_Heard]) -> str:

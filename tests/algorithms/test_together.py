@@ -442,11 +442,6 @@ def test_a_buffer_that_grew_in_a_lost_step_is_as_before() -> None:
 # --- what belongs behind the scope ---------------------------------------------------------------
 
 
-def _written(trainer: Trainer) -> None:
-    with torch.no_grad():
-        trainer.model.head.weight.mul_(0.5)
-
-
 def _scaled(trainer: Trainer) -> None:
     scaler = torch.amp.GradScaler(current_device().type)
     scaler.scale(trainer.model(_batch(1)).sum()).backward()
@@ -473,7 +468,6 @@ BEHIND: Final[dict[str, Callable[[Trainer, EMA], object]]] = {
     "average_parameters was called": lambda trainer, _: average_parameters(trainer.model),
     "full_state_dict was called": lambda trainer, _: full_state_dict(trainer.model),
     "unsharded was called": lambda trainer, _: unsharded(trainer.model).__enter__(),
-    "parameter 'head.weight' of unit '.*' was written to": lambda trainer, _: _written(trainer),
 }
 
 
@@ -487,14 +481,33 @@ def test_what_writes_is_refused_in_the_scope_on_all_ranks(name: str) -> None:
         with pytest.raises(PhaseError, match=f"together: {said}") as raised, scope:
             write(trainer, average)
         assert not any("timeout" in note for note in getattr(raised.value, "__notes__", ()))
-        if "written" in said:
-            with torch.no_grad():
-                trainer.model.head.weight.mul_(2.0)
         trainer.optimizer.zero_grad()
         assert trainer.step(number) == reference.step(number) == ""
     # without buffers: an error of all ranks in a step that cannot be followed leaves them
     both = [all_full([*each.model.parameters()]) for each in (trainer, reference)]
     assert all(map(torch.equal, *both))
+
+
+@spmd(ranks=2)
+def test_writes_in_place_are_refused_where_a_lost_step_has_made_them_on_some_ranks_only() -> None:
+    trainer = Trainer(ANNOTATIONS["shards"])
+
+    def step(where: str) -> None:
+        with together(trainer.model) as scope:
+            trainer.model(_batch(1)).sum().backward()
+            if where == "before" and dist.get_rank() == 1:
+                _fail()
+            with torch.no_grad():
+                trainer.model.head.weight.clamp_(max=0.1)
+            if where == "behind" and dist.get_rank() == 1:
+                _fail()
+        trainer.optimizer.zero_grad()
+        assert scope.lost == (where == "behind")
+
+    for where in ("nowhere", "nowhere", "nowhere", "behind", "nowhere"):  # as CLIP's temperature
+        step(where)
+    with pytest.raises(PhaseError, match=r"'head.weight' of unit '.*' was written to in the scope"):
+        step("before")
 
 
 @spmd(ranks=2)
