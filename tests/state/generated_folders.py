@@ -111,7 +111,7 @@ def _made(case: Case, *, annotated: bool) -> Net:
     if annotated and case.on_meta:
         with torch.device("meta"):
             model = Net()
-    model.blocks[1].up.weight.no_decay = True  # type: ignore[assignment]
+    model.blocks[1].up.weight.no_decay = True  # type: ignore[union-attr]
     model.blocks[0].norm.requires_grad_(False)
     if case.wrapped:
         model.blocks[2] = checkpoint_wrapper(model.blocks[2])
