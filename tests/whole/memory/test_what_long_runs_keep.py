@@ -113,3 +113,54 @@ def test_nothing_keeps_a_model_that_was_stepped_in_backward(
     del model, optimizer
     gc.collect()
     assert [to() for to in dead] == [None] * len(dead)
+
+
+def _watched(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    watch = composable.watch(model)
+    _train(model)
+    return watch
+
+
+def _averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    average = composable.EMA(model, 0.9)
+    average.update()
+    return average
+
+
+def _on_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    composable.step_on_matrices(optimizer)
+    model(torch.ones(2, 4, device=current_device())).sum().backward()
+    optimizer.step()
+    return None
+
+
+def _on_the_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    asleep = composable.offload_to_host(model)
+    asleep.wake()
+    return asleep
+
+
+def _in_scopes(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    with composable.join(model, optimizer):
+        _train(model)
+    with composable.together(model):
+        _train(model)
+    with composable.unsharded(model):
+        next(model.parameters()).data.mul_(2)
+    composable.full_state_dict(model)
+    return None
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_nothing_keeps_a_model_that_was_dropped(verb: composable.Verb[..., Any]) -> None:
+    for use in (_watched, _averaged, _on_matrices, _on_the_host, _in_scopes):
+        model = _layers(2)
+        verb(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        _train(model)
+        held = use(model, optimizer)
+        dead = [ref(model), ref(verb.state(model)), ref(next(model.parameters())), ref(optimizer)]
+        del model, optimizer, held
+        gc.collect()
+        assert [to() for to in dead] == [None] * len(dead), use.__name__
