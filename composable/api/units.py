@@ -80,7 +80,7 @@ from composable.engine.edits.conversions import keep_attributes
 from composable.engine.edits.copies import attach_copying, detach_copying
 from composable.engine.edits.loading import StateDictHooks
 from composable.engine.edits.removal import restore
-from composable.engine.edits.tree import forget_dropped, settle
+from composable.engine.edits.tree import settle
 from composable.engine.params.param import ParamInfo
 from composable.engine.params.param_group import Kind
 from composable.engine.step.unit import Unit, UnitSpec
@@ -192,7 +192,6 @@ def annotate(
             verb(plan.modules[0], **plan.options)
         finally:
             _planned.reset(token)
-    forget_dropped(modules, comm)
     unit = _attach(verb, plans[0])
     settle(modules, unit, [(owner, managed.tensor, managed.places) for owner, managed in tied])
     warn_of_padding(state for plan in plans if (state := verb.state(plan.modules[0])) is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +9,6 @@ from weakref import ref
 
 from torch import nn
 
-from composable.comm.base import Comm
 from composable.contract.contract import on_undo
 from composable.contract.tree import Place
 from composable.engine.params.param import ManagedParam, ParamInfo
@@ -52,33 +50,6 @@ def settle(
     rename_below(modules, (own, *below))
     for unit in (own, *below):
         unit.forget_root()
-
-
-def forget_dropped(modules: Sequence[nn.Module], comm: Comm) -> None:
-    """Before an annotation settles: models that were annotated around a part of `modules` are
-    forgotten if they are alive on no rank any more. A part that is below others stays apart from
-    the new root (`Root.shared`).
-
-    Garbage is collected when it is, by each rank, so that no rank decides by what it sees of it.
-
-    Args:
-        comm: of all ranks that annotate.
-    """
-    below = [unit for unit in units_below(modules) if unit.mesh_info.all.size <= comm.size]
-    own = {unit.relations.number for unit in below}
-    around = {number: to for unit in below for number, to in unit.relations.around.items()}
-    others = [number for number in around if number not in own]  # as all ranks have annotated
-    if not others:  # nearly always
-        return
-    for unit in below:
-        unit.forget_root()  # which keeps the model that was called last
-    gc.collect()  # modules and hooks are in cycles
-    _, alive = comm.min_max(
-        [around[number]() is not None for number in others], "check of models around a part"
-    )
-    dropped = [number for number, is_alive in zip(others, alive, strict=True) if not is_alive]
-    for unit in below:
-        unit.relations.forget(dropped)
 
 
 def leave_tree(unit: Unit) -> None:

@@ -239,11 +239,6 @@ class Relations:
         for unit in (own, *below):
             unit.relations.around[self.number] = ref(own)
 
-    def forget(self, numbers: Iterable[int]) -> None:
-        """These annotations around it are alive on no rank."""
-        for number in numbers:
-            self.around.pop(number, None)
-
     def end(self, own: Unit) -> list[Unit]:
         """`own` is no unit any more. Returns those around it and below, and what is below these."""
         around, below = self.units_around(), [*self.below]

@@ -9,24 +9,13 @@ from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import composable
 from composable import fully_shard, replicate
 from composable.engine.step import agreed
 from tests.helpers.compare import full_parameters
 from tests.helpers.world import current_device, spmd
-
-
-class _Headed(nn.Module):
-    def __init__(self, encoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.head = nn.Linear(4, 4).to(current_device())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.encoder(x))
-        return out
 
 
 def _layers(number: int) -> nn.Sequential:
@@ -54,30 +43,6 @@ def test_what_is_known_of_frozen_units_does_not_grow_with_what_was_frozen() -> N
             sizes.append(sum(len(unit.given) for unit in units if unit is not None))
     assert max(sizes) <= 5 * len(model)
     assert sizes[-1] <= max(sizes[:12])
-
-
-@spmd(ranks=2)
-def test_a_part_of_a_model_that_was_dropped_belongs_to_the_next_one() -> None:
-    encoder = _layers(2)
-    fully_shard(encoder, policy={nn.Linear})
-    for _ in range(2):
-        model = _Headed(encoder)
-        fully_shard(model)
-        _train(model)
-        own, part = fully_shard.state(model), fully_shard.state(encoder)
-        assert own is not None
-        assert part is not None
-        assert part.root is own.root
-        model.ring = [model]  # type: ignore[assignment]  # a cycle: collected some time
-        del model, own
-    actor, critic = _Headed(encoder), _Headed(encoder)
-    for model in (actor, critic):
-        fully_shard(model)
-    for model in (actor, critic):
-        _train(model)
-        unit = fully_shard.state(model)
-        assert unit is not None
-        assert unit.root is not part.root  # both are alive: one object reduces
 
 
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
@@ -113,3 +78,54 @@ def test_nothing_keeps_a_model_that_was_stepped_in_backward(
     del model, optimizer
     gc.collect()
     assert [to() for to in dead] == [None] * len(dead)
+
+
+def _watched(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    watch = composable.watch(model)
+    _train(model)
+    return watch
+
+
+def _averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    average = composable.EMA(model, 0.9)
+    average.update()
+    return average
+
+
+def _on_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    composable.step_on_matrices(optimizer)
+    model(torch.ones(2, 4, device=current_device())).sum().backward()
+    optimizer.step()
+    return None
+
+
+def _on_the_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    asleep = composable.offload_to_host(model)
+    asleep.wake()
+    return asleep
+
+
+def _in_scopes(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
+    with composable.join(model, optimizer):
+        _train(model)
+    with composable.together(model):
+        _train(model)
+    with composable.unsharded(model):
+        next(model.parameters()).data.mul_(2)
+    composable.full_state_dict(model)
+    return None
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_nothing_keeps_a_model_that_was_dropped(verb: composable.Verb[..., Any]) -> None:
+    for use in (_watched, _averaged, _on_matrices, _on_the_host, _in_scopes):
+        model = _layers(2)
+        verb(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        _train(model)
+        held = use(model, optimizer)
+        dead = [ref(model), ref(verb.state(model)), ref(next(model.parameters())), ref(optimizer)]
+        del model, optimizer, held
+        gc.collect()
+        assert [to() for to in dead] == [None] * len(dead), use.__name__
