@@ -119,7 +119,8 @@ def generator_state(device: torch.device) -> Tensor:
     return state
 
 
-def _set_generator(device: torch.device, state: Tensor) -> None:
+def set_generator(device: torch.device, state: Tensor) -> None:
+    """Set the generator that modules on `device` draw from."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -132,12 +133,12 @@ def as_called(
 ) -> Iterator[None]:
     """The generator and autocast as a call had them."""
     state = generator_state(device)
-    _set_generator(device, generator)
+    set_generator(device, generator)
     try:
         with torch.enable_grad(), torch.autocast(device.type, autocast, autocast is not None):
             yield
     finally:
-        _set_generator(device, state)
+        set_generator(device, state)
 
 
 def is_forward() -> bool:
