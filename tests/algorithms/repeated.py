@@ -5,6 +5,7 @@ a machine that computes wrongly, for `watch(model, repeat=True)`.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def _python_random(block: Any, x: Tensor) -> Tensor:
 
 
 def _numpy_random(block: Any, x: Tensor) -> Tensor:
-    return _linear(block, x) * float(np.random.rand())  # noqa: NPY002
+    return _linear(block, x) * float(np.random.rand())
 
 
 def _attention(block: Any, x: Tensor) -> Tensor:
@@ -143,7 +144,9 @@ def _input_in_place(block: Any, x: Tensor) -> Tensor:
 
 
 def _checkpointed(reentrant: bool, block: Any, x: Tensor) -> Tensor:
-    y: Tensor = torch_checkpoint.checkpoint(partial(_linear, block), x, use_reentrant=reentrant)
+    y: Tensor = torch_checkpoint.checkpoint(
+        lambda inner: block.two(inner.tanh()), block.one(x), use_reentrant=reentrant
+    )
     return y
 
 
@@ -253,7 +256,7 @@ def _embedded(block: Any, x: Tensor) -> Tensor:
 
 def _hooked(block: Any) -> None:
     def note(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        LOG.append(float(output.sum()))
+        LOG.append(float(output.detach().sum()))
         return output * (2 if len(LOG) % 3 else 1)
 
     block.one.register_forward_hook(note)
@@ -325,6 +328,14 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+@contextmanager
+def _no_mkldnn() -> Iterator[None]:
+    with warnings.catch_warnings():  # of hardware that is not there
+        warnings.simplefilter("ignore")
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
 def _eval_before(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
     model.train()
     model(x).square().mean().backward()
@@ -390,6 +401,9 @@ def _tried_again(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
     return None
 
 
+_SGD: Final = partial(SGD, lr=0.05)
+
+
 @dataclass(frozen=True)
 class Kind:
     """An ordinary program.
@@ -405,7 +419,7 @@ class Kind:
     how: Callable[[Any, Tensor], Tensor] = _linear
     make: Callable[[Any], None] = _nothing
     step: Callable[[nn.Module, Optimizer, Tensor], None] = _step
-    optimizer: Callable[..., Optimizer] = partial(SGD, lr=0.05)
+    optimizer: Callable[..., Optimizer] = _SGD
     before: Callable[[nn.Module], object] = _nothing
 
 
@@ -430,7 +444,7 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "autocast": Kind(step=_under(_bfloat16, backward=False)),
     "autocast in the module": Kind(_autocast),
-    "mkldnn off": Kind(step=_under(lambda: torch.backends.mkldnn.flags(enabled=False))),
+    "mkldnn off": Kind(step=_under(_no_mkldnn)),
     "a default dtype": Kind(step=_under(_default_dtype, backward=False)),
     "deterministic": Kind(step=_under(_deterministic)),
     "evaluation before the step": Kind(
@@ -505,11 +519,12 @@ def trained(kind: Kind, scope: Callable[[nn.Module], Any] = lambda _: nullcontex
     with scope(model) as given:
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step * 10 + rank)
-            kind.step(model, optimizer, torch.randn(3, 4, WIDTH, generator=generator).to(current_device()))
+            x = torch.randn(3, 4, WIDTH, generator=generator).to(current_device())
+            kind.step(model, optimizer, x)
     tensors = [*model.parameters(), *model.buffers()]
     local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
     left = [each.detach().cpu().numpy().tobytes() for each in local]
-    drawn = torch.get_rng_state().numpy().tobytes(), random.random(), np.random.rand()  # noqa: NPY002
+    drawn = torch.get_rng_state().numpy().tobytes(), random.random(), np.random.rand()
     return (left, list(LOG), [each.calls for each in model], drawn), given
 
 
