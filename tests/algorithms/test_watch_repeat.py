@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final
@@ -96,9 +97,11 @@ class Kernels:
         self.wrong, self.always, self.calls = "", False, 0
         key = current_device().type.upper()
         self._library = torch.library.Library("aten", "IMPL")
-        for name in names:
-            kernel = torch.library.get_kernel(f"aten::{name}", key)
-            self._library.impl(name, self._of(name, kernel), key, with_keyset=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once")  # kernels are replaced
+            for name in names:
+                kernel = torch.library.get_kernel(f"aten::{name}", key)
+                self._library.impl(name, self._of(name, kernel), key, with_keyset=True)
 
     def _of(self, name: str, kernel: Any) -> Any:
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,6 +184,7 @@ def _trained(verb: str, wrong: tuple[str, str], block: int, on: str, always: boo
                 model(torch.randn(3, 4, device=current_device())).square().sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
+                kernels.wrong = ""
                 counts.append([int(each.count) for each in model.blocks])
     assert counts == [[step + 1] * BLOCKS for step in range(BLOCKS)]  # modules run once
     return watched.findings
