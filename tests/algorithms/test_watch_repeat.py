@@ -72,11 +72,13 @@ def _is_found(name: str) -> None:
         assert said[0].ranks == (1,)
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_ordinary_program_is_left_alone(pool: Pool, name: str) -> None:
     pool.run(2, _is_left_alone, name)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", KINDS)
 def test_one_wrong_bit_of_an_operator_is_found_in_it(pool: Pool, name: str) -> None:
     pool.run(2, _is_found, name)
