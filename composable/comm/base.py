@@ -33,6 +33,27 @@ MESSAGE_BYTES: Final = 64 << 20
 _AVERAGING: Final = ("nccl", "fake")
 _DESTROYED: Final = "this rank has destroyed its process group"
 
+
+class Label(str):
+    """The label of a message that knows what sends it: labels of different senders may be equal.
+
+    Attributes:
+        sender: weak, since labels are kept in ledgers. None in what is copied or sent.
+    """
+
+    __slots__ = ("sender",)
+
+    def __new__(cls, text: str, sender: object) -> Label:
+        label = super().__new__(cls, text)
+        label.sender = ref(sender)
+        return label
+
+    sender: ref[Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (str(self),)
+
+
 # What hears of each launch of this process, before it and when it has been launched: the comm, the
 # label, and the arguments of the call that launches, with the tensors.
 Hears = list[Callable[["GroupComm", str, Sequence[Any]], None]]

@@ -231,8 +231,8 @@ def test_an_infinity_that_a_loss_scaler_made_is_counted() -> None:
             scaler.update()
             optimizer.zero_grad()
             assert (scaler.get_scale() < scale) == (plant.step < 2)
-    assert [each.kind for each in watched.findings] == ["hint"]
-    assert "expected of a loss scaler" in str(watched.findings[0])
+    assert ([each.kind for each in watched.hints], watched.findings) == (["hint"], [])
+    assert "expected of a loss scaler" in str(watched.hints[0])
     assert (watched.overflows, watched.step) == (2, 4)
 
 

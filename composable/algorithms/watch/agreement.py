@@ -3,15 +3,16 @@
 | topic              | equal on                                                | compared         |
 |--------------------|---------------------------------------------------------|------------------|
 | parameter          | the replicas of a shard, or of a replicated parameter   | before the step  |
-| buffer             | all ranks, unless a forward writes to it                | before the step  |
+| buffer             | all ranks, unless the program writes to it              | before the step  |
 | gathered parameter | all ranks of the shards: the rows that came from a rank | as a unit is     |
 |                    | are those that it has                                   | entered          |
 | gradient           | replicas, when it has landed                            | before the step  |
 | hyper-parameter    | all ranks                                               | before the step  |
 
 Each rank makes one number of all digests of a topic. If these differ, the ranks send each other the
-digests, and the first that differs is named. Units with a communication hook are left out: hooks
-may let replicas train apart.
+digests, and the first that differs is named. Units with a communication hook are left out, and
+replicas that `local_steps` keeps apart: these are to differ. Of hyper-parameters plain values are
+compared, and no functions or objects.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from typing import Any, Final, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable.algorithms.watch.calls import by_index, generator_state
+from composable.algorithms.watch.calls import by_index, generator_state, version_of
 from composable.algorithms.watch.findings import Finding, hint
 from composable.api.sync_module_states import digests
 from composable.comm import Comm
@@ -59,6 +62,7 @@ _TOPICS: Final = {
 # it has, it has sent others.
 _SENT: Final = "sent"
 _BEGUN: Final = "buffer, as the step began"  # not compared either: did a forward write to it
+_FEW_NUMBERS: Final = 64  # of a hyper-parameter that are compared
 _NONE: Final = -1  # in place of a gradient that is not there
 _DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Named = list[tuple[str, Unit]]  # the units of a model, by their FQNs
@@ -88,6 +92,8 @@ class Agreement:
         self._agreed: dict[str, int] = {}  # by topic, the last step in which all ranks did
         self._own: set[Key] = set()  # buffers in which ranks may differ
         self._before: _Table = {}  # buffers, in the last comparison
+        # the buffers of the last comparison, and their versions: has the program written to them
+        self._versions: dict[Key, tuple[ref[Tensor], int]] = {}
         self._compared = False
         # of this step
         self._noted: list[tuple[Comm, list[Key], list[tuple[list[int], Tensor]]]] = []
@@ -95,6 +101,7 @@ class Agreement:
         self._done: set[tuple[str, str]] = set()  # units that were gathered, and when
         self._begun = False  # a forward
         self._draws = 0  # the state of the generator that dropout draws from, or 0
+        self._device = torch.device("cpu")  # of that generator
 
     # --- what is compared ------------------------------------------------------------------------
 
@@ -107,8 +114,8 @@ class Agreement:
             self._note(unit.mesh_info.all, _buffers_of(_BEGUN, name, unit))
         below = (each for module in root.modules for each in module.modules())
         if any(isinstance(each, _DROPOUTS) and each.training and each.p > 0 for each in below):
-            state = generator_state(root.units[0].mesh_info.device)
-            self._draws = 1 + zlib.crc32(bytes(state.tolist()))
+            self._device = root.units[0].mesh_info.device
+            self._draws = _checksum_of_generator(self._device)
 
     def note_gathered(self, unit: Unit, name: str, when: str) -> None:
         """A unit was gathered, `when` forward or backward needed it."""
@@ -129,8 +136,8 @@ class Agreement:
             for name, value in group.items():
                 if name != "params":
                     key = Key(_OPTION, f"{kind} {number}", f"{name} of group {index}")
-                    plain = value.tolist() if isinstance(value, Tensor) else value
-                    self._options[key] = repr(plain)
+                    if (text := _text_of(value)) is not None:
+                        self._options[key] = text
 
     def _note_rest(self, named: Named) -> None:
         """Parameters, buffers and gradients, at the end of a step."""
@@ -140,7 +147,7 @@ class Agreement:
                 buffers = _buffers_of(_BUFFER, name, unit)
                 self._note(unit.mesh_info.all, [e for e in buffers if e[0] not in self._own])
             for group in unit.groups if not hooks_of(unit.gradients) else ():
-                replicas = group.mesh_info.replicate
+                replicas = _replicas_of(unit, group)
                 if replicas is None or replicas.size == 1:
                     continue
                 rows = [
@@ -168,24 +175,28 @@ class Agreement:
         """The first difference among the ranks of each comm, and hints."""
         self._note_rest(named)
         # on all ranks the same comms in one order, also where a rank has skipped units
-        comms = _comms_of(unit for _, unit in named)
+        comms = _comms_of([unit for _, unit in named])
         tables = self._read(comms)
+        written = self._written_since(named)
+        drew = self._draws != 0 and _checksum_of_generator(self._device) != self._draws
         self.gathered = {k: v for table in tables.values() for k, v in table[_GATHERED].items()}
         found: list[Finding] = []
         for comm, table in tables.items():
             hashes = [zlib.crc32(repr(sorted(table[topic].items())).encode()) for topic in _TOPICS]
-            lowest, highest = comm.min_max([*hashes, self._draws], _LABEL)
+            lowest, highest = comm.min_max([*hashes, self._draws if drew else 0], _LABEL)
             ranks = _ranks_of(comm)
             for topic, low, high in zip(_TOPICS, lowest, highest, strict=False):
                 finding = None
                 if low != high:
-                    said = comm.all_gather_objects((table[topic], table[_SENT]), _LABEL)
-                    finding = self._difference(step, topic, said, ranks)
+                    told = table[topic], table[_SENT], written
+                    finding = self._difference(
+                        step, topic, comm.all_gather_objects(told, _LABEL), ranks
+                    )
                 if finding is None:
                     self._agreed[topic] = step
                 else:
                     found.append(finding)
-            same = lowest[-1] == highest[-1] and self._draws and comm.size > 1
+            same = drew and lowest[-1] == highest[-1] and comm.size > 1
             if same and comm is comms[0] and not self._compared:
                 found.append(hint(step, ranks, _SAME_MASKS))
             self._before.update(table[_BUFFER])
@@ -203,7 +214,7 @@ class Agreement:
             comm: {topic: {} for topic in (*_TOPICS, _SENT, _BEGUN)} for comm in comms
         }
         for comm, keys, numbers in self._noted:
-            for index, number in by_index(numbers).items():
+            for index, number in by_index(numbers).items() if comm in tables else ():
                 tables[comm][keys[index].topic][keys[index]] = number
         tables[comms[0]][_OPTION] = self._options
         # A forward wrote to buffers that have changed since. Version counters do not tell of a
@@ -215,22 +226,35 @@ class Agreement:
             table[_BUFFER] = {k: v for k, v in buffers.items() if k not in written}
         return tables
 
+    def _written_since(self, named: Named) -> list[Key]:
+        """Buffers that the program has written to, or replaced, since the last comparison."""
+        before, self._versions = self._versions, {}
+        written = []
+        for key, tensor in (e for name, unit in named for e in _buffers_of(_BUFFER, name, unit)):
+            known, version = before.get(key, (None, 0))
+            self._versions[key] = ref(tensor), version_of(tensor)
+            if known is not None and (known() is not tensor or version != version_of(tensor)):
+                written.append(key)
+        return written
+
     def _difference(
         self,
         step: int,
         topic: str,
-        told: Sequence[tuple[dict[Key, Any], dict[Key, Any]]],
+        told: Sequence[tuple[dict[Key, Any], dict[Key, Any], list[Key]]],
         ranks: Sequence[int],
     ) -> Finding | None:
-        said, sent = zip(*told, strict=True)
+        said, sent, written = zip(*told, strict=True)
         keys = dict.fromkeys(key for table in said for key in table)
         # a rank that has skipped a unit has nothing of it
         differs = [key for key in keys if len({table[key] for table in said if key in table}) > 1]
         if topic == _BUFFER:
             # Ranks that write to a buffer in forwards have left it out. What differs in its first
-            # comparison is so because a user made it so.
+            # comparison is so because a user made it so, and what a rank has written to between two
+            # steps, in an evaluation or by hand, is its own.
             self._own.update(key for key in keys if any(key not in table for table in said))
-            self._own.update(key for key in differs if key not in self._before)
+            own = {key for some in written for key in some}
+            self._own.update(key for key in differs if key in own or key not in self._before)
             differs = [key for key in differs if key not in self._own]
         if not differs:
             return None
@@ -265,6 +289,31 @@ def _right(values: Sequence[Any], before: Any) -> Any:
         return before
     (common, most), *rest = Counter(values).most_common()
     return common if not rest or rest[0][1] < most else None
+
+
+def _checksum_of_generator(device: torch.device) -> int:
+    return 1 + zlib.crc32(generator_state(device).numpy().tobytes())
+
+
+def _text_of(value: Any) -> str | None:
+    """A plain value in words that are equal on ranks where it is; None for all other values.
+
+    Functions and objects are told by their addresses, and may hold the optimizer itself.
+    """
+    if type(value) is Tensor and value.numel() <= _FEW_NUMBERS and not value.is_meta:
+        return repr(value.tolist())
+    if isinstance(value, (list, tuple)):
+        parts = [_text_of(each) for each in value[:_FEW_NUMBERS]]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if isinstance(value, float):
+        return repr(float(value))  # subclasses, such as NumPy's, have words of their own
+    plain = (type(None), bool, int, complex, str, torch.dtype, torch.device, Enum)
+    return repr(value) if isinstance(value, plain) else None
+
+
+def _replicas_of(unit: Unit, group: ParamGroup) -> Comm | None:
+    """The ranks over which gradients of `group` are means now: `local_steps` ends that."""
+    return unit.gradients.mesh_info_of(group.params[0]).replicate
 
 
 def _ranks_of(comm: Comm) -> list[int]:
@@ -305,13 +354,13 @@ def _gradient(param: ManagedParam) -> Tensor:
     return local_tensor(gradient.to_dense() if gradient.is_sparse else gradient).detach()
 
 
-def _comms_of(units: Iterable[Unit]) -> list[Comm]:
-    """All that units are compared over, that of the first one first."""
-    found: dict[Comm, None] = {}
+def _comms_of(units: Sequence[Unit]) -> list[Comm]:
+    """All that units are compared over; first all ranks that the first one was annotated for."""
+    found: dict[Comm, None] = {units[0].spec.mesh_info.all: None}
     for unit in units:
         found[unit.mesh_info.all] = None
         for group in unit.groups:
             found[group.comm] = None
-            if group.mesh_info.replicate is not None:
-                found[group.mesh_info.replicate] = None
+            if (replicas := _replicas_of(unit, group)) is not None:
+                found[replicas] = None
     return list(found)

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Final, Protocol
 from weakref import ReferenceType, WeakSet, ref
 
@@ -25,8 +25,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from composable.algorithms.together import LOST
+from composable.algorithms.watch.messages import message_of
 from composable.algorithms.watch.sight import Sight
-from composable.comm.base import LAUNCHING, GroupComm
+from composable.comm.base import LAUNCHING, GroupComm, Label
 from composable.compilation import untraced
 from composable.contract.hooks import detach, dispatcher_of
 from composable.contract.tree import annotation_of
@@ -40,7 +41,6 @@ from composable.optim.shared import parameters_of
 from composable.optim.stand_in import is_stand_in
 
 _NAME: Final = "watch"  # of brackets
-_GRADIENTS: Final = "gradient "  # labels of messages begin so
 
 
 class Listener(Protocol):
@@ -59,6 +59,9 @@ class Listener(Protocol):
 
     def end_step(self) -> None:
         """A step ends."""
+
+    def evaluate_again(self, step: int) -> None:
+        """A closure is called once more in a step."""
 
 
 # As they began, since they communicate in turn. Weak: brackets of a model have its watch.
@@ -148,9 +151,6 @@ class _Bracket:
 class _Ear(Observer):
     """Hears of steps for all watches, and keeps no model alive."""
 
-    def __init__(self) -> None:
-        self._backward: ReferenceType[Root] | None = None  # whose gradients are reduced now
-
     @override
     def enters(self, root: Root, call: UnitCall) -> None:
         if (watch := watch_of(call.unit)) is not None:
@@ -164,18 +164,12 @@ class _Ear(Observer):
             watch.sight.checks.clock += 1
 
     @override
-    def opens_backward(self, root: Root) -> None:
-        self._backward = ref(root)
-
-    @override
     def comes_back(self, root: Root, call: UnitCall) -> None:
-        self._backward = ref(root)
         if (watch := watch_of(call.unit)) is not None:
             watch.sight.checks.come_back(call.number)
 
     @override
     def ends_backward(self, root: Root) -> None:
-        self._backward = ref(root)
         for watch in _watches():
             watch.sight.ran |= {unit for unit in root.units if unit in watch.sight.places}
 
@@ -186,19 +180,16 @@ class _Ear(Observer):
 
     @override
     def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
-        if what == "reduce":
-            roots = [unit.root for unit in _units_of(parameters) if unit.root is not None]
-            self._backward = ref(roots[0]) if roots else None
-        elif what == "unscale":
+        if what == "unscale":
             for watch in _watches_of(_units_of(parameters)):
                 watch.unscales()
 
     def launching(self, comm: GroupComm, label: str, args: Sequence[Any]) -> None:
-        root = None if self._backward is None else self._backward()
-        if root is not None and label.startswith(_GRADIENTS):
-            for watch in _watches():
-                if watch.sight.looks:
-                    watch.sight.launching(root, label, args)
+        if not isinstance(label, Label) or (message := message_of(label, args)) is None:
+            return
+        for unit in _units_of(message.params[:1]):
+            if (watch := watch_of(unit)) is not None and watch.sight.looks:
+                watch.sight.launching(unit, message)
 
 
 _LISTENING: Final[list[Callable[[], object]]] = []  # what ends it
@@ -239,11 +230,46 @@ def _before_steps(optimizer: Optimizer, *_: Any) -> None:
 
 
 @untraced
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if _OPEN and not is_part_of_backward(optimizer):
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    if not _OPEN or is_part_of_backward(optimizer):
+        return None
+    _end_step(optimizer)
+    # the optimizer itself, the closure, and what some optimizers take besides
+    if callable(kwargs.get("closure")):
+        return args, {**kwargs, "closure": _watched(optimizer, kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], _watched(optimizer, args[1]), *args[2:]), kwargs
+    return None
+
+
+def _end_step(optimizer: Optimizer) -> list[Listener]:
+    watches = _watches_of(_units_of(parameters_of(optimizer)))
+    for watch in watches:
+        watch.note(optimizer)
+        watch.end_step()
+    return watches
+
+
+def _watched(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure that ends a step when it has made the gradients, before the optimizer uses them.
+
+    It may be called several times; these are one step.
+    """
+    steps: dict[Listener, int] = {}  # of those that have ended
+
+    @wraps(closure)
+    def evaluate() -> Any:
+        for watch, step in steps.items():
+            watch.evaluate_again(step)
+        loss = closure()
         for watch in _watches_of(_units_of(parameters_of(optimizer))):
-            watch.note(optimizer)
-            watch.end_step()
+            steps.setdefault(watch, watch.sight.step)
+        _end_step(optimizer)
+        return loss
+
+    return evaluate
 
 
 class WatchAll(Observer):

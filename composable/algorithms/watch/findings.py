@@ -17,7 +17,7 @@ class Finding:
     """One thing that `watch` found. All ranks have the same.
 
     Attributes:
-        kind: "not finite", "ranks differ", "not reproduced", or "hint".
+        kind: "not finite", "ranks differ" or "not reproduced"; of hints, "hint".
         step: the step in which it was found, counted from 0.
         ranks: where, by their numbers among all ranks; the first one is `rank`.
         unit: the unit that it is about.

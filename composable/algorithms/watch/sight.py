@@ -7,9 +7,9 @@ reduced. Nothing here waits for another rank; `watch.py` exchanges what was seen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -25,15 +25,17 @@ from composable.algorithms.watch.calls import (
     version_of,
 )
 from composable.algorithms.watch.checks import GRADIENT, INPUT, OUTPUT, PARAMETER, Checks, First
-from composable.algorithms.watch.messages import buckets_of, gradients_in
+from composable.algorithms.watch.messages import Message
 from composable.algorithms.watch.repeat import Repeat, candidates_in
 from composable.compilation import backward_will_be_compiled, untraced
 from composable.contract.values import tensors_in
-from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit
 from composable.errors import unit_name
 from composable.memory.torch_private import is_transformed
+
+# Parameters are what they are before the first forward, whose inputs are seen at the same clock.
+_AT_REST: Final = (-1, 0)
 
 
 class Place(NamedTuple):
@@ -109,9 +111,8 @@ class Sight:
             turn = self._in_turn[self.step // self._every % len(self._in_turn)]()
         self.repeat = None if turn is None else Repeat(turn)
         self._begun: set[str] = set()  # units whose parameters were looked at
-        self._reduced: set[str] = set()  # whose gradients were
+        self._reduced: set[int] = set()  # ids of parameters whose gradients were
         self._known = WeakTensorKeyDictionary()  # outputs, which other units read, with versions
-        self._buckets: dict[str, tuple[Unit, GradBucket]] = {}  # by label, in one backward
 
     @property
     def looks(self) -> bool:
@@ -147,7 +148,7 @@ class Sight:
                 for group in unit.groups:
                     shard = [] if group.shard is None else [group.shard]
                     rest = ((param.fqn, param.at_rest) for param in group.params)
-                    self.checks.look_together(shard, rest, PARAMETER, place.name)
+                    self.checks.look_together(shard, rest, PARAMETER, place.name, _AT_REST)
 
     def entered(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A module of a unit is about to compute. Returns what it computes with."""
@@ -237,30 +238,12 @@ class Sight:
         if self.compares and not made:  # it was gathered for backward, and is not left yet
             self.agreement.note_gathered(unit, place.name, "in backward")
 
-    def launching(self, root: Root, label: str, args: Sequence[Any]) -> None:
-        """A message with gradients is about to be reduced.
-
-        Args:
-            root: whose gradients these are; another model may have the same labels.
-            label: of the message.
-            args: of `GroupComm._start`.
-        """
-        if label not in self._buckets:
-            self._buckets = buckets_of(self.places)
-        unit, bucket = self._buckets.get(label, (None, None))
-        if unit is None or bucket is None or unit.root is not root:
-            return
-        named = gradients_in(bucket, args)
-        if named is None:
-            return
+    def launching(self, unit: Unit, message: Message) -> None:
+        """A message with gradients of `unit` is about to be reduced."""
         place = self.places[unit]
-        self._reduced.add(place.name)
+        self._reduced.update(map(id, message.params))
         order = place.order(made=True)
-        self.checks.look_together(args[-1], named, GRADIENT, place.name, order)
-
-    def forget_buckets(self) -> None:
-        """A backward has ended; the next one may have others."""
-        self._buckets = {}
+        self.checks.look_together(message.tensors, message.gradients, GRADIENT, place.name, order)
 
     # --- the end of a step -----------------------------------------------------------------------
 
@@ -268,11 +251,14 @@ class Sight:
         """See `Checks.end`."""
         for unit, place in self.places.items():
             # in no message that is known: of one rank, or of users' hooks
-            if unit.trains and place.name not in self._reduced:
-                landed = [(param.fqn, param.at_rest.grad) for param in unit.params]
-                there = [(name, each) for name, each in landed if each is not None]
-                order = place.order(made=True)
-                self.checks.look(there, GRADIENT, place.name, place.name, order)
+            landed = [
+                (param.fqn, param.at_rest.grad)
+                for param in (unit.params if unit.trains else ())
+                if id(param.at_rest) not in self._reduced
+            ]
+            there = [(name, each) for name, each in landed if each is not None]
+            order = place.order(made=True)
+            self.checks.look(there, GRADIENT, place.name, place.name, order)
         first, overflows = self.checks.end(scaled=scaled)
         if first is not None and first.seen.forward is not None:
             numbers = [call.forward for call in self.calls.get(first.seen.maker, ())]
@@ -284,6 +270,11 @@ class Sight:
         """What was seen was said."""
         self.step += 1
         self._end()
+
+    def evaluate_again(self, step: int) -> None:
+        """What follows belongs to a step that has ended before."""
+        self.step = step
+        self._begin_step()
 
     def lose_step(self) -> None:
         """All ranks have lost the step, and have seen different parts of it."""

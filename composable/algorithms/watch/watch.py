@@ -92,8 +92,9 @@ def watch(
 
     Ranks that differ: every `agree` steps the ranks compare digests of parameters and landed
     gradients of replicas, of gathered parameters with the rank whose rows they are, of buffers that
-    no forward writes to, and the optimizers' hyper-parameters. If dropout would drop the same
-    places on all ranks, a hint says so. Units with communication hooks are not compared.
+    the program does not write to, and the optimizers' hyper-parameters that are plain values. If
+    dropout drops the same places on all ranks, a hint says so. Units with communication hooks, and
+    replicas that `local_steps` keeps apart, are not compared.
 
     Under a pipeline schedule call it after the first step, in which torch runs stages on memory
     that was never written to.
@@ -106,7 +107,7 @@ def watch(
         model: an annotated module, or one that contains some.
         every: look at one step in so many.
         on: "warn" logs each finding once, "raise" also raises it on all ranks before the optimizer
-            steps.
+            steps. Hints are logged only.
         agree: compare the ranks every so many steps; 0 for never.
         folder: where each rank writes what `python -m composable replay` needs to run the unit of
             a finding again, once for each kind of finding. Until the optimizer steps, the inputs
@@ -120,7 +121,7 @@ def watch(
             such as selective checkpointing.
 
     Returns:
-        The watch, with its `findings`. `close()` ends it; it is also a context.
+        The watch, with its `findings` and `hints`. `close()` ends it; it is also a context.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
@@ -159,6 +160,8 @@ class Watch:
 
     Attributes:
         findings: all of them, the same on every rank.
+        hints: something to know, and no fault: what a loss scaler or a seed does, and why a unit
+            cannot be compared.
         overflows: steps in which gradients had infinities because a loss scaler had scaled them.
         sight: what this rank sees.
     """
@@ -171,9 +174,12 @@ class Watch:
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
+        self.hints: list[Finding] = []
         self.overflows = 0
         self.sight = sight
-        self._comms = comms_of_model(list(names))
+        # also while `local_steps` keeps replicas apart
+        units = list(names)
+        self._comms = [units[0].spec.mesh_info.all, *comms_of_model(units)[1:]]
         self._on = on
         self._folder = None if folder is None else Path(folder)
         self._written: set[str] = set()  # kinds of findings
@@ -219,7 +225,6 @@ class Watch:
 
     def landed(self) -> None:
         """A backward has landed its gradients; an optimizer in backward has stepped, too."""
-        self.sight.forget_buckets()
         if self.sight.ran and open_scope() is None:
             params = (param.at_rest for unit in self.sight.places for param in unit.params)
             if stepped_in_backward(params) is not None:
@@ -248,6 +253,10 @@ class Watch:
         self._write(found)
         sight.end_step()
         self._report(found)
+
+    def evaluate_again(self, step: int) -> None:
+        """An optimizer calls its closure once more in a step, whose number this was."""
+        self.sight.evaluate_again(step)
 
     # --- the exchange ----------------------------------------------------------------------------
 
@@ -328,7 +337,8 @@ class Watch:
                 logger.warning("watch: rank %d has written no incident: %s", _rank(), error)
 
     def _report(self, found: Sequence[Finding]) -> None:
-        self.findings += found
+        self.findings += [finding for finding in found if finding.kind != HINT]
+        self.hints += [finding for finding in found if finding.kind == HINT]
         for finding in found:
             if finding.place not in self._reported:
                 self._reported.add(finding.place)

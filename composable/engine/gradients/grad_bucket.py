@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.comm.base import scale_sums
+from composable.comm.base import Label, scale_sums
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.reduction import Reducer, Reduction, counts_of
 from composable.engine.gradients.unreduced import Accumulated, SyncMode
@@ -96,7 +96,7 @@ class GradBucket:
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
             self.at_rest, slots, precision, device, mesh_info,
-            label=label, keeps=keeps,
+            label=Label(label, self), keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self._to_rest = to_rest
@@ -114,6 +114,10 @@ class GradBucket:
         # tables to which users add hooks, see `has_post_accumulate_hooks`
         self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
         self.follow()
+
+    def rename(self, label: str) -> None:
+        """Name its messages so from now on."""
+        self.reducer.rename(Label(label, self))
 
     def follow(self) -> None:
         """Parameters may have been frozen or unfrozen."""

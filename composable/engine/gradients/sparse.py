@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from composable.comm.base import Comm
+from composable.comm.base import Comm, Label
 from composable.engine.params.param import ManagedParam, ParamInfo, set_holds_unreduced
 from composable.engine.params.param_hooks import run_gradient_hooks, run_post_accumulate_hooks
 from composable.engine.params.precision import Precision
@@ -131,7 +131,8 @@ class SparseGradients:
         reduce = self._precision.reduce
         sent.append(torch.cat([values, values.new_zeros(padding, *width)]).to(reduce).view(-1))
         pairs = [(each.new_empty(ranks * each.numel()), each) for each in sent]
-        label = f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')"
+        text = f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')"
+        label = Label(text, param)
         for work in [self._comm.all_gather([pair], label) for pair in pairs] if most else ():
             work.wait()
         kept = torch.cat(

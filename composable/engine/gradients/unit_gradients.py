@@ -183,7 +183,7 @@ class UnitGradients:
         """Take the unit's FQN below the root."""
         self.name = name
         for bucket in self.buckets:
-            bucket.reducer.rename(f"gradient reduction of unit '{name}'")
+            bucket.rename(f"gradient reduction of unit '{name}'")
         for sparse in self.sparse:
             sparse.rename(name)
 
