@@ -121,7 +121,7 @@ class NonFiniteError(ComposableError, RuntimeError):
 
 
 class NotReproducedError(ComposableError, RuntimeError):
-    """The machine's: a unit that ran again on the same inputs computed other values."""
+    """The machine's: an operator that ran again on the same tensors computed other bits."""
 
 
 class ReplayError(ComposableError, RuntimeError):

@@ -278,6 +278,28 @@ def up_to_collectives() -> Iterator[None]:
         pass
 
 
+# A dispatch mode between two hooks: a `with` statement cannot begin in one and end in another. In
+# backward the engine puts back a thread's modes behind each node, also behind one that has raised.
+enter_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
+
+
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Leave one that was entered, whatever was entered since and not left."""
+    others = []
+    while torch._C._len_torch_dispatch_stack():
+        top = torch._C._pop_torch_dispatch_stack(None)
+        if top is mode:
+            break
+        others.append(top)
+    for other in reversed(others):
+        enter_mode(other)
+
+
+def modes_are_on() -> bool:
+    """Whether operators of this thread go to a dispatch mode."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 # --- DTensor ------------------------------------------------------------------------------------
 
 # The local tensor itself. `to_local()` makes an alias, or an autograd node, at every call.

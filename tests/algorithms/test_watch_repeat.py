@@ -1,17 +1,24 @@
-"""`watch(model, repeat=True)`: a unit that runs again computes the same bits."""
+"""`watch(model, repeat=True)`: operators of a unit that run again compute the same bits."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from composable import fully_shard, replicate, watch
+from composable.algorithms.watch.repeat import _Twice
 from composable.errors import NotReproducedError
+from tests.algorithms.repeated import KINDS, Kind, Machine, flip, trained
 from tests.algorithms.test_watch_agreement import train
 from tests.algorithms.watched import PROGRAMS, SKIPPING
 from tests.helpers.world import Pool, current_device, spmd
@@ -29,26 +36,97 @@ def test_sound_units_reproduce(pool: Pool, name: str, ranks: int) -> None:
     pool.run(ranks, _all_reproduce, name)
 
 
-class _Wrong(torch.autograd.Function):
-    """The same value; a gradient with one other bit."""
+# --- ordinary programs ---------------------------------------------------------------------------
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        gradient.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
-        return gradient
+@contextmanager
+def _watched(model: nn.Module, wrong: int = -1, *, plain: bool = False) -> Iterator[Any]:
+    machine = Machine(wrong if dist.get_rank() == 1 else -1)
+    with (
+        nullcontext() if plain else machine.running(),
+        watch(model, repeat=True, agree=0) as watched,
+    ):
+        yield machine, watched
+
+
+def _is_left_alone(name: str) -> None:
+    plain, _ = trained(KINDS[name], lambda _: nullcontext())
+    seen, (machine, watched) = trained(KINDS[name], _watched)
+    assert (watched.findings, watched.hints) == ([], [])
+    assert seen == plain  # weights, buffers, generators, attributes, and what code did elsewhere
+    assert len(machine.names) > BLOCKS
+    assert not _get_current_dispatch_mode_stack()
+
+
+def _is_found(name: str) -> None:
+    """One wrong bit in one of the operators, on one rank."""
+    _, (machine, _) = trained(KINDS[name], _watched)
+    number = len(machine.names)
+    # of steps of a closure the last one's is not told any more
+    for wrong in (0, number // 3, number // 2 if "closure" in name else number - 1):
+        _, (spoiled, watched) = trained(KINDS[name], lambda model, at=wrong: _watched(model, at))
+        said = [each for each in watched.findings if each.kind == "not reproduced"]
+        if dist.get_rank() == 1:
+            assert said, (wrong, spoiled.names[wrong])
+            assert said[0].tensor.endswith(spoiled.names[wrong])
+        assert said[0].ranks == (1,)
+
+
+@pytest.mark.sampled(15)
+@pytest.mark.parametrize("name", KINDS)
+def test_an_ordinary_program_is_left_alone(pool: Pool, name: str) -> None:
+    pool.run(2, _is_left_alone, name)
+
+
+@pytest.mark.sampled(20)
+@pytest.mark.parametrize("name", KINDS)
+def test_one_wrong_bit_of_an_operator_is_found_in_it(pool: Pool, name: str) -> None:
+    pool.run(2, _is_found, name)
+
+
+# --- a kernel that computes wrongly --------------------------------------------------------------
+
+
+class Kernels:
+    """Kernels in place of torch's that compute wrongly where they are told to.
+
+    Attributes:
+        wrong: the operator whose next call is wrong; with `always`, all of its calls are, each in
+            another way.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.wrong, self.always, self.calls = "", False, 0
+        key = current_device().type.upper()
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once")  # kernels are replaced
+            for name in names:
+                kernel = torch.library.get_kernel(f"aten::{name}", key)
+                self._library.impl(name, self._of(name, kernel), key, with_keyset=True)
+
+    def _of(self, name: str, kernel: Any) -> Any:
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            output = kernel.call_boxed(keys, *args, **kwargs)
+            if self.wrong == name and self.always:
+                self.calls += 1
+                return output * (1 + self.calls / 64)
+            if self.wrong == name:
+                self.wrong = ""
+                flip(output)
+            return output
+
+        return run
+
+    def __enter__(self) -> Kernels:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library._destroy()
 
 
 class Unreliable(nn.Module):
-    """Computes wrongly on one rank, in one call or in all.
-
-    Attributes:
-        wrong: "forward", "backward", "weight", or "always".
-    """
+    """A block that says where it computes."""
 
     count: Tensor
 
@@ -57,20 +135,14 @@ class Unreliable(nn.Module):
         self.inner = nn.Linear(4, 4)
         self.dropout = nn.Dropout(0.5)
         self.register_buffer("count", torch.zeros(()))
-        self.wrong = ""
-        self.calls = 0
+        self.runs: Any = lambda phase: None
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
-        wrong = self.wrong if dist.get_rank() == dist.get_world_size() - 1 else ""
-        self.wrong = self.wrong if self.wrong == "always" else ""
-        weight = _Wrong.apply(self.inner.weight) if wrong == "weight" else self.inner.weight  # type: ignore[no-untyped-call]
-        x = _Wrong.apply(x) if wrong == "backward" else x  # type: ignore[no-untyped-call]
-        y: Tensor = self.dropout(nn.functional.linear(x, weight, self.inner.bias)).tanh()
-        if wrong == "always":
-            self.calls += 1
-            return y * (1 + self.calls / 64)
-        return y * 1.0001 if wrong == "forward" else y
+        self.runs("forward")
+        y: Tensor = self.dropout(self.inner(x).tanh())
+        y.register_hook(lambda _: self.runs("backward"))
+        return y
 
 
 class Residual(nn.Module):
@@ -88,7 +160,7 @@ class Residual(nn.Module):
         return x
 
 
-def _trained(verb: str, wrong: str, block: int, on: str) -> list[Any]:
+def _trained(verb: str, wrong: tuple[str, str], block: int, on: str, always: bool = False) -> Any:
     torch.manual_seed(0)
     model = Residual().to(current_device())
     if verb == "shards":
@@ -100,58 +172,116 @@ def _trained(verb: str, wrong: str, block: int, on: str) -> list[Any]:
     optimizer = SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
     counts = []
-    with watch(model, repeat=True, agree=0, on=on) as watched:
-        for step in range(BLOCKS):
-            if step == block:
-                model.blocks[block].wrong = wrong
-            model(torch.randn(3, 4, device=current_device())).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            counts.append([int(each.count) for each in model.blocks])
-    assert counts == [[step + 1] * BLOCKS for step in range(BLOCKS)]  # and not of runs again
+    with Kernels(["addmm", "mm", "tanh_backward"]) as kernels:
+        kernels.always = always
+
+        def runs(phase: str) -> None:
+            last = dist.get_rank() == dist.get_world_size() - 1
+            if last and watched.step == block and phase == wrong[0]:
+                kernels.wrong = wrong[1]
+
+        model.blocks[block].runs = runs
+        with watch(model, repeat=True, agree=0, on=on) as watched:
+            for _ in range(BLOCKS):
+                model(torch.randn(3, 4, device=current_device())).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                kernels.wrong = ""
+                counts.append([int(each.count) for each in model.blocks])
+    assert counts == [[step + 1] * BLOCKS for step in range(BLOCKS)]  # modules run once
     return [*watched.findings, *watched.hints]
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
+@pytest.mark.parametrize("verb", ["shards", "replicate"])
 @pytest.mark.parametrize(
-    ("verb", "wrong", "what"),
-    [
-        ("shards", "forward", "output 0"),
-        ("shards", "backward", "gradient of input 0"),
-        ("shards", "weight", "gradient of inner.weight"),
-        ("replicate", "forward", "output 0"),
-        ("replicate", "backward", "gradient of input 0"),
-    ],
+    "wrong", [("forward", "addmm"), ("backward", "tanh_backward"), ("backward", "mm")]
 )
 @spmd(ranks=2)
 def test_a_rank_that_computes_wrongly_once_is_named(
-    verb: str, wrong: str, what: str, block: int
+    wrong: tuple[str, str], verb: str, block: int
 ) -> None:
     (found,) = _trained(verb, wrong, block, "warn")
+    phase, operator = wrong
     named = found.kind, found.unit, found.tensor, found.ranks, found.step
+    what = f"output 0 of aten.{operator} in {phase}"
     assert named == ("not reproduced", f"blocks.{block}", what, (1,), block)
 
 
 @spmd(ranks=2)
 def test_kernels_that_are_not_deterministic_are_a_hint() -> None:
-    (found,) = _trained("shards", "always", 1, "raise")
+    (found,) = _trained("shards", ("forward", "addmm"), 1, "raise", always=True)
     assert (found.kind, found.ranks) == ("hint", (1,))
-    assert "its kernels are not deterministic" in str(found)
+    assert "its kernels are not deterministic (aten.addmm)" in str(found)
 
 
 @spmd(ranks=2)
 def test_on_raise_it_is_an_error_on_all_ranks() -> None:
-    with pytest.raises(NotReproducedError, match="rank 1: a unit that ran again computed other"):
-        _trained("shards", "forward", 0, "raise")
+    with pytest.raises(NotReproducedError, match="rank 1: an operator that ran again computed"):
+        _trained("shards", ("forward", "addmm"), 0, "raise")
+
+
+# --- what is left out ----------------------------------------------------------------------------
+
+
+class _Other(TorchDispatchMode):
+    """Answers an operator with what it has computed before, and something else the first time."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        return output + 1 if func is torch.ops.aten.tanh.default else output
 
 
 @spmd(ranks=2)
-def test_a_unit_with_hooks_of_the_user_is_left_out() -> None:
-    model = fully_shard(nn.Sequential(nn.Linear(4, 4)).to(current_device()), policy={nn.Linear})
-    if dist.get_rank() == 1:
-        model[0].register_forward_hook(lambda module, args, output: output * 2)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, repeat=True, agree=0, on="raise") as watched:
-        model(torch.randn(3, 4, device=current_device())).square().sum().backward()
-        optimizer.step()
+def test_operators_under_a_mode_of_the_users_are_left_out() -> None:
+    def scope(model: nn.Module) -> Any:
+        stack.enter_context(_Other())
+        return _watched(model)
+
+    with ExitStack() as stack:
+        _, (machine, watched) = trained(Kind(), scope)
+    assert machine.names == []
     assert watched.findings == []
+
+
+@spmd(ranks=2)
+def test_of_steps_that_are_not_looked_at_no_unit_loses_its_turn() -> None:
+    turns = []
+    model = fully_shard(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(current_device()), policy={nn.Linear}
+    )
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with watch(model, every=2, repeat=True, agree=0) as watched:
+        for _ in range(4):
+            again = watched.sight.repeat
+            turns.append(None if again is None else again.unit.name)
+            model(torch.randn(3, 4, device=current_device())).sum().backward()
+            optimizer.step()
+    assert turns == ["0", None, "1", None]
+
+
+@spmd(ranks=2)
+def test_functions_that_are_compiled_stay_so() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    _, (_, watched) = trained(Kind(lambda block, x: function(block.one(x))), _watched)
+    assert graphs
+    assert watched.findings == []
+
+
+@spmd(ranks=2)
+def test_an_operator_that_raises_as_it_runs_again_is_said_once() -> None:
+    def compare(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with mock.patch.object(_Twice, "_compare", compare):
+        _, (_, watched) = trained(Kind(), lambda model: _watched(model, plain=True))
+    assert watched.findings == []
+    assert [(each.kind, each.unit) for each in watched.hints] == [("hint", "0"), ("hint", "1")]
+    what = "is not repeatable: aten.addmm raised OutOfMemoryError as it ran again: no memory"
+    assert what in str(watched.hints[0])

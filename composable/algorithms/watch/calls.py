@@ -1,4 +1,4 @@
-"""Calls that run again: in the step (`repeat.py`), or in another process (`replay.py`)."""
+"""Calls that run again in another process (`replay.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_stack
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from composable.contract.hooks import dispatcher_of
 from composable.contract.values import map_tensors, tensors_in
 from composable.engine.step.unit import Unit
 
-T = TypeVar("T")
 # What calls a module: torch's, and that of methods that `register_forward_method` knows.
 _CALLERS: Final = ("_call_impl", "_call_as_forward")
 
@@ -89,14 +88,6 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def copied(value: T) -> T:
-    """Inputs or buffers in memory of their own."""
-    found: T = map_tensors(
-        value, lambda each: each.detach().clone().requires_grad_(each.requires_grad)
-    )
-    return found
-
-
 def version_of(tensor: Tensor) -> int:
     """Of its writes; those of inference tensors are not counted."""
     return 0 if tensor.is_inference() else tensor._version
@@ -119,7 +110,8 @@ def generator_state(device: torch.device) -> Tensor:
     return state
 
 
-def _set_generator(device: torch.device, state: Tensor) -> None:
+def set_generator(device: torch.device, state: Tensor) -> None:
+    """Set the generator that modules on `device` draw from."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -132,12 +124,12 @@ def as_called(
 ) -> Iterator[None]:
     """The generator and autocast as a call had them."""
     state = generator_state(device)
-    _set_generator(device, generator)
+    set_generator(device, generator)
     try:
         with torch.enable_grad(), torch.autocast(device.type, autocast, autocast is not None):
             yield
     finally:
-        _set_generator(device, state)
+        set_generator(device, state)
 
 
 def is_forward() -> bool:

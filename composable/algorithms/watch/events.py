@@ -143,7 +143,9 @@ class _Bracket:
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        return None
+        unit = self._unit_of(module)
+        if self._watch is not None and unit is not None:
+            self._watch.sight.raised(unit)
 
 
 class _Ear(Observer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -115,4 +115,13 @@ def not_finite(step: int, said: Sequence[tuple[int, First | None]]) -> Finding:
             ("also", few(others)),
         ),
         first.call,
+    )  # fmt: skip
+
+
+def not_reproduced(step: int, unit: str, wrong: Mapping[int, str]) -> Finding:
+    """What each rank has seen differ, by rank."""
+    return Finding(
+        "not reproduced", step, tuple(wrong), unit, "again", next(iter(wrong.values())),
+        "an operator that ran again computed other bits",
+        (("seen", "at once, on the same tensors: the later runs agree, the first one differs"),),
     )  # fmt: skip

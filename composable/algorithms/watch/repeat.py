@@ -1,224 +1,307 @@
-"""Does it reproduce: one unit in each step, in turn, runs again, and its bits are compared.
+"""Does it reproduce: the operators of one unit in each step, in turn, run again.
 
-The unit keeps its inputs and the state of the random generator, and digests of its outputs, of the
-gradients of its inputs, and, of sharded units, of those of its parameters in the message that they
-are reduced in. Before the optimizer steps it runs again. If the bits differ, it runs a third time:
-where the second and third differ, too, its kernels are not deterministic, and nothing can be said.
-Otherwise this rank has computed something else the first time.
+Each operator of the unit's forward and backward runs again at once, on the same tensors, and its
+bits are compared. Nothing can have moved in between, and no code of the user's runs twice: that of
+modules and hooks, custom autograd functions, and recomputations calls the operators once. If bits
+differ, it runs some more times. Where these differ among themselves its kernel is not
+deterministic, and nothing can be said. Otherwise the first run has computed something else.
 
-Left out are units with units inside, with hooks of the user's on their modules, of several modules,
-compiled, tensor-parallel, or with synchronised batch norms; calls of other methods than forward;
-and calls to which several backwards have come.
+| not run again                              | since                                           |
+|--------------------------------------------|-------------------------------------------------|
+| what is not torch's own (namespace `aten`) | it may do more than compute: collectives        |
+| views; memory that is not filled           | there is nothing to compare                     |
+| tensors of subclasses, sparse, on several  | operators on plain tensors below may be seen;   |
+| devices                                    | copies between devices go on behind             |
+| where other dispatch modes are below       | they may answer for an operator, as selective   |
+|                                            | checkpointing does                              |
+
+Left out are units with units inside, whose forward communicates, tensor-parallel and compiled ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
+from itertools import chain
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
-from composable.algorithms.watch.calls import (
-    Call,
-    are_apart,
-    as_called,
-    by_index,
-    call_of,
-    copied,
-    is_forward,
-    runs_as_it_is,
-)
-from composable.api.sync_module_states import digests, fingerprints
+from composable.algorithms.watch.calls import generator_state, set_generator
+from composable.compilation import backward_will_be_compiled
 from composable.contract.values import map_tensors, tensors_in
-from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.step.unit import Unit, unit_of, units_below
+from composable.engine.step.unit import Unit, units_below
 from composable.errors import first_line
-from composable.memory.torch_private import backward_id, is_transformed, local_tensor
+from composable.memory.torch_private import (
+    enter_mode,
+    in_backward,
+    is_transformed,
+    leave_mode,
+    made_since,
+    modes_are_on,
+    next_node,
+)
 
-SAME: Final = ""
 NOT_DETERMINISTIC: Final = "its kernels are not deterministic"
+MORE: Final = 4  # runs that must agree where the first two do not
+# They answer with memory as it is, or write to the statistics that they say they read.
+_NOT_FILLED: Final = ("empty", "set_", "resize", "record_stream")
+_STATISTICS: Final = ("running_mean", "running_var")
+_NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class Repeat:
-    """The unit that runs again at the end of this step.
-
-    Attributes:
-        calls: how often it was called in the step; with several, gradients of parameters are sums.
-        inputs: gradients of the inputs, by number.
-        weights: fingerprints of the gradients of parameters, by FQN.
-    """
+    """The unit whose operators run again in this step."""
 
     unit: Unit
-    call: Call | None = None
-    calls: int = 0
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    weights: dict[str, int] = field(default_factory=dict)
-    _backwards: set[int] = field(default_factory=set)  # with several, what was kept is of some
-    _buffers: list[dict[str, Tensor | None]] = field(default_factory=list)  # of modules
+    _twice: _Twice = field(default_factory=lambda: _Twice())
+    _open: list[tuple[bool, int]] = field(default_factory=list)  # calls: do operators run again
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """It is called. Returns its inputs; of the call that is repeated, in nodes of their own.
+    @property
+    def found(self) -> tuple[str, str]:
+        """What has computed other bits than all later runs, and why nothing can be said of some.
 
-        What others that read an input add to its gradient does not come through these.
+        The first of each.
         """
-        self.calls += 1
-        if self.calls > 1 or not (is_forward() and runs_as_it_is(module)) or is_transformed():
-            return args, kwargs
-        self.call = call_of(self.unit, module, *copied((args, kwargs)))
-        self._buffers = copied(_buffers_of(module))
-        args, kwargs = map_tensors((args, kwargs), _with_a_node)
-        self._keep(self.inputs, tensors_in((args, kwargs)))
-        return args, kwargs
+        return self._twice.differs, self._twice.why
+
+    def begin(self, module: nn.Module, *, looks: bool) -> None:
+        """A module of the unit is about to compute."""
+        again = looks and not (
+            is_transformed()
+            or modes_are_on()
+            or _is_compiled(module)
+            or _is_captured(self.unit.mesh_info.device)
+        )
+        self._open.append((again, next_node()))
+        if again:
+            enter_mode(self._twice)
 
     def end(self, output: Any) -> None:
-        """A call has computed."""
-        if self.call is not None and self.calls == 1:
-            self.call.end(output)
-            self._keep(self.call.gradients, tensors_in(output))
+        """It has computed. Where backward comes to what it made, operators run again, too."""
+        if (since := self._leave()) is not None and not backward_will_be_compiled():
+            for node in _nodes_since(since, tensors_in(output)):
+                node.register_prehook(self._twice.enter_node)
 
-    def _keep(self, into: dict[int, Tensor], tensors: Iterable[Tensor]) -> None:
-        for index, tensor in enumerate(tensors):
-            if tensor.grad_fn is not None:  # a hook on a leaf would outlive the step
-                tensor.register_hook(partial(self._came, into, index))
+    def fail(self) -> None:
+        """It has raised."""
+        self._leave()
 
-    def _came(self, into: dict[int, Tensor], index: int, gradient: Tensor) -> None:
-        into[index] = gradient.detach()  # its graph would hold the hook
-        self._backwards.add(backward_id())
-
-    def note_weights(self, bucket: GradBucket, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Gradients that are about to be reduced.
-
-        Those that are cut along their first dimension are in the message as they are.
-        """
-        unit, reducer = self.unit, bucket.reducer
-        if not unit.is_sharded or unit.spec.divisor or reducer.scales[False].before != 1.0:
-            return
-        slots = {param.fqn: slot for param, slot in zip(bucket.params, reducer.slots, strict=True)}
-        pairs = [
-            (name, rows.reshape(-1)[: slots[name].numel])
-            for name, rows in named
-            if slots[name].dim == 0 and not slots[name].order
-        ]
-        found = fingerprints([tensor for _, tensor in pairs])
-        self.weights |= dict(zip([name for name, _ in pairs], found, strict=True))
-
-    def run(self) -> tuple[str, str]:
-        """Run it again, on all ranks. Returns what differs, and why nothing can be said."""
-        unit = self.unit
-        kept = unit.is_unsharded and bool(unit.kept_by)
-        if not kept:
-            unit.unshard()
-            unit.wait_for_unshard()
-        unit.swap_in()
-        try:
-            call = self.call
-            if call is None or not call.gradients or not call.outputs or len(self._backwards) > 1:
-                return SAME, ""  # skipped here, or without a backward
-            first = self._first(call)
-            second = self._again(call)
-            differs = _difference(first, second)
-            if differs and _difference(second, self._again(call)):
-                return SAME, NOT_DETERMINISTIC
-            return differs, ""
-        except Exception as error:  # of this rank; the others go on
-            return SAME, f"its second run raised {type(error).__name__}: {first_line(error)}"
-        finally:
-            self.drop()
-            unit.hold_at_rest()
-            if not kept:
-                unit.free()
+    def _leave(self) -> int | None:
+        again, since = self._open.pop() if self._open else (False, 0)
+        if again:
+            leave_mode(self._twice)
+        return since if again else None
 
     def drop(self) -> None:
-        """Forget what it has: hooks hold it for as long as somebody keeps the loss."""
-        self.inputs.clear()
-        if self.call is not None:
-            self.call.gradients.clear()
-        self.call, self._buffers = None, []
+        """The step has ended; graphs that somebody keeps have the hooks."""
+        self._twice.is_over = True
 
-    def _first(self, call: Call) -> dict[str, int]:
-        found = _named("output", by_index(call.outputs))
-        values = fingerprints(list(self.inputs.values()))
-        found |= _named("gradient of input", dict(zip(self.inputs, values, strict=True)))
-        return found | (_named("gradient of", self.weights) if self.calls == 1 else {})
 
-    def _again(self, call: Call) -> dict[str, int]:
-        args, kwargs = copied(call.inputs)
-        # Copies: the unit's own are not written to, nor their casts, which it holds now.
-        now = _buffers_of(call.module)
-        _register(call.module, copied(self._buffers))
+class _Twice(TorchDispatchMode):
+    """Runs operators again.
+
+    Attributes:
+        differs, why: see `Repeat.found`.
+        is_over: the step has ended.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.differs = self.why = ""
+        self.is_over = False
+
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def enter_node(self, gradients: Any) -> None:
+        """Backward is about to run a node. Behind it autograd has this thread's modes of before."""
+        if not (self.is_over or modes_are_on()):
+            enter_mode(self)
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = _written_by(func)
+        tensors = () if written is None else tensors_in((args, kwargs))
+        if (
+            written is None
+            or not tensors
+            or kwargs.get("generator") is not None
+            or not _can_be_compared(tensors)
+            or modes_are_on()
+        ):
+            return func(*args, **kwargs)
+        # On the tensors themselves, but for those that it writes to.
+        names = dict(zip([each.name for each in func._schema.arguments], args, strict=False))
+        names |= kwargs
+        targets = [names[name] for name in written if isinstance(names.get(name), Tensor)]
+        if not _are_apart(targets, tensors):
+            return func(*args, **kwargs)
+        kept = {id(each): (each, each.clone()) for each in targets}
+        device = tensors[0].device
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        state = generator_state(device) if draws else None
+        output = func(*args, **kwargs)
+        after = generator_state(device) if draws else None
+        first = [*_made(output, kept), *(tensor for tensor, _ in kept.values())]
+        if not _can_be_compared([*tensors, *first]):
+            return output
+
+        def again() -> list[Tensor]:
+            copies = {number: copy.clone() for number, (_, copy) in kept.items()}
+            if state is not None:
+                set_generator(device, state)
+            found = func(*_with(args, copies), **_with(kwargs, copies))
+            return [*_made(found, copies), *copies.values()]
+
         try:
-            with as_called(self.unit.mesh_info.device, call.generator, call.autocast):
-                output = call.module.forward(*args, **kwargs)
+            self._compare(func, first, again)
+        except Exception as error:  # such as memory; of this rank, whose step goes on
+            why = f"{_name(func)} raised {type(error).__name__} as it ran again"
+            self.why = self.why or f"{why}: {first_line(error)}"
         finally:
-            _register(call.module, now)
-        outputs = tensors_in(output)
-        found = _named("output", by_index(digests([each.detach() for each in outputs])))
-        ends = [(outputs[index], gradient) for index, gradient in call.gradients.items()]
-        if not are_apart([output for output, _ in ends]):
-            return found  # their gradients cannot be told from those that the unit adds
-        sources: dict[str, tuple[Tensor, torch.dtype | None]] = {
-            f"gradient of input {index}": (each, None)
-            for index, each in enumerate(tensors_in((args, kwargs)))
-        }
-        for group in self.unit.groups:
-            for param in group.params:
-                if param.fqn in self.weights:  # others may have hooks of the user's
-                    name = f"gradient of {param.fqn}"
-                    sources[name] = param.compute, group.precision.reduce
-        sources = {name: each for name, each in sources.items() if each[0].requires_grad}
-        if not sources:
-            return found
-        gradients: Sequence[Tensor | None] = torch.autograd.grad(
-            [output for output, _ in ends],
-            [each for each, _ in sources.values()],
-            [gradient for _, gradient in ends],
-            allow_unused=True,
-        )
-        there = {
-            name: local_tensor(each).to(dtype or each.dtype).reshape(-1)
-            for (name, (_, dtype)), each in zip(sources.items(), gradients, strict=True)
-            if each is not None
-        }
-        return found | dict(zip(there, fingerprints(list(there.values())), strict=True))
+            if after is not None:
+                set_generator(device, after)
+        return output
+
+    def _compare(self, func: Any, first: Sequence[Tensor], again: Any) -> None:
+        second = again()
+        index = _differs(first, second)
+        if index is None:
+            return
+        for number in range(MORE):
+            # where memory is not filled, no two runs find the same
+            for each in first:
+                torch.full_like(each, number % 2)
+            if _differs(second, again()) is not None:
+                self.why = self.why or f"{NOT_DETERMINISTIC} ({_name(func)})"
+                return
+        phase = "backward" if in_backward() else "forward"
+        self.differs = self.differs or f"output {index} of {_name(func)} in {phase}"
 
 
 def candidates_in(units: Iterable[Unit]) -> list[Unit]:
-    """Units that can run again by themselves; the same on all ranks."""
+    """Units whose operators can run again; the same on all ranks."""
     return [
         unit
         for unit in units
-        if len(unit.modules) == 1
-        and units_below(unit.modules) == [unit]
-        # a weight that others read belongs to a unit around both
-        and {unit_of(each) for each in unit.modules[0].parameters()} <= {unit, None}
-        # Their forwards communicate, and a rank may run again alone, or once more.
+        if {*units_below(unit.modules)} <= {unit}
         and all(param.info.form.is_whole for param in unit.params)
-        and not any(isinstance(each, nn.SyncBatchNorm) for each in unit.modules[0].modules())
     ]
 
 
-def _with_a_node(tensor: Tensor) -> Tensor:
-    moves = tensor.requires_grad and tensor.grad_fn is not None and type(tensor) is Tensor
-    return tensor.view_as(tensor) if moves else tensor
+def _is_compiled(module: nn.Module) -> bool:
+    return any(each._compiled_call_impl is not None for each in module.modules())
 
 
-def _named(kind: str, found: Mapping[Any, int]) -> dict[str, int]:
-    return {f"{kind} {index}": number for index, number in found.items()}
+def _is_captured(device: torch.device) -> bool:
+    """Whether operators go to a CUDA graph; to read a result would end that."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _difference(one: dict[str, int], other: dict[str, int]) -> str:
-    return next((name for name in one if name in other and one[name] != other[name]), SAME)
+@cache
+def _written_by(func: Any) -> tuple[str, ...] | None:
+    """The names of what an operator writes to; None for those that do not run again."""
+    if func.namespace != "aten":
+        return None
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    # a write has an alias, too, as its result
+    views = [each.alias_info for each in schema.returns]
+    if any(each is not None and not each.is_write for each in views) or not schema.returns:
+        return None
+    if any(each in name for each in _NOT_FILLED) or name == "copy_":
+        return None
+    written = [
+        (each.name, each.type)
+        for each in schema.arguments
+        if each.name in _STATISTICS or (each.alias_info is not None and each.alias_info.is_write)
+    ]
+    if any("List" in str(kind) for _, kind in written):
+        return None
+    return tuple(name for name, _ in written)
 
 
-def _buffers_of(module: nn.Module) -> list[dict[str, Tensor | None]]:
-    return [dict(each._buffers) for each in module.modules()]
+def _name(func: Any) -> str:
+    return str(func.overloadpacket)
 
 
-def _register(module: nn.Module, buffers: list[dict[str, Tensor | None]]) -> None:
-    for each, table in zip(module.modules(), buffers, strict=True):
-        each._buffers.clear()
-        each._buffers.update(table)
+def _can_be_compared(tensors: Sequence[Tensor]) -> bool:
+    """Plain ones of one device."""
+    device = tensors[0].device
+    return device.type != "meta" and all(
+        type(each) in (Tensor, nn.Parameter)
+        and each.device == device
+        and each.layout is torch.strided
+        and not (each.is_nested or each.is_quantized or each._is_zerotensor())
+        for each in tensors
+    )
+
+
+def _are_apart(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether what an operator writes to shares no memory with what else it was given."""
+    ids = {id(each) for each in targets}
+    memory = {each.untyped_storage().data_ptr() for each in targets}
+    others = (each for each in tensors if id(each) not in ids)
+    return len(memory) == len(targets) and not any(
+        each.untyped_storage().data_ptr() in memory for each in others
+    )
+
+
+def _made(output: Any, written: Any) -> list[Tensor]:
+    """Results, without what was written to."""
+    items = output if isinstance(output, (tuple, list)) else [output]
+    tensors = chain.from_iterable(
+        each if isinstance(each, (tuple, list)) else [each] for each in items
+    )
+    there = [each for each in tensors if isinstance(each, Tensor)]
+    return [each for each in there if id(each) not in written]
+
+
+def _with(value: Any, copies: dict[int, Tensor]) -> Any:
+    return map_tensors(value, lambda each: copies.get(id(each), each)) if copies else value
+
+
+def _differs(one: Sequence[Tensor], other: Sequence[Tensor]) -> int | None:
+    """The first whose bits are others."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, pair in pairs if not _is_same(*pair)), None)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one.dtype is torch.uint8 or one.dtype != other.dtype or one.shape != other.shape:
+        return one.dtype is torch.uint8  # space for later, which kernels need not fill
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_NUMBERS[tensor.element_size()])
+
+
+def _nodes_since(number: int, tensors: Iterable[Tensor]) -> Iterable[Node]:
+    """The nodes of autograd that made `tensors` since `next_node()` was `number`."""
+    seen = set[Node]()
+    pending = [each.grad_fn for each in tensors]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen or not made_since(number, node):
+            continue
+        seen.add(node)
+        above = [each for each, _ in node.next_functions]
+        if above:  # a leaf's has none, and hooks on it would outlive the step
+            yield node
+            pending += above

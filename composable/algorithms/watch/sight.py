@@ -83,7 +83,7 @@ class Sight:
         ran: those of the roots that had a backward since the last exchange, on all ranks alike.
         scaled: a loss scaler has scaled the gradients of this step.
         calls: of units in this step, by name.
-        repeat: the unit that runs again at the end of this step, if one does.
+        repeat: the unit whose operators run again in this step, if one's do.
     """
 
     def __init__(
@@ -106,7 +106,9 @@ class Sight:
         self.ran: set[Unit] = set()
         self.scaled = False
         self.calls: dict[str, list[Call]] = {}
-        turn = self._in_turn[self.step % len(self._in_turn)]() if self._in_turn else None
+        turn = None
+        if self._in_turn and self.looks:
+            turn = self._in_turn[self.step // self._every % len(self._in_turn)]()
         self.repeat = None if turn is None else Repeat(turn)
         self._begun: set[str] = set()  # units whose parameters were looked at
         self._reduced: set[int] = set()  # ids of parameters whose gradients were
@@ -155,6 +157,7 @@ class Sight:
         if self.compares and in_training:
             self.agreement.note_gathered(unit, place.name, "in forward")
         if not self._looks_now:
+            self._begin_repeat(unit, module, looks=False)
             return args, kwargs
         if self._keeps and in_training and is_forward() and not is_transformed():
             self.calls.setdefault(place.name, []).append(call_of(unit, module, args, kwargs))
@@ -162,11 +165,17 @@ class Sight:
         fresh = [(n, each) for n, each in named if self._known.get(each) != version_of(each)]
         self.checks.look(fresh, INPUT, place.name, place.around, forward=_forward_of(unit))
         self._watch_gradients(unit, named, made=False)
-        repeat = self._repeated(unit)
-        return (args, kwargs) if repeat is None else repeat.begin(module, args, kwargs)
+        self._begin_repeat(unit, module, looks=True)
+        return args, kwargs
+
+    def _begin_repeat(self, unit: Unit, module: nn.Module, *, looks: bool) -> None:
+        if self.repeat is not None and self.repeat.unit is unit:
+            self.repeat.begin(module, looks=looks)
 
     def left(self, unit: Unit, output: Any) -> None:
         """A module of a unit has computed."""
+        if self.repeat is not None and self.repeat.unit is unit:
+            self.repeat.end(output)
         if not self._looks_now:
             return
         place = self.places[unit]
@@ -185,14 +194,11 @@ class Sight:
         else:
             call.end(output)
         self._watch_gradients(unit, named, made=True, call=call)
-        repeat = self._repeated(unit)
-        if repeat is not None:
-            repeat.end(output)
 
-    def _repeated(self, unit: Unit) -> Repeat | None:
-        """What runs this call of `unit` again, if anything; no recomputation."""
-        is_due = self.repeat is not None and self.repeat.unit is unit
-        return self.repeat if is_due and unit.step.calls[-1].number is not None else None
+    def raised(self, unit: Unit) -> None:
+        """A module of a unit that was entered has raised, or what came before it."""
+        if self.repeat is not None and self.repeat.unit is unit:
+            self.repeat.fail()
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -236,9 +242,6 @@ class Sight:
         """A message with gradients of `unit` is about to be reduced."""
         place = self.places[unit]
         self._reduced.update(map(id, message.params))
-        repeat, bucket = self.repeat, message.bucket
-        if repeat is not None and repeat.unit is unit and bucket is not None:
-            repeat.note_weights(bucket, message.gradients)
         order = place.order(made=True)
         self.checks.look_together(message.tensors, message.gradients, GRADIENT, place.name, order)
 

@@ -3,8 +3,9 @@
 A step, from `watch` to a finding: `events.py` tells `Sight` of forwards, backwards and messages,
 which looks at values (`checks.py`) and digests (`agreement.py`). Before the optimizer steps, which
 all ranks do, `Watch.end_step` exchanges what each rank has seen first: two integers, and the words
-(`findings.py`) only where there is something to say. Calls are kept (`calls.py`) where a unit runs
-again: at once (`repeat.py`), or from a folder (`incident.py`, `replay.py`).
+(`findings.py`) only where there is something to say. Operators of a unit run again at
+once (`repeat.py`); calls that are kept (`calls.py`) run again from a folder (`incident.py`,
+`replay.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from torch.optim import Optimizer
 
 from composable.algorithms.narration import open_scope
 from composable.algorithms.watch import events, incident
-from composable.algorithms.watch.findings import HINT, Finding, hint, not_finite, overflow
+from composable.algorithms.watch.findings import (
+    HINT,
+    Finding,
+    hint,
+    not_finite,
+    not_reproduced,
+    overflow,
+)
 from composable.algorithms.watch.repeat import Repeat
 from composable.algorithms.watch.sight import Sight
 from composable.api.scopes import units_in
@@ -104,15 +112,13 @@ def watch(
         folder: where each rank writes what `python -m composable replay` needs to run the unit of
             a finding again, once for each kind of finding. Until the optimizer steps, the inputs
             of units and the gradients of their outputs stay in memory for it.
-        repeat: in each step one unit, in turn, runs again before the optimizer steps, and its bits
-            are compared: outputs, gradients of inputs, and of sharded parameters. It finds a
-            machine that computes wrongly, at the cost of a unit; where kernels are not
-            deterministic a hint says so. Left out are units with units inside, with hooks of the
-            user's, compiled, tensor-parallel or with synchronised batch norms, other methods than
-            forward, and calls to which several backwards come; gradients also where one output is
-            computed from another. What a forward changes besides buffers and the generator (an
-            attribute, Python's `random`) it changes twice. Not with torch.compile around the model,
-            nor with collectives of your own in a unit.
+        repeat: in each step one unit, in turn, computes each operator of its forward and backward
+            again at once, on the same tensors, and the bits are compared. It finds a machine that
+            computes wrongly, at the cost of a unit. Where kernels are not deterministic a hint
+            says so. Python runs once, and so do modules, hooks and random generators. Left out are
+            units with units inside, tensor-parallel and compiled ones; operators that are not
+            torch's own, or on tensors of subclasses; and what runs under a `TorchDispatchMode`,
+            such as selective checkpointing.
 
     Returns:
         The watch, with its `findings` and `hints`. `close()` ends it; it is also a context.
@@ -183,6 +189,7 @@ class Watch:
         self._numbers = count()
         self._in_a_row = 0  # overflows
         self._reported: set[tuple[str, ...]] = set()
+        self._not_repeatable: set[str] = set()  # units of which that was said
         events.begin(self)
 
     @property
@@ -231,7 +238,7 @@ class Watch:
         Raises:
             NonFiniteError: a value is not finite, with `on="raise"`.
             RanksDisagreeError: ranks differ, with `on="raise"`.
-            NotReproducedError: a unit that ran again computed other bits, with `on="raise"`.
+            NotReproducedError: an operator that ran again computed other bits, with `on="raise"`.
         """
         sight = self.sight
         if not sight.ran:
@@ -278,22 +285,19 @@ class Watch:
 
     def _run_again(self, repeat: Repeat) -> list[Finding]:
         name = self.sight.places[repeat.unit].name
-        differs, why = repeat.run()
+        differs, why = repeat.found
         if self._lowest([-int(bool(differs or why))]) == [0]:
             return []
         said = self._said((differs, why))
         wrong = {rank: text for rank, (text, _) in said if text}
-        if not wrong:
-            reasons = {rank: text for rank, (_, text) in said if text}
-            what = f"unit '{name}' cannot be compared with itself: {next(iter(reasons.values()))}"
-            return [hint(self.step, list(reasons), what, unit=name)]
-        return [
-            Finding(
-                "not reproduced", self.step, tuple(wrong), name, "again",
-                next(iter(wrong.values())), "a unit that ran again computed other bits",
-                (("made by", "the machine: two later runs have the same bits, the first has not"),),
-            )
-        ]  # fmt: skip
+        if wrong:
+            return [not_reproduced(self.step, name, wrong)]
+        reasons = {rank: text for rank, (_, text) in said if text}
+        if name in self._not_repeatable:
+            return []
+        self._not_repeatable.add(name)
+        what = f"unit '{name}' is not repeatable: {next(iter(reasons.values()))}"
+        return [hint(self.step, list(reasons), what, unit=name)]
 
     def _lowest(self, values: Sequence[int]) -> list[int]:
         """The lowest over all ranks, one by one."""
