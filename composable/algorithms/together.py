@@ -398,9 +398,7 @@ class together:
             unit.free()
 
     def _written(self) -> int:
-        """One more than the number of the first parameter that was written to in the scope; 0 of
-        none.
-        """
+        """The number, from 1, of the first parameter that was written to in the scope; else 0."""
         at_rest, self._at_rest = self._at_rest, []
         with as_tensors():
             now = map(version_of, at_rest)
