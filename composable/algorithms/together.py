@@ -254,7 +254,11 @@ class together:
             )
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise, as the other ranks do that come here: none has stepped, or written, yet."""
+        """Raise, as the other ranks do that come here: none has stepped, or written, yet.
+
+        Args:
+            what: was called.
+        """
         self._refused = PhaseError(
             f"together: {what} was called in the scope. A rank that loses the step does not come"
             " there, and would be left with other values than the ranks that do. Call it behind the"

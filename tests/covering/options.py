@@ -50,6 +50,7 @@ from tests.helpers.compare import full_parameters
 from tests.helpers.offloading import offloading
 from tests.helpers.world import current_device
 from tests.meshes.test_dims import Dims
+from tests.tensor_parallel.models import full
 
 BF16: Final = torch.bfloat16
 F32: Final = torch.float32
@@ -616,6 +617,7 @@ def _evaluate_for_weights(run: Run, step: int) -> None:
     run.model.gives = True
     _, given = run.model(run.batch(step, 0, run.index))
     run.model.gives = False
+    given = {name: full(value) for name, value in given.items()}
     run.compare(f"weights of evaluation {step}", run.alone.weights(), given)
     run.given.append({name: (value, value.clone()) for name, value in given.items()})
 
@@ -818,7 +820,10 @@ IMPOSSIBLE: Final = (
         "torch's scaler does not unscale gradients of float16",
     ),
     Impossible(
-        {"optimizer": ("AdamW, foreach", "AdamW, fused"), "precision": _TWO_DTYPES},
+        {
+            "optimizer": ("AdamW, foreach", "AdamW, fused", "AdamW, whole matrices"),
+            "precision": _TWO_DTYPES,
+        },
         "torch's AdamW refuses gradients of another dtype than the parameter's",
     ),
     Impossible(
@@ -883,6 +888,54 @@ class Refused(NamedTuple):
 
 _ON_DEVICE: Final = ("fully_shard", "replicate")
 _SHARDED: Final = ("fully_shard", "offloaded")
+_TP_UNITS: Final = (
+    "tensor parallel",
+    "sequence parallel",
+    "sequence parallel, dp 1",
+    "DTensors over all",
+)
+_NOT_TOGETHER: Final = (
+    (
+        "mesh",
+        _TP_UNITS,
+        "blocks.0",
+        "tensor-parallel parameters",
+        "it has collectives that are not the library's",
+        ("fully_shard", "replicate"),
+    ),
+    (
+        "mesh",
+        ("experts",),
+        "moe.experts",
+        "tensor-parallel parameters",
+        "it has collectives that are not the library's",
+        ("fully_shard", "replicate"),
+    ),
+    (
+        "comm hook",
+        ("own", "torch's fp16", "PowerSGD"),
+        "(root)",
+        "a communication hook",
+        "a rank that gives its step up cannot do what a hook does",
+        ("fully_shard", "replicate"),
+    ),
+    (
+        "reshard_after_forward",
+        ("over one rank", "over two ranks"),
+        "(root)",
+        "reshard_after_forward with a number of ranks",
+        "what is gathered from neighbours is not known to others",
+        ("fully_shard",),
+    ),
+    (
+        "optimizer",
+        ("in backward",),
+        "(root)",
+        "an optimizer in backward",
+        "backward has stepped",
+        ("fully_shard", "replicate"),
+    ),
+)
 REFUSED: Final[tuple[Refused, ...]] = (
     *(
         Refused(
@@ -904,6 +957,21 @@ REFUSED: Final[tuple[Refused, ...]] = (
         "A rank without data can stand in for units on the same ranks and device only",
         "a rank without data follows one source",
         arrays=_ON_DEVICE,
+    ),
+    *(
+        Refused(
+            {option: value, "together": "yes"},
+            f"together: unit '{unit}' has {what}",
+            why,
+            arrays=arrays,
+        )
+        for option, values, unit, what, why, arrays in _NOT_TOGETHER
+        for value in values
+    ),
+    Refused(
+        {"join": "yes", "together": "yes"},
+        "the scope was opened inside of join",
+        "a rank without data cannot stand in for one that raises as well",
     ),
     Refused(
         {"optimizer": "in backward", "scaling": "GradScaler"},

@@ -127,6 +127,7 @@ def _end_in_forward(verb: str) -> None:
     found = ENDS["state_dict"](model, optimizer)
     for name, value in full_parameters(undisturbed).items():
         assert torch.equal(found[name], value), name
+    composable.reset(model)  # which frees what its forward keeps for the next unit
 
 
 @pytest.mark.unsampled

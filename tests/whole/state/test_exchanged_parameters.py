@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from composable import Verb, fully_shard, replicate
+from composable import fully_shard, replicate
+from composable.contract.contract import Verb
 from tests.helpers.compare import full_gradients, full_parameters
 from tests.helpers.world import current_device, spmd
 
