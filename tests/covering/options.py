@@ -619,15 +619,16 @@ def _evaluate_for_weights(run: Run, step: int) -> None:
     run.model.gives = False
     given = {name: full(value) for name, value in given.items()}
     run.compare(f"weights of evaluation {step}", run.alone.weights(), given)
-    run.given.append({name: (value, value.clone()) for name, value in given.items()})
+    run.given.append((run.model, {name: (value, value.clone()) for name, value in given.items()}))
 
 
 def _compare_given(run: Run) -> None:
     """An alias of the user's own memory sees steps, as in one process; what is gathered is kept."""
     now = run.alone.weights()
-    for step, given in enumerate(run.given):
+    for step, (model, given) in enumerate(run.given):
         for name, (value, then) in given.items():
-            if not torch.equal(value, then):
+            # the model that was copied trains no more
+            if model is run.model and not torch.equal(value, then):
                 run.compare(f"given in step {step}", {name: now[name]}, {name: value})
 
 
@@ -709,12 +710,12 @@ _OF_BOTH: Final[dict[str, Values]] = {
     "parts": PARTS,
     "ties": TIES,
     "extended parameters": EXTENDED,
+    "watch": WATCHED,  # a rank without data leaves what is in `join` before the others
     "join": JOIN,
     "copies": COPIES,
     "saved": SAVED,
     "event": EVENTS,
     "outputs": OUTPUTS,
-    "watch": WATCHED,
     "together": TOGETHER,
 }
 FULLY_SHARD: Final[dict[str, Values]] = {

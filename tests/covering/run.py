@@ -42,7 +42,7 @@ class Run:
         roots: what was annotated, in that order.
         index: of this rank among those that have different batches, of which there are `ranks`.
         averages: of `alone` and of `model`.
-        given: by step, weights that an evaluation returned, and copies of then.
+        given: by step, the model, weights that its evaluation returned, and copies of then.
         found: how the two differ.
     """
 
@@ -66,7 +66,7 @@ class Run:
             each.coarser for each in choices
         )
         self.averages: list[Any] = []
-        self.given: list[dict[str, tuple[Tensor, Tensor]]] = []
+        self.given: list[tuple[Net, dict[str, tuple[Tensor, Tensor]]]] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.roots: list[Any] = []
         self.model, self.alone = self._make(), self._make().double()
