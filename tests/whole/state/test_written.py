@@ -434,11 +434,22 @@ def _run(program: Callable[[Scene], object], scope: str, layout: str) -> None:
 AVERAGES: Final = (_average, _periodic, _hierarchical, _local_steps)
 
 
+ALWAYS: Final = [
+    ("keep_unsharded", 2, "shards"),
+    ("set_reshard_after_backward(False)", 2, "replicas"),
+]
+CASES: Final = [
+    pytest.param(*case, marks=pytest.mark.unsampled if case in ALWAYS else pytest.mark.in_full_only)
+    for case in (
+        (scope, ranks, layout)
+        for scope in SCOPES
+        for ranks, layout in ((2, "shards"), (2, "replicas"), (4, "replicas"))
+    )
+]
+
+
 @spmd()
-@pytest.mark.parametrize(
-    ("ranks", "layout"), [(2, "shards"), (2, "replicas"), (4, "replicas")], ids=str
-)
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize(("scope", "ranks", "layout"), CASES)
 def test_forwards_see_what_a_call_has_written_in_any_scope(scope: str, layout: str) -> None:
     for name, program in {**WRITES, **OF_TORCH, **READS, **READS_OF_OTHERS}.items():
         if program in AVERAGES and layout == "shards":
