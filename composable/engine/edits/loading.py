@@ -61,7 +61,7 @@ class StateDictHooks:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
-        self._last: nn.Module | None = None  # that this call loads, if something is to be shown
+        self._to_load = 0  # modules that this call has yet to load before a scope shows them again
         # by module id: parameters, and their names there
         self._here: dict[int, list[tuple[ManagedParam, str]]] = {}
         # what was registered in this call, for which key
@@ -117,10 +117,12 @@ class StateDictHooks:
             for param in self._unit.params:
                 for place in param.info.places:
                     self._here.setdefault(id(place.module), []).append((param, place.name))
+            self._to_load = 0
             if self._shows:
                 top = [*modules_calling("load_state_dict"), module][0]
-                found = [each for each in top.modules() if id(each) in self._here]
-                self._last = [module, *found][-1]
+                # one that is registered twice is loaded twice
+                found = [id(each) for _, each in top.named_modules(remove_duplicate=False)]
+                self._to_load = sum(map(self._here.__contains__, found))
         show_at_rest(self._unit)
         assign = metadata.get("assign_to_params_buffers", False)
         for param, name in self._here.get(id(module), ()):
@@ -128,10 +130,10 @@ class StateDictHooks:
             if isinstance(value, Tensor):
                 state_dict[prefix + name] = self._take(param, prefix + name, value, assign=assign)
 
-    def _loaded(self, module: nn.Module, *_: object) -> None:
+    def _loaded(self, *_: object) -> None:
         """What a scope shows is gathered again and shown, once all modules are loaded."""
-        if module is self._last:
-            self._last = None
+        self._to_load -= 1
+        if not self._to_load:
             written([self._unit])
 
     @property

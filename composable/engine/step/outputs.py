@@ -25,6 +25,7 @@ from composable.memory.elastic import comes_and_goes
 from composable.memory.torch_private import innermost, made_since
 
 _PLAIN: Final = (Tensor, nn.Parameter)
+_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _LEAVES: Final = (
     "unit '%s': forward returned a parameter, or a view of one, whose memory is freed when the"
     " forward ends. Return a clone of it, or return it in a container or dataclass. It is"
@@ -158,21 +159,32 @@ def owned(output: Any, unit: str) -> Any:
     return output
 
 
+def lends(output: Any, aliases: Callable[[Tensor], bool]) -> bool:
+    """Whether `output` has what lies in the memory of a compute parameter."""
+    return any(aliases(part) for tensor in tensors_in(output) for part in _parts(tensor))
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The tensor, or what has the values of one without a storage of its own."""
+    if type(tensor) not in _PLAIN:
+        inside = [each for each in vars(tensor).values() if isinstance(each, Tensor)]
+        return [*plain_parts(tensor), *inside]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._values()]
+    return [tensor.values() if tensor.layout in _COMPRESSED else tensor]
+
+
 def _comes_and_goes(tensor: Tensor) -> bool:
-    parts = [tensor]
     try:
-        if type(tensor) not in _PLAIN:
-            inside = [each for each in vars(tensor).values() if isinstance(each, Tensor)]
-            parts = [*plain_parts(tensor), *inside]
-        return any(comes_and_goes(innermost(part).untyped_storage()) for part in parts)
+        return any(comes_and_goes(innermost(part).untyped_storage()) for part in _parts(tensor))
     except (NotImplementedError, RuntimeError):
-        return False  # tensors without storage: nested, sparse, wrappers
+        return False  # tensors without storage: nested, wrappers
 
 
 def _copy(tensor: Tensor) -> Tensor:
     if not _comes_and_goes(tensor):
         return tensor
-    if type(tensor) in _PLAIN:
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
         once = tensor
         for dim, stride in enumerate(tensor.stride()):  # `expand`ed: each element once
             once = once if stride else once.narrow(dim, 0, min(1, tensor.shape[dim]))

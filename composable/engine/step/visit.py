@@ -19,12 +19,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
-from composable.contract.values import tensors_in
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
 from composable.engine.step.observer import HEARERS
-from composable.engine.step.outputs import owned, watch
+from composable.engine.step.outputs import lends, owned, watch
 from composable.engine.step.root import Root, root_for_call
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
@@ -92,7 +91,7 @@ class Visit:
             elif call.outermost:
                 output, keep = owned(output, unit.name), False
             else:  # until the root's forward ends
-                keep = any(map(unit.aliases, tensors_in(output)))
+                keep = lends(output, unit.aliases)
             end_call(call, keep=keep)
         except BaseException:
             if call.root is not None:

@@ -4,6 +4,8 @@ that forward, wherever the memory that was gathered goes.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -427,7 +429,41 @@ def _refused() -> None:
             model(torch.ones(2, device=current_device()))
 
 
+class Sparse(Both):
+    """Returns sparse tensors, whose values are its parameter's; a unit inside of it lends one."""
+
+    def __init__(self, weight: Tensor, inside: Sparse | None = None) -> None:
+        super().__init__(weight)
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Any:
+        rows = torch.arange(8, device=x.device)
+        matrix = torch.sparse_coo_tensor(rows[None], self.weight, (8, 4), check_invariants=True)
+        compressed = torch.sparse_csr_tensor(
+            torch.arange(9, device=x.device), rows % 4, self.weight[:, 0], check_invariants=True
+        )
+        if self.inside is None:
+            return matrix, compressed
+        lent = [each.to_dense() for each in self.inside(x)]  # when it has computed
+        return matrix, compressed, *lent
+
+
+def _in_sparse_tensors() -> None:
+    device = current_device()
+    torch.manual_seed(0)
+    plain = Sparse(torch.rand(8, 4, device=device), Sparse(torch.rand(8, 4, device=device)))
+    model = copy.deepcopy(plain)
+    composable.fully_shard(model, policy={Sparse})
+    x = torch.ones(2, device=device)
+    for mode in ("no_grad", "gradients"):
+        with MODES[mode](), warnings.catch_warnings(action="ignore"):  # compressed ones: a beta
+            for found, expected in zip(model(x), plain(x), strict=True):
+                assert found.layout == expected.layout
+                assert torch.equal(found.to_dense(), expected.to_dense())
+
+
 OTHERS: Final[dict[str, Callable[[], None]]] = {
+    "sparse tensors": _in_sparse_tensors,
     **{
         f"reshard_after_forward={after}": partial(_with_options, reshard_after_forward=after)
         for after in (True, False, 2)

@@ -459,3 +459,17 @@ def test_forwards_see_what_a_call_has_written_in_any_scope(scope: str, layout: s
         except BaseException as error:
             error.add_note(f"by {name}")
             raise
+
+
+@spmd(ranks=2)
+def test_loading_a_module_twice_in_one_call_shows_whole_parameters_behind_it() -> None:
+    torch.manual_seed(0)
+    twice, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    part = nn.Sequential(twice, last, twice)
+    model = nn.Sequential(part, nn.Linear(4, 4)).to(current_device())
+    fully_shard(model)
+    state = {name: 2 * value for name, value in part.state_dict().items()}
+    with torch.no_grad(), keep_unsharded(model):
+        part.load_state_dict(state)
+        assert not any(isinstance(parameter, DTensor) for parameter in part.parameters())
+        assert torch.equal(part[0].weight, state["0.weight"].full_tensor())
