@@ -50,6 +50,25 @@ class Up(Linear):
     """The linear of a block that is a unit inside of a unit."""
 
 
+class Head(Linear):
+    """The last linear.
+
+    Attributes:
+        gives: weights come along with the output, as fused losses take them.
+    """
+
+    gives = False
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y, self.weights()) if self.gives else y
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and views of some."""
+        weight, bias = self.weight, self.bias
+        return {"all": weight, "turned": weight.t(), "cut": bias[1:], "one": bias.detach()[0]}
+
+
 class Block(nn.Module):
     """A residual MLP behind a norm.
 
@@ -92,7 +111,6 @@ class Net(nn.Module):
 
     Attributes:
         recompute: how torch's checkpoints are put around blocks: None, or `use_reentrant`.
-        gives: weights come along with the output.
     """
 
     def __init__(self, *, experts: bool) -> None:
@@ -100,9 +118,8 @@ class Net(nn.Module):
         self.first = Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.moe = Routed(EXPERTS) if experts else None
-        self.extra, self.head = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
+        self.extra, self.head = Linear(WIDTH, WIDTH), Head(WIDTH, WIDTH)
         self.recompute: bool | None = None
-        self.gives = False
         with torch.no_grad():  # as small as a linear's
             for parameter in [] if self.moe is None else self.moe.experts.parameters():
                 parameter.mul_(0.3)
@@ -119,13 +136,7 @@ class Net(nn.Module):
             x = self.moe(x)
         if extra:
             x = x + self.extra(x)
-        x = self.head(x)
-        return (x, self.weights()) if self.gives else x
-
-    def weights(self) -> dict[str, Tensor]:
-        """Parameters and views of some, as fused losses take them."""
-        weight, norm = self.head.weight, self.blocks[0].norm.weight
-        return {"all": weight, "turned": weight.t(), "cut": norm[1:], "one": norm.detach()[0]}
+        return self.head(x)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
         for name, module in self.named_modules():

@@ -614,17 +614,17 @@ EVENTS: Final[Values] = {
 @torch.no_grad()
 def _evaluate_for_weights(run: Run, step: int) -> None:
     """What an evaluation returned stays the caller's, whatever comes."""
-    run.model.gives = True
+    run.model.head.gives = True
     _, given = run.model(run.batch(step, 0, run.index))
-    run.model.gives = False
+    run.model.head.gives = False
     given = {name: full(value) for name, value in given.items()}
-    run.compare(f"weights of evaluation {step}", run.alone.weights(), given)
+    run.compare(f"weights of evaluation {step}", run.alone.head.weights(), given)
     run.given.append((run.model, {name: (value, value.clone()) for name, value in given.items()}))
 
 
 def _compare_given(run: Run) -> None:
     """An alias of the user's own memory sees steps, as in one process; what is gathered is kept."""
-    now = run.alone.weights()
+    now = run.alone.head.weights()
     for step, (model, given) in enumerate(run.given):
         for name, (value, then) in given.items():
             # the model that was copied trains no more
