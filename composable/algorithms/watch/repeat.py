@@ -4,7 +4,8 @@ Each operator of the unit's forward and backward runs again at once, on the same
 bits are compared. Nothing can have moved in between, and no code of the user's runs twice: that of
 modules and hooks, custom autograd functions, and recomputations calls the operators once. If bits
 differ, it runs some more times. Where these differ among themselves its kernel is not
-deterministic, and nothing can be said. Otherwise the first run has computed something else.
+deterministic, and nothing can be said; nor of sums in any order, whose runs may agree by chance.
+Otherwise the first run has computed something else.
 
 | not run again                              | since                                           |
 |--------------------------------------------|-------------------------------------------------|
