@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -522,3 +523,69 @@ def test_a_unit_runs_again_inside_of_keep_unsharded() -> None:
         for _ in range(3):
             with keep_unsharded(model):
                 step(model, optimizer)
+
+
+class _TwoGradients(SGD):
+    """Sharpness-aware: it moves by a first gradient, and steps by that of the closure there."""
+
+    def step(self, closure: Any = None) -> Any:
+        (param,) = self.param_groups[0]["params"]
+        with torch.no_grad():
+            param.add_(param.grad)
+            with torch.enable_grad():
+                closure()
+            param.sub_(param.grad)
+        return super().step()
+
+
+@spmd(ranks=2)
+def test_a_backward_before_the_closure_is_of_the_same_step() -> None:
+    model = fully_shard(nn.Linear(WIDTH, 1, bias=False))
+    optimizer = _TwoGradients(model.parameters(), lr=0.1)
+    numbers = []
+    with watch(model, agree=0) as watched:
+        for number in range(3):
+
+            def closure(bad: bool = False) -> Tensor:
+                optimizer.zero_grad()
+                loss: Tensor = model(batch()).square().mean()
+                (loss * (float("nan") if bad else 1)).backward()
+                return loss
+
+            closure()
+            optimizer.step(partial(closure, bad=number == 2 and dist.get_rank() == 1))
+            numbers.append(watched.step)
+    assert numbers == [1, 2, 3]
+    assert [(each.step, each.ranks) for each in watched.findings] == [(2, (1,))]
+
+
+class _Masked(nn.Module):
+    """A frozen parameter with infinities below zero, and a buffer that is normalised by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        mask = torch.full((WIDTH, WIDTH), -torch.inf).triu(1)
+        self.mask = nn.Parameter(mask, requires_grad=False)
+        self.spoils = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.norm(self.inner(x))[:, None] + self.mask).softmax(-1).mean(1)
+        return y * (self.mask[0, 1] if self.spoils else 1)
+
+
+@spmd(ranks=2)
+def test_masks_statistics_and_devices_of_ranks_are_no_findings() -> None:
+    """The statistics are those of an evaluation of each rank; versions do not tell of them."""
+    model = fully_shard(nn.Sequential(_Masked(), _Masked()).to(current_device()), policy={_Masked})
+    optimizer = SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    optimizer.param_groups[0]["device"] = torch.device("cuda", dist.get_rank())
+    torch.manual_seed(dist.get_rank())
+    with watch(model, agree=1) as watched:
+        for number in range(4):
+            with torch.no_grad():
+                model.train(number > 0)(batch())
+            model.eval()
+            model[1].spoils = number == 3
+            step(model, optimizer)
+    assert [(each.step, each.unit, each.phase) for each in watched.findings] == [(3, "1", "output")]

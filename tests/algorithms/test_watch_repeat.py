@@ -232,6 +232,39 @@ class _Other(TorchDispatchMode):
         return output + 1 if func is torch.ops.aten.tanh.default else output
 
 
+def test_what_is_written_in_place_runs_again_where_it_lies() -> None:
+    """Kernels go by strides and alignment, and views by the memory around them."""
+    torch.manual_seed(0)
+    memory = torch.rand(7, 40, device=current_device())
+    strided, shifted = memory[:, 1::3], memory.view(-1)[1:50].view(7, 7)
+    numbers = torch.rand(7, 7, device=current_device())
+    with _Twice() as twice:
+        strided.atanh_().sinh_()
+        strided[:, :7].pow_(numbers)
+        shifted.addmm_(numbers, numbers)
+        shifted.add_(1).unsqueeze_(0).squeeze_(0)
+        shifted[2:4].as_strided_((2,), (1,), 0).mul_(2)
+        nn.functional.rrelu(shifted, training=True, inplace=True)
+    assert (twice.differs, twice.why) == ("", "")
+
+
+def test_runs_that_agree_prove_nothing_of_sums_in_any_order() -> None:
+    numbers = torch.zeros(4, device=current_device())
+    indices = (torch.tensor([1, 1], device=current_device()),)
+    with Kernels(["_index_put_impl_"]) as kernels:
+        for asked in (False, True):
+            kernels.wrong = "_index_put_impl_"
+            torch.use_deterministic_algorithms(asked)
+            try:
+                with _Twice() as twice:
+                    torch.index_put(numbers, indices, numbers[:2] + 1, accumulate=True)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert kernels.wrong == ""
+            assert bool(twice.differs) is asked
+            assert bool(twice.why) is not asked
+
+
 @spmd(ranks=2)
 def test_operators_under_a_mode_of_the_users_are_left_out() -> None:
     def scope(model: nn.Module) -> Any:

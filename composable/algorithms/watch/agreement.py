@@ -227,15 +227,18 @@ class Agreement:
         return tables
 
     def _written_since(self, named: Named) -> list[Key]:
-        """Buffers that the program has written to, or replaced, since the last comparison."""
+        """Buffers that the program has written to, or replaced, since the last comparison.
+
+        With all others of their modules: a batch norm counts its writes in one of them only.
+        """
         before, self._versions = self._versions, {}
-        written = []
+        written = set()
         for key, tensor in (e for name, unit in named for e in _buffers_of(_BUFFER, name, unit)):
             known, version = before.get(key, (None, 0))
             self._versions[key] = ref(tensor), version_of(tensor)
             if known is not None and (known() is not tensor or version != version_of(tensor)):
-                written.append(key)
-        return written
+                written.add(_module_of(key))
+        return [key for key in self._versions if _module_of(key) in written]
 
     def _difference(
         self,
@@ -307,7 +310,9 @@ def _text_of(value: Any) -> str | None:
         return None if None in parts else f"({', '.join(map(str, parts))})"
     if isinstance(value, float):
         return repr(float(value))  # subclasses, such as NumPy's, have words of their own
-    plain = (type(None), bool, int, complex, str, torch.dtype, torch.device, Enum)
+    if isinstance(value, torch.device):
+        return value.type  # each rank has an index of its own
+    plain = (type(None), bool, int, complex, str, torch.dtype, Enum)
     return repr(value) if isinstance(value, plain) else None
 
 
@@ -345,6 +350,10 @@ def _rows(group: ParamGroup, unit: str, when: str) -> Iterator[tuple[Key, Tensor
 
 def _buffers_of(topic: str, name: str, unit: Unit) -> list[tuple[Key, Tensor]]:
     return [(Key(topic, name, each.fqn), each.tensor) for each in managed_buffers(unit.modules)]
+
+
+def _module_of(buffer: Key) -> tuple[str, str]:
+    return buffer.unit, buffer.name.rpartition(".")[0]
 
 
 def _gradient(param: ManagedParam) -> Tensor:

@@ -17,9 +17,9 @@ Which code made a value follows from where it is seen first:
 | of a parameter before it is    |                                                             |
 | reduced                        |                                                             |
 
-An infinity below zero in an input or output is usual in masks and in logarithms of zero. It is
-named if something follows from it, a NaN or an infinity above zero, and if it was not there in an
-earlier step from which nothing followed.
+An infinity below zero in an input, an output or a frozen parameter is usual in masks and in
+logarithms of zero. It is named if something follows from it, a NaN or an infinity above zero, and
+if it was not there in an earlier step from which nothing followed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Seen(NamedTuple):
         order: among checks of one tensor, which code made its gradient: the innermost unit that
             read it comes first, and of those that made it the outermost.
         unit: in which it was seen; `maker` is that whose code made it.
-        usual: an infinity below zero means nothing here: what requires no gradient may be a mask.
+        usual: what requires no gradient may be a mask: an infinity below zero means nothing in an
+            input, and little in a parameter.
         forward: the number of the forward; inputs and outputs count if its backward came, and
             always if it is None. Pipelines run some on memory that was never written to.
     """
@@ -147,7 +148,7 @@ class Checks:
                 continue  # a dtype or a subclass without an order
             seen = Seen(
                 self.clock, order, phase, unit, maker, name, tensor.dtype, tensor.shape,
-                phase == INPUT and not tensor.requires_grad, forward,
+                phase in (INPUT, PARAMETER) and not tensor.requires_grad, forward,
             )  # fmt: skip
             self._waiting.append((seen, low, high))
         if len(self._waiting) > _WAITING:
@@ -159,8 +160,9 @@ class Checks:
         for (seen, _, _), (low, high) in zip(waiting, _on_host(waiting), strict=True):
             if not (math.isfinite(low) and math.isfinite(high)):
                 nan = math.isnan(low)
-                sure = nan or high == math.inf or seen.phase in (PARAMETER, GRADIENT)
-                if (sure or not seen.usual) and len(self._found) < _WAITING:
+                strict = seen.phase == GRADIENT or (seen.phase == PARAMETER and not seen.usual)
+                sure = nan or high == math.inf or strict
+                if (sure or seen.phase != INPUT or not seen.usual) and len(self._found) < _WAITING:
                     self._found.append(First(seen, "a NaN" if nan else "an infinity", sure))
 
     def end(self, *, scaled: bool) -> tuple[First | None, bool]:

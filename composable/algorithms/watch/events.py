@@ -63,6 +63,9 @@ class Listener(Protocol):
     def evaluate_again(self, step: int) -> None:
         """A closure is called once more in a step."""
 
+    def evaluated(self, step: int) -> None:
+        """It has been called."""
+
 
 # As they began, since they communicate in turn. Weak: brackets of a model have its watch.
 _OPEN: Final[list[ReferenceType[Listener]]] = []
@@ -235,38 +238,44 @@ def _before_step(
 ) -> tuple[Any, Any] | None:
     if not _OPEN or is_part_of_backward(optimizer):
         return None
-    _end_step(optimizer)
+    steps: dict[Listener, int] = {}
+    _end_step(optimizer, steps)
     # the optimizer itself, the closure, and what some optimizers take besides
     if callable(kwargs.get("closure")):
-        return args, {**kwargs, "closure": _watched(optimizer, kwargs["closure"])}
+        return args, {**kwargs, "closure": _watched(optimizer, kwargs["closure"], steps)}
     if len(args) > 1 and callable(args[1]):
-        return (args[0], _watched(optimizer, args[1]), *args[2:]), kwargs
+        return (args[0], _watched(optimizer, args[1], steps), *args[2:]), kwargs
     return None
 
 
-def _end_step(optimizer: Optimizer) -> list[Listener]:
-    watches = _watches_of(_units_of(parameters_of(optimizer)))
-    for watch in watches:
+def _end_step(optimizer: Optimizer, steps: dict[Listener, int]) -> None:
+    """A step ends where there was one, whose number goes into `steps`."""
+    for watch in _watches_of(_units_of(parameters_of(optimizer))):
         watch.note(optimizer)
+        if watch.sight.ran:
+            steps.setdefault(watch, watch.sight.step)
         watch.end_step()
-    return watches
 
 
-def _watched(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+def _watched(
+    optimizer: Optimizer, closure: Callable[[], Any], steps: dict[Listener, int]
+) -> Callable[[], Any]:
     """A closure that ends a step when it has made the gradients, before the optimizer uses them.
 
-    It may be called several times; these are one step.
+    It may be called several times, also after a backward outside of it (SAM); these are one step.
     """
-    steps: dict[Listener, int] = {}  # of those that have ended
 
     @wraps(closure)
     def evaluate() -> Any:
-        for watch, step in steps.items():
+        again = [*steps.items()]
+        for watch, step in again:
             watch.evaluate_again(step)
-        loss = closure()
-        for watch in _watches_of(_units_of(parameters_of(optimizer))):
-            steps.setdefault(watch, watch.sight.step)
-        _end_step(optimizer)
+        try:
+            loss = closure()
+            _end_step(optimizer, steps)
+        finally:
+            for watch, step in again:
+                watch.evaluated(step)
         return loss
 
     return evaluate

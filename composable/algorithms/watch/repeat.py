@@ -4,7 +4,8 @@ Each operator of the unit's forward and backward runs again at once, on the same
 bits are compared. Nothing can have moved in between, and no code of the user's runs twice: that of
 modules and hooks, custom autograd functions, and recomputations calls the operators once. If bits
 differ, it runs some more times. Where these differ among themselves its kernel is not
-deterministic, and nothing can be said. Otherwise the first run has computed something else.
+deterministic, and nothing can be said; nor of sums in any order, whose runs may agree by chance.
+Otherwise the first run has computed something else.
 
 | not run again                              | since                                           |
 |--------------------------------------------|-------------------------------------------------|
@@ -20,7 +21,8 @@ Left out are units with units inside, whose forward communicates, tensor-paralle
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -50,8 +52,18 @@ from composable.memory.torch_private import (
 NOT_DETERMINISTIC: Final = "its kernels are not deterministic"
 MORE: Final = 4  # runs that must agree where the first two do not
 # They answer with memory as it is, or write to the statistics that they say they read.
-_NOT_FILLED: Final = ("empty", "set_", "resize", "record_stream")
+_NOT_FILLED: Final = ("empty", "set_", "resize", "record_stream", "lstsq")
 _STATISTICS: Final = ("running_mean", "running_var")
+# Operators that add as threads come, unless a program asks for deterministic algorithms.
+_IN_ANY_ORDER: Final = ("index_put", " put")
+_ON_ACCELERATORS: Final = (
+    "index_add",
+    "index_reduce",
+    "scatter",
+    "embedding_dense",
+    "embedding_bag",
+)
+_ALIGNED: Final = 64  # bytes: where all memory of torch begins
 _NUMBERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -148,7 +160,7 @@ class _Twice(TorchDispatchMode):
         targets = [names[name] for name in written if isinstance(names.get(name), Tensor)]
         if not _are_apart(targets, tensors):
             return func(*args, **kwargs)
-        kept = {id(each): (each, each.clone()) for each in targets}
+        kept = {id(each): (each, _copy_of(each)) for each in targets}
         device = tensors[0].device
         draws = torch.Tag.nondeterministic_seeded in func.tags
         state = generator_state(device) if draws else None
@@ -159,11 +171,11 @@ class _Twice(TorchDispatchMode):
             return output
 
         def again() -> list[Tensor]:
-            copies = {number: copy.clone() for number, (_, copy) in kept.items()}
+            copies = {number: _copy_of(copy) for number, (_, copy) in kept.items()}
             if state is not None:
                 set_generator(device, state)
             found = func(*_with(args, copies), **_with(kwargs, copies))
-            return [*_made(found, copies), *copies.values()]
+            return [*_made(found, map(id, copies.values())), *copies.values()]
 
         try:
             self._compare(func, first, again)
@@ -175,7 +187,9 @@ class _Twice(TorchDispatchMode):
                 set_generator(device, after)
         return output
 
-    def _compare(self, func: Any, first: Sequence[Tensor], again: Any) -> None:
+    def _compare(
+        self, func: Any, first: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]
+    ) -> None:
         second = again()
         index = _differs(first, second)
         if index is None:
@@ -185,10 +199,13 @@ class _Twice(TorchDispatchMode):
             for each in first:
                 torch.full_like(each, number % 2)
             if _differs(second, again()) is not None:
-                self.why = self.why or f"{NOT_DETERMINISTIC} ({_name(func)})"
+                break
+        else:
+            if _is_proof(func, second, again):
+                phase = "backward" if in_backward() else "forward"
+                self.differs = self.differs or f"output {index} of {_name(func)} in {phase}"
                 return
-        phase = "backward" if in_backward() else "forward"
-        self.differs = self.differs or f"output {index} of {_name(func)} in {phase}"
+        self.why = self.why or f"{NOT_DETERMINISTIC} ({_name(func)})"
 
 
 def candidates_in(units: Iterable[Unit]) -> list[Unit]:
@@ -213,7 +230,8 @@ def _is_captured(device: torch.device) -> bool:
 @cache
 def _written_by(func: Any) -> tuple[str, ...] | None:
     """The names of what an operator writes to; None for those that do not run again."""
-    if func.namespace != "aten":
+    # of the second kind results are views of memory that a copy does not have
+    if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
         return None
     schema = func._schema
     name = schema.name.partition("::")[2]
@@ -231,6 +249,28 @@ def _written_by(func: Any) -> tuple[str, ...] | None:
     if any("List" in str(kind) for _, kind in written):
         return None
     return tuple(name for name, _ in written)
+
+
+def _is_proof(func: Any, found: Sequence[Tensor], again: Callable[[], Sequence[Tensor]]) -> bool:
+    """Whether equal runs prove anything: threads that add in any order may agree many times.
+
+    Not if torch has another algorithm, or none, for programs that ask for deterministic ones.
+    """
+    asked = torch.get_deterministic_debug_mode()
+    host = found[0].device.type == "cpu"
+    names = _IN_ANY_ORDER if host else (*_IN_ANY_ORDER, *_ON_ACCELERATORS)
+    if not asked and any(each in f" {_name(func).removeprefix('aten.')}" for each in names):
+        return False
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            other = again()
+        finally:
+            torch.set_deterministic_debug_mode(asked)
+    return _differs(found, other) is None and not any(
+        "does not have a deterministic implementation" in str(each.message) for each in said
+    )
 
 
 def _name(func: Any) -> str:
@@ -259,14 +299,27 @@ def _are_apart(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def _made(output: Any, written: Any) -> list[Tensor]:
-    """Results, without what was written to."""
+def _copy_of(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as `tensor` does: kernels go by strides and by alignment."""
+    if not tensor.numel():
+        return tensor.clone()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in pairs)
+    start = tensor.data_ptr() % _ALIGNED // tensor.element_size()
+    memory = tensor.new_empty(start + extent)
+    memory[start:].copy_(tensor.as_strided((extent,), (1,), tensor.storage_offset()))
+    return memory.as_strided(tensor.shape, tensor.stride(), start)
+
+
+def _made(output: Any, written: Iterable[int]) -> list[Tensor]:
+    """Results, without what was written to: these ids."""
+    ids = {*written}
     items = output if isinstance(output, (tuple, list)) else [output]
     tensors = chain.from_iterable(
         each if isinstance(each, (tuple, list)) else [each] for each in items
     )
     there = [each for each in tensors if isinstance(each, Tensor)]
-    return [each for each in there if id(each) not in written]
+    return [each for each in there if id(each) not in ids]
 
 
 def _with(value: Any, copies: dict[int, Tensor]) -> Any:
@@ -275,7 +328,7 @@ def _with(value: Any, copies: dict[int, Tensor]) -> Any:
 
 def _differs(one: Sequence[Tensor], other: Sequence[Tensor]) -> int | None:
     """The first whose bits are others."""
-    pairs = enumerate(zip(one, other, strict=False))
+    pairs = enumerate(zip(one, other, strict=True))
     return next((index for index, pair in pairs if not _is_same(*pair)), None)
 
 

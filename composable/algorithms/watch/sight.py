@@ -276,6 +276,11 @@ class Sight:
         self.step = step
         self._begin_step()
 
+    def evaluated(self, step: int) -> None:
+        """It is over, too: without an exchange if no backward came."""
+        if self.step == step:
+            self.end_step()
+
     def lose_step(self) -> None:
         """All ranks have lost the step, and have seen different parts of it."""
         self.checks.drop()

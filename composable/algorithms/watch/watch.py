@@ -258,6 +258,10 @@ class Watch:
         """An optimizer calls its closure once more in a step, whose number this was."""
         self.sight.evaluate_again(step)
 
+    def evaluated(self, step: int) -> None:
+        """It has called it."""
+        self.sight.evaluated(step)
+
     # --- the exchange ----------------------------------------------------------------------------
 
     def _first_not_finite(self) -> Iterator[Finding]:
