@@ -146,8 +146,11 @@ def unit_name(fqn: str) -> str:
 
 
 def first_line(error: object) -> str:
-    """Take what an error says in its first line; nothing if it says nothing."""
-    return str(error).strip().partition("\n")[0]
+    """Take what an error says in its first line; nothing if it says nothing, or cannot."""
+    try:
+        return str(error).strip().partition("\n")[0]
+    except Exception:  # of a class of the user's; the other ranks wait for what this one says
+        return ""
 
 
 def few(names: Sequence[str], limit: int = 8) -> str:

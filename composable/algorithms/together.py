@@ -42,7 +42,7 @@ from composable.compilation import unwrapped
 from composable.engine.params.param import labels_of
 from composable.engine.params.param_group import version_of
 from composable.engine.step import root as roots
-from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.observer import HEARERS, SWAPPED_BACK, SWAPS, Observer
 from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, UnitCall
 from composable.errors import (
@@ -161,7 +161,11 @@ class _Where(Observer):
 
     @override
     def calls(self, what: str) -> None:
-        if what not in _IN_STEPS:
+        if what == SWAPS:
+            self._scope.look_for_writes()
+        elif what == SWAPPED_BACK:
+            self._scope.note_versions()  # the values are those from before
+        elif what not in _IN_STEPS:
             self._scope.refuse(what)
 
 
@@ -285,15 +289,17 @@ class together:
         self._record = _RECORDS.setdefault(self._units[0], _Record())
         self._launched: list[_Heard] = []
         self._where = _Where(self)
-        self._buffers = [
-            (module, name, buffer, buffer.detach().clone())
+        # `keep_unsharded` may show casts of buffers in their place
+        own = {id(cast): buffer for unit in self._units for cast, buffer in unit.buffers_shown()}
+        buffers = [
+            (module, name, own.get(id(buffer), buffer))
             for module in self._model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._at_rest = [param.at_rest for unit in self._units for param in unit.params]
-        with as_tensors():
-            self._versions = [*map(version_of, self._at_rest)]
+        self._buffers = [(*each, each[-1].detach().clone()) for each in buffers]
+        self._wrote = 0
+        self.note_versions()
         self._undo = ExitStack()
         _OPEN.append(self)
         self._undo.callback(_OPEN.clear)
@@ -372,7 +378,8 @@ class together:
         try:
             for each in self._record.launches[len(launched) :] if error is not None else ():
                 self._again(*each)
-            mine = [int(error is not None), self._written()]
+            mine = [int(error is not None), self.look_for_writes()]
+            self._at_rest.clear()
             (everywhere, fewest), (anywhere, most) = self._comm.min_max(mine, _VOTE)
         except CommunicationError as failure:
             if error is not None:
@@ -388,8 +395,8 @@ class together:
         if not anywhere:
             self._record.launches, self._record.lost = launched, 0
             return False
-        _put_back(buffers)
         self._end_unshard()
+        _put_back(buffers)
         return self._lose(error, everywhere=bool(everywhere))
 
     def _end_unshard(self) -> None:
@@ -401,13 +408,21 @@ class together:
             unit.hide()
             unit.free()
 
-    def _written(self) -> int:
+    def look_for_writes(self) -> int:
         """The number, from 1, of the first parameter that was written to in the scope; else 0."""
-        at_rest, self._at_rest = self._at_rest, []
+        if not self._wrote:
+            with as_tensors():
+                now = map(version_of, self._at_rest)
+                pairs = enumerate(zip(self._versions, now, strict=True), start=1)
+                changed = (number for number, (before, after) in pairs if before != after)
+                self._wrote = next(changed, 0)
+        return self._wrote
+
+    def note_versions(self) -> None:
+        """Writes count from now on."""
+        self._at_rest = [param.at_rest for unit in self._units for param in unit.params]
         with as_tensors():
-            now = map(version_of, at_rest)
-            pairs = enumerate(zip(self._versions, now, strict=True), start=1)
-            return next((number for number, (before, after) in pairs if before != after), 0)
+            self._versions = [*map(version_of, self._at_rest)]
 
     def _refuse_written(self, number: int, error: BaseException | None) -> NoReturn:
         names = [(param.fqn, unit.name) for unit in self._units for param in unit.params]

@@ -17,7 +17,7 @@ from composable.engine.edits.loading import warn_of_other_groups
 from composable.engine.edits.written import at_rest, written
 from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
 from composable.engine.params.protocol import cloned
-from composable.engine.step.observer import called
+from composable.engine.step.observer import SWAPPED_BACK, SWAPS, called
 from composable.engine.step.unit import units_below
 from composable.errors import ForeignParameterError, few
 from composable.features.packed import is_packed
@@ -156,11 +156,13 @@ class EMA:
 
         After the scope, also after an exception, the model has its own values again.
         """
+        called(SWAPS)
         self._exchange()
         try:
             yield
         finally:
             self._exchange()
+            called(SWAPPED_BACK)
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -25,6 +25,7 @@ from composable import (
     clip_grad_norm_,
     full_state_dict,
     fully_shard,
+    keep_unsharded,
     no_sync,
     reduce_gradients,
     replicate,
@@ -437,6 +438,52 @@ def test_a_buffer_that_grew_in_a_lost_step_is_as_before() -> None:
     assert step.lost
     assert model.table is before
     assert model.table.tolist() == [0.0, 0.0]
+
+
+@spmd(ranks=2)
+def test_a_buffer_whose_cast_a_scope_shows_has_its_dtype_behind_a_lost_step() -> None:
+    model = Model().to(current_device())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    fully_shard(model, policy={Block}, mp_policy=policy)
+    for number in range(4):
+        before = [each.clone() for each in model.buffers()]
+        with keep_unsharded(model) if number > 1 else nullcontext(), together(model) as step:
+            model(_batch(number)).sum().backward()
+            if number == 3 and dist.get_rank() == 1:
+                _fail()
+        model.zero_grad()
+    assert step.lost
+    for mine, expected in zip(model.buffers(), before, strict=True):
+        assert mine.dtype == expected.dtype
+        assert torch.equal(mine, expected)
+
+
+class _Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("name", ["shards", "replicate"])
+@spmd(ranks=2)
+def test_a_rank_that_has_not_come_to_a_swap_of_averages_and_says_nothing(name: str) -> None:
+    trainer, reference = Trainer(ANNOTATIONS[name]), Trainer(ANNOTATIONS[name])
+    averages = [EMA(each.model, 0.5) for each in (trainer, reference)]
+    for number in range(5):
+        for each, average in zip((trainer, reference), averages, strict=True):
+            fails = number == 3 and each is trainer
+            torch.manual_seed(number)
+            with together(each.model) as step:
+                if fails and dist.get_rank() == 1:
+                    raise _Mute
+                with average.swap(), torch.no_grad():
+                    each.model.eval()(_batch(0))
+                each.model.train()(_batch(number)).sum().backward()
+            assert step.lost == fails
+            if number != 3:
+                each.optimizer.step()
+                average.update()
+            each.optimizer.zero_grad()
+    assert all(map(torch.equal, trainer.state()[:-9], reference.state()[:-9]))
 
 
 # --- what belongs behind the scope ---------------------------------------------------------------

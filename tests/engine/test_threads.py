@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
-from composable.errors import PhaseError
+from composable.errors import HooksRemovedError, PhaseError
 from tests.helpers.compare import all_full
 from tests.helpers.world import TIMEOUT, current_device, spmd
 
@@ -111,4 +111,22 @@ def test_a_forward_that_ended_in_a_thread_that_was_interrupted_is_reset() -> Non
         thread = Thread(target=run)
         thread.start()
         thread.join()
+    assert torch.equal(model(x), expected)
+
+
+@spmd(ranks=1)
+def test_a_forward_that_was_refused_before_it_began_in_a_thread_leaves_the_model_free() -> None:
+    model, x = _model(fully_shard), torch.ones(2, 4).to(current_device())
+    expected = model(x).detach()
+    hooks = dict(model[0]._forward_pre_hooks)
+    model[0]._forward_pre_hooks.clear()
+
+    def run() -> None:
+        with pytest.raises(HooksRemovedError):
+            model(x)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    model[0]._forward_pre_hooks.update(hooks)
     assert torch.equal(model(x), expected)

@@ -59,7 +59,9 @@ class Observer:
         """
 
     def calls(self, what: str) -> None:
-        """A function that all ranks call begins, for a model or what follows one."""
+        """A function that all ranks call begins, for a model or what follows one; or
+        `SWAPPED_BACK`.
+        """
 
     def splits_backwards(self) -> None:
         """A pipeline schedule that splits backwards calls a forward."""
@@ -106,6 +108,10 @@ def announce(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
     """A function is about to communicate over the gradients of `parameters`."""
     for hear in HEARERS.communicates:
         hear(what, parameters, *args)
+
+
+SWAPS: Final = "EMA.swap()"
+SWAPPED_BACK: Final = "the end of EMA.swap()"  # parameters have the values from before it
 
 
 def called(what: str) -> None:

@@ -405,7 +405,11 @@ class Root:
         if self.step.thread.setdefault(None, get_ident()) != get_ident() and not in_backward():
             self.refuse_second_thread(self.step.thread.get(None))
         if outermost:
-            self._begin(call.module)
+            try:
+                self._begin(call.module)
+            except BaseException:  # of which `Visit.on_error` tells nobody
+                self.step.thread.clear()
+                raise
         step = self.step
         forward = step.forward
         assert forward is not None

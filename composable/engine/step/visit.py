@@ -132,7 +132,7 @@ class Visit:
         unit = self.unit
         raised, self._enters = self._enters, False
         calls = unit.step.calls
-        if unit.root is not None and unit.root.runs_elsewhere:
+        if unit.root is not None and unit.root.runs_elsewhere and not in_backward():
             return  # this call was refused, and is not the one under way
         # `enter` raised, and what it called has cleaned up; or a reset has forgotten the call
         if raised or not calls or calls[-1].module is not module:
