@@ -579,10 +579,11 @@ def _checksum(value: Tensor) -> int:
 
 def _transformers_around(model: nn.Module) -> dict[int, nn.Module]:
     """By module, the innermost model of transformers around it, whose `_init_weights` fills it."""
+    # asked of the class: PEFT's models look names up in the model that they are around
     whole = [
         each
         for each in model.modules()
-        if hasattr(each, "_init_weights") and hasattr(each, "config")
+        if hasattr(type(each), "_init_weights") and hasattr(each, "config")
     ]
     return {id(below): each for each in whole for below in each.modules()}
 
