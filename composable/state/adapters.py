@@ -1,8 +1,9 @@
 """New adapters of PEFT on the meta device: what they hold is no default of their modules.
 
 PEFT initialises them when it makes them, where nothing has memory: LoRA's second matrix is zero, a
-module of `modules_to_save` a copy of the original, and others are made of the base weights. What
-can be made again here is; the rest is refused by name. Checked on PEFT 0.21.
+module of `modules_to_save` a copy of the original, a prompt is of the embeddings of a text, and
+others are made of the base weights. What can be made again here is; the rest is refused by name.
+Checked on PEFT 0.21.
 """
 
 from __future__ import annotations
@@ -57,13 +58,14 @@ class NewAdapters:
                         for adapter, part in child.named_children():
                             owners.update({id(e): (layer, name, adapter) for e in part.modules()})
         self.inside = {*owners}
-        configs = _configs(model)
+        configs, prompts = _configs(model), _made_prompts(model)
         ordinary: list[Place] = []
         refused: list[Place] = []
         for place in self.left:
             if id(place.module) not in owners:
-                own = isinstance(place.module, kinds)  # a parameter of the layer itself
-                (refused if own else ordinary).append(place)
+                # the second: a parameter of the layer itself
+                other = id(place.module) in prompts or isinstance(place.module, kinds)
+                (refused if other else ordinary).append(place)
                 continue
             layer, name, found = owners[id(place.module)]
             adapter = place.name if found is None else found
@@ -113,6 +115,27 @@ def _configs(model: nn.Module) -> dict[int, Mapping[str, Any]]:
         if isinstance(found := vars(holder).get("peft_config"), Mapping)
         for layer in holder.modules()
     }
+
+
+def _made_prompts(model: nn.Module) -> set[int]:
+    """By id, modules of prompts that are more than drawn: embeddings of a text, or zeros."""
+    return {
+        id(part)
+        for holder in model.modules()
+        if isinstance(encoders := holder._modules.get("prompt_encoder"), nn.ModuleDict)
+        and isinstance(configs := getattr(holder, "peft_config", None), Mapping)
+        for adapter, encoder in encoders.items()
+        if not _is_drawn(configs.get(adapter))
+        for part in encoder.modules()
+    }
+
+
+def _is_drawn(config: Any) -> bool:
+    return (
+        getattr(config, "peft_type", None) in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
+        and getattr(config, "prompt_tuning_init", "RANDOM") == "RANDOM"
+        and getattr(config, "init_weights", None) != "zero"
+    )
 
 
 def _original(layer: Any, adapter: str, place: Place) -> Place | None:

@@ -475,9 +475,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of a dtype are equal, a NaN to one of the same bits."""
-    one, other = one.flatten(), other.flatten()
-    return torch.equal(one, other) or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    """Whether two tensors of a dtype and shape are equal, a NaN to a NaN."""
+    # `torch.equal` does not know numbers of 8 bits
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _is_of_transformers(model: nn.Module) -> bool:

@@ -244,7 +244,7 @@ def _fill(
     rename: Rename | None,
 ) -> Loaded:
     model = unwrapped(model)
-    _check_arguments(verb, model, init, dtype)
+    _check_arguments(verb, model, init, dtype, rename)
     units = units_in(verb, model)
     require_at_rest(verb, units)
     reads = verb == "load" or folder is not None
@@ -273,7 +273,7 @@ def _fill(
     return Loaded([], []) if plan is None else plan.left_out
 
 
-def _check_arguments(verb: str, model: object, init: object, dtype: object) -> None:
+def _check_arguments(verb: str, model: object, init: object, dtype: object, rename: object) -> None:
     if not isinstance(model, nn.Module):
         raise UnknownArgumentError(
             f"{verb}: the first argument is the annotated module, not a {type(model).__name__}"
@@ -282,6 +282,11 @@ def _check_arguments(verb: str, model: object, init: object, dtype: object) -> N
         raise UnknownArgumentError(
             f"{verb}: init= is a function that is called with each module, not {init!r}. Pass a"
             " folder by its name: folder="
+        )
+    if rename is not None and not callable(rename):
+        raise UnknownArgumentError(
+            f"{verb}: rename= is a function that is given a name in the folder and returns the"
+            f" model's, not a {type(rename).__name__}"
         )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UnknownArgumentError(
@@ -304,8 +309,8 @@ def _plan(
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
             # a variable that is not set on one rank: the others are told
             raise UnknownArgumentError(
-                f"{verb}: folder= is the path of a folder or file of safetensors, not {folder!r}."
-                " Without a folder, materialize(model) runs initialisers"
+                f"{verb}: folder= is the path of a folder or file of safetensors, not"
+                f" {repr(folder)[:40]}. Without a folder, materialize(model) runs initialisers"
             )
         plans.append(Plan(model, Files(Path(folder)), rename))
         plans[0].check(strict=strict)
@@ -579,10 +584,11 @@ def _checksum(value: Tensor) -> int:
 
 def _transformers_around(model: nn.Module) -> dict[int, nn.Module]:
     """By module, the innermost model of transformers around it, whose `_init_weights` fills it."""
+    # asked of the class: PEFT's models look names up in the model that they are around
     whole = [
         each
         for each in model.modules()
-        if hasattr(each, "_init_weights") and hasattr(each, "config")
+        if hasattr(type(each), "_init_weights") and hasattr(each, "config")
     ]
     return {id(below): each for each in whole for below in each.modules()}
 

@@ -29,6 +29,7 @@ from composable import (
 )
 from composable.comm import comms_wrapped_by
 from composable.engine.params.param_group import ShardedState
+from composable.engine.params.protocol import cloned
 from composable.traversal import get_handles
 from tests.extensions.rows import (
     Emulated,
@@ -143,6 +144,26 @@ def test_a_class_that_rebuilds_itself_unlike_torchs_trains_and_is_copied() -> No
         torch.testing.assert_close(_train(twin), _alone(Net(Emulated, 5)))
         remove(model, fully_shard)
         assert type(model.linears()[0].weight.data) is kind
+
+
+class Noted(Rows):
+    """Its `__tensor_unflatten__` forgets what `__tensor_flatten__` said."""
+
+    note = 0
+
+    def __tensor_flatten__(self) -> Any:
+        return ["values"], self.note
+
+    def new_zeros(self, *shape: Any) -> Any:
+        made: Any = super().new_zeros(*shape)
+        made.note = self.note
+        return made
+
+
+def test_a_copy_that_forgets_what_it_is_is_not_taken() -> None:
+    tensor = Noted(torch.ones(2, 3))
+    tensor.note = 1
+    assert cloned(tensor).note == 1  # type: ignore[attr-defined]
 
 
 _PROGRAMS: Final[dict[str, dict[str, Any]]] = {

@@ -118,6 +118,7 @@ def what_is_no_folder_no_initialiser_and_no_dtype_of_weights() -> Refusals:
     for dtype in (torch.int32, "bfloat16"):
         yield lambda dtype=dtype: load(model, "/tmp/never", dtype=dtype), f"UnknownArgumentError: load: dtype= is a torch.dtype of floating-point numbers, as torch.bfloat16, not {dtype!r}; others are no weights"
         yield lambda dtype=dtype: materialize(model, dtype=dtype), "UnknownArgumentError: materialize: dtype= is..."
+    yield lambda: load(model, "/tmp/never", rename={"a": "b"}), "UnknownArgumentError: load: rename= is a function that is given a name in the folder and returns the model's, not a dict"  # type: ignore[arg-type]
     assert all(each.is_meta and each.dtype == torch.float32 for each in model.parameters())
 
 

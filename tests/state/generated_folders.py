@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,13 +24,36 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from composable import load
+from composable import fully_shard, load, replicate
 from composable.errors import RanksDisagreeError, StateError
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device
 from tests.state.models import PLANS, Block, Net, plain
 
+
+def _parallel(verb: Callable[..., object], model: nn.Module) -> None:
+    """Uneven shards over tensor-parallel ranks, and what is left over the others."""
+    mesh = init_device_mesh(
+        current_device().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp")
+    )
+    for _, block in _blocks(model):
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    _mark(model)  # torch's call makes other parameters
+    verb(model, mesh=mesh["dp"])
+
+
+def _mark(model: nn.Module) -> None:
+    model.get_parameter("blocks.1.up.weight").no_decay = True  # type: ignore[attr-defined]
+
+
+_PLANS: dict[str, Callable[[nn.Module], None]] = {
+    **PLANS,
+    "tensor parallel, shards": partial(_parallel, fully_shard),
+    "tensor parallel, replicas": partial(_parallel, replicate),
+}
 _DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -58,7 +82,7 @@ def case_of(seed: int) -> Case:
     left = not strict or draw.random() < 0.2
     files = draw.choice([1, 1, 2, 3])
     return Case(
-        plan=draw.choice([*PLANS]),
+        plan=draw.choice([*_PLANS]),
         on_meta=draw.random() < 0.5,
         wrapped=draw.random() < 0.3,
         strict=strict,
@@ -111,12 +135,12 @@ def _made(case: Case, *, annotated: bool) -> Net:
     if annotated and case.on_meta:
         with torch.device("meta"):
             model = Net()
-    model.blocks[1].up.weight.no_decay = True  # type: ignore[union-attr]
+    _mark(model)
     model.blocks[0].norm.requires_grad_(False)
     if case.wrapped:
         model.blocks[2] = checkpoint_wrapper(model.blocks[2])
     if annotated:
-        PLANS[case.plan](model)
+        _PLANS[case.plan](model)
     return model
 
 

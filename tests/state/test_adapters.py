@@ -113,3 +113,41 @@ def test_a_new_adapter_changes_nothing_that_the_folder_computes(
                 nn.init.zeros_(each)
 
         materialize(model, fill, folder=tmp_path, strict=False, rename=_rename(model))
+
+
+def _prompted(**options: Any) -> Any:
+    import peft  # noqa: PLC0415 - seconds
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
+
+    with torch.device("meta"):
+        base = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=4, vocab_size=16))
+    kind = getattr(peft, options.pop("kind", "PromptTuningConfig"))
+    config = kind(task_type="CAUSAL_LM", num_virtual_tokens=40, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(base, config)
+
+
+@pytest.mark.parametrize("annotated", ["shards", "replicas"])
+@spmd(ranks=2)
+def test_prompts_are_drawn_as_peft_does_and_those_that_are_made_of_something_refused(
+    annotated: str,
+) -> None:
+    for kind in ("PromptTuningConfig", "PrefixTuningConfig"):
+        model = _prompted(kind=kind)
+        _ANNOTATED[annotated](model)
+        torch.manual_seed(1)
+        materialize(model)
+        # an embedding's own, and not the model's around it, which are a fiftieth
+        assert 0.8 < full(model.prompt_encoder.default.embedding.weight).std() < 1.2
+    for options in (
+        {"prompt_tuning_init": "SAMPLE_VOCAB"},
+        {"kind": "PrefixTuningConfig", "init_weights": "zero"},
+        {"kind": "CPTConfig", "cpt_token_ids": [1] * 40, "cpt_tokens_type_mask": [1] * 40,
+         "cpt_mask": [1] * 40},
+    ):  # fmt: skip
+        model = _prompted(**options)
+        _ANNOTATED[annotated](model)
+        with pytest.raises(PhaseError, match=r"'prompt_encoder\.default\..* adapter of PEFT"):
+            materialize(model)
+        assert all(parameter.is_meta for parameter in model.parameters())

@@ -124,9 +124,10 @@ def _rebuilt(tensor: Tensor) -> Tensor | None:
         names, context = tensor.__tensor_flatten__()
         inner = {name: cloned(getattr(tensor, name)) for name in names}
         found = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+        right = type(found) is kind and found.shape == tensor.shape
+        return found if right and found.__tensor_flatten__()[1] == context else None
     except Exception:
         return None
-    return found if type(found) is kind and found.shape == tensor.shape else None
 
 
 def plain_parts(tensor: Any) -> list[Tensor]:
