@@ -74,6 +74,7 @@ _LAST: Final = BATCHES - 1
 _Convolution: Final = nn.modules.conv._ConvNd
 # In the state dict of one rank: by number of a parameter, the slices that it owns, or None.
 _OWNED: Final = "step_on_matrices"
+_NO_ID: Final = 1 << 20  # smaller numbers are no addresses
 _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 # --- one step ------------------------------------------------------------------------------------
@@ -430,7 +431,7 @@ class MatrixStepping(Stepping):
                 f"{_CALLER}: parameters of {type(optimizer).__name__} that are no matrices cannot"
                 " be stepped on their shards: they are no plain tensors, or a gradient or state"
                 " lies otherwise than its parameter. Give them to another optimizer, or select them"
-                " by which="
+                " by which=. Whole state is loaded by set_optimizer_state_dict"
             ) from None
         self._check_state = False
         return others
@@ -673,18 +674,17 @@ def _kept_by(optimizer: Optimizer) -> str | None:
 
     Its code would take them for what it is given.
     """
-    parameters = parameters_of(optimizer)
-    ids = set(map(id, parameters))
-    shapes = {tuple(parameter.shape) for parameter in parameters if parameter.ndim >= 2}
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups", "defaults"):
             continue
         for each in islice(_leaves(value), 100):  # the first ones of a long list tell
-            if isinstance(each, (Optimizer, nn.Parameter, DTensor)) or (
-                each in ids
-                if isinstance(each, int)
-                else isinstance(each, Tensor) and tuple(each.shape) in shapes
-            ):
+            found = isinstance(each, (Optimizer, nn.Parameter, DTensor))
+            # parameters are looked at for few, since this runs in each step
+            if isinstance(each, Tensor) and each.ndim >= 2 and not found:
+                found = any(each.shape == other.shape for other in parameters_of(optimizer))
+            elif isinstance(each, int) and each > _NO_ID:
+                found = any(each == id(other) for other in parameters_of(optimizer))
+            if found:
                 return name
     return None
 

@@ -207,7 +207,7 @@ class LocalStep:
                 _tell(self._users_state.setdefault(parameter, {}), shown, parameter, local)
 
 
-def of_no_tensor(state: Any) -> State:
+def of_no_tensor(state: Any) -> Any:
     """What an optimizer keeps by keys that are no parameters."""
     return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
