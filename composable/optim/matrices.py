@@ -189,7 +189,8 @@ class Matrix:
         return tuple(rest) if has else tuple(slice(0, 0) for _ in rest)
 
     def is_whole_on(self, rank: int) -> bool:
-        return _numel(self.part(rank)) == math.prod(self.shape)
+        # and not by the number of elements, which is 0 of each part of an empty one
+        return tuple(each.stop - each.start for each in self.part(rank)) == self.shape
 
     def give_to(self, owner: int) -> None:
         self.owner = owner

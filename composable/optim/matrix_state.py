@@ -85,6 +85,21 @@ class PartOfState(defaultdict[Any, Any]):
             self._check(sys._getframe(1))
         return super().get(key, default)
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if self._codes:
+            self._check(sys._getframe(1))
+        return super().setdefault(key, default)
+
+    def items(self) -> Any:
+        if self._codes:
+            self._check(sys._getframe(1))
+        return super().items()
+
+    def values(self) -> Any:
+        if self._codes:
+            self._check(sys._getframe(1))
+        return super().values()
+
 
 @cache
 def _codes_of(kind: Any) -> frozenset[CodeType]:
@@ -232,7 +247,7 @@ def collect(matrices: Sequence[Matrix], state: dict[Any, Any], layouts: Layouts)
     parameter, mine = matrices[0].parameter, [each for each in matrices if each.is_mine]
     is_stack = matrices[0].index is not None
     if is_stack and state and all(isinstance(key, int) for key in state):
-        return {each.index: _cloned(state[each.index]) for each in mine if each.index in state}
+        return {each.index: cloned(state[each.index]) for each in mine if each.index in state}
     leaves, tree = tree_flatten(state)
     exchange = Exchange(matrices[0].comm, _LABEL)
     owned: list[list[Any]] = [[] for _ in mine]
@@ -289,10 +304,10 @@ def with_tuples(value: Any, like: Any) -> Any:
     return tuple(found) if isinstance(like, tuple) else found
 
 
-def _cloned(state: State) -> State:
+def cloned(state: State) -> State:
     leaves, tree = tree_flatten(state)
-    cloned = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    found: State = tree_unflatten(cloned, tree)
+    clones = (leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    found: State = tree_unflatten(clones, tree)
     return found
 
 

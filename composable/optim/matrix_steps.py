@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,7 @@ from composable.optim.matrices import BATCHES, Exchange, Layout, Layouts, Matrix
 from composable.optim.matrix_state import (
     PartOfState,
     as_loaded,
+    cloned,
     collect,
     set_state,
     spread,
@@ -54,7 +56,7 @@ from composable.optim.matrix_state import (
     with_tuples,
     without_tuples,
 )
-from composable.optim.shard_steps import LocalStep, NotLocal, ShardStepping
+from composable.optim.shard_steps import LocalStep, NotLocal, ShardStepping, of_no_tensor
 from composable.optim.shared import parameters_of, refuse_unreduced
 from composable.optim.stand_in import (
     STEPPINGS,
@@ -72,6 +74,7 @@ _LAST: Final = BATCHES - 1
 _Convolution: Final = nn.modules.conv._ConvNd
 # In the state dict of one rank: by number of a parameter, the slices that it owns, or None.
 _OWNED: Final = "step_on_matrices"
+_NO_ID: Final = 1 << 20  # smaller numbers are no addresses
 _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 # --- one step ------------------------------------------------------------------------------------
@@ -199,10 +202,8 @@ class _MatrixStep:
             groups[self._group_of[matrix.parameter]]["params"].append(copy)
             if found := state_of(self._optimizer, matrix):
                 state[copy] = found
-        users: Any = self._optimizer.state
-        for key, value in users.items():
-            if not isinstance(key, Tensor):
-                state[key] = value
+        if number != _LAST:
+            state |= _apart(of_no_tensor(self._optimizer.state))
 
     def close(self, number: int, state: Any) -> None:
         """Take state back, and launch what brings new rows to all ranks."""
@@ -213,7 +214,8 @@ class _MatrixStep:
             if matrix.is_mine:
                 copy = self._copies.pop(matrix) if matrix.stays else self._copies[matrix]
                 copy.grad = None
-                if (found := state.get(copy)) and found is not kept:
+                found = state.get(copy) or {}
+                if found is not kept and (found or state_of(self._optimizer, matrix)):
                     set_state(self._optimizer, matrix, found)
             local = local_tensor(matrix.parameter).detach()
             whole = None if copy is None else copy.detach()
@@ -223,9 +225,6 @@ class _MatrixStep:
                 matrix.of(local).copy_(whole)
         for exchange in self._travelling.get(("rows", number), ()):
             exchange.launch()
-        for key, value in state.items() if number == _LAST else ():
-            if not isinstance(key, Tensor):
-                self._optimizer.state[key] = value
         self._land("rows", number - 1)
 
     def land(self) -> None:
@@ -314,7 +313,7 @@ class MatrixStepping(Stepping):
             layout = self._layouts.of(parameter)
             if known is not None and _alike(known[0].layout, layout):
                 self._matrices[parameter] = known
-            elif _is_stack(parameter):
+            elif _is_stack(parameter) and len(parameter):
                 slices = range(parameter.shape[0])
                 self._matrices[parameter] = [Matrix(parameter, layout, each) for each in slices]
             else:
@@ -404,21 +403,21 @@ class MatrixStepping(Stepping):
         stepped = [each for each in self._matrices if each.grad is not None]
         _refuse_placed_apart(stepped)
         matrices = [matrix for parameter in stepped for matrix in self._matrices[parameter]]
-        stale = self._stale_of(stepped)
+        stale = self._stale_of(optimizer, stepped)
         self._others = others = self._step_of_others(optimizer)
         self._step = step = _MatrixStep(optimizer, matrices, self._copies, stale)
         step.send(0)
         for number in range(_LAST):
             step.send(number + 1)
-            groups = [{**group, "params": []} for group in optimizer.param_groups]
+            groups = [_apart(group) | {"params": []} for group in optimizer.param_groups]
             state: Any = defaultdict(dict)
             step.open(number, groups, state)
             if step.has(number):
                 with torch.set_grad_enabled(enabled):
-                    self._run(optimizer, groups, state)
+                    state = self._run(optimizer, groups, state)
             step.close(number, state)
         step.open(_LAST, others.groups, others.state)
-        stand_in.state = others.state
+        others.hand_to(stand_in)
 
     def _step_of_others(self, optimizer: Optimizer) -> LocalStep:
         groups = [
@@ -432,15 +431,19 @@ class MatrixStepping(Stepping):
                 f"{_CALLER}: parameters of {type(optimizer).__name__} that are no matrices cannot"
                 " be stepped on their shards: they are no plain tensors, or a gradient or state"
                 " lies otherwise than its parameter. Give them to another optimizer, or select them"
-                " by which="
+                " by which=. Whole state is loaded by set_optimizer_state_dict"
             ) from None
         self._check_state = False
         return others
 
-    def _run(self, optimizer: Optimizer, groups: list[State], state: Any) -> None:
-        """Run the optimizer's code for a batch, with what it had of its own before the step."""
+    def _run(self, optimizer: Optimizer, groups: list[State], state: Any) -> Any:
+        """Run the optimizer's code for a batch, with what it had of its own before the step.
+
+        Returns:
+            The state that it has left.
+        """
         stand_in = stand_in_of(optimizer, _Given(groups))
-        stand_in.__dict__ = dict(self._attributes)
+        stand_in.__dict__ = _apart(self._attributes)
         stand_in.state = state
         (_, *args), kwargs = self._arguments
         closure = self._closure
@@ -449,25 +452,30 @@ class MatrixStepping(Stepping):
             kwargs = {k: _told(closure) if v is closure else v for k, v in kwargs.items()}
         step: Any = type(optimizer).step
         getattr(step, "__wrapped__", step)(stand_in, *args, **kwargs)  # without its hooks
+        return stand_in.state
 
-    def _stale_of(self, stepped: Sequence[Tensor]) -> set[Tensor]:
+    def _stale_of(self, optimizer: Optimizer, stepped: Sequence[Tensor]) -> set[Tensor]:
         """Parameters with a matrix elsewhere that were written to since the last step.
 
         All ranks agree on it, and on what is stepped.
 
         Raises:
             RanksDisagreeError: they step other matrices.
+            OptimizerError: the last step has left parameters in attributes, on any of the ranks.
         """
+        keeps = _kept_by(optimizer)
         now = self._fingerprints(stepped)
         stale: set[Tensor] = set()
         for comm, parameters in self._by_comm.items():
             has = bytes(parameter in now for parameter in parameters)
             found = [parameter for parameter in parameters if parameter in now]
             moved = [int(self._prints.get(each) != now[each]) for each in found]
-            row = [zlib.crc32(has, self._digests[comm]), sum(moved)]
+            row = [zlib.crc32(has, self._digests[comm]), sum(moved), int(keeps is not None)]
             lowest, highest = comm.min_max(row, "comparison of matrices that are stepped")
             if lowest[0] != highest[0]:
                 raise RanksDisagreeError(_difference(comm, list(map(self._described, found))))
+            if highest[2]:
+                raise OptimizerError(_keeping(optimizer, keeps))
             if highest[1]:
                 _, moved = comm.min_max(moved, "exchange of which matrices were written to")
                 stale |= {each for each, flag in zip(found, moved, strict=True) if flag}
@@ -486,7 +494,7 @@ class MatrixStepping(Stepping):
         self._closure, self._attributes, self._arguments = None, {}, ((), {})
         if step is None or others is None:
             return
-        step.close(_LAST, others.state)
+        step.close(_LAST, others.left())
         step.land()
         self._prints |= self._fingerprints(step.parameters)
         try:
@@ -641,6 +649,69 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
+def _apart(values: State) -> State:
+    """With copies of what code counts in: numbers in tensors, lists and dictionaries.
+
+    Each batch counts from what was there before the step; what the last one counts stays.
+    """
+    changeable = {key: value for key, value in values.items() if _has_numbers(value)}
+    return values | cloned(changeable) if changeable else dict(values)
+
+
+def _has_numbers(value: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        found = value.values() if isinstance(value, dict) else value
+        return bool(value) and all(map(_is_number, found))
+    return isinstance(value, Tensor) and _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _kept_by(optimizer: Optimizer) -> str | None:
+    """An attribute in which it keeps parameters, tensors of their shapes, or an optimizer of them.
+
+    Its code would take them for what it is given.
+    """
+    for name, value in vars(optimizer).items():
+        if name in ("state", "param_groups", "defaults"):
+            continue
+        for each in islice(_leaves(value), 100):  # the first ones of a long list tell
+            found = isinstance(each, (Optimizer, nn.Parameter, DTensor))
+            # parameters are looked at for few, since this runs in each step
+            if isinstance(each, Tensor) and each.ndim >= 2 and not found:
+                found = any(each.shape == other.shape for other in parameters_of(optimizer))
+            elif isinstance(each, int) and each > _NO_ID:
+                found = any(each == id(other) for other in parameters_of(optimizer))
+            if found:
+                return name
+    return None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield key
+            yield from _leaves(each)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _keeping(optimizer: Optimizer, name: str | None) -> str:
+    kind = type(optimizer).__name__
+    where = f"its attribute '{name}'" if name is not None else "an attribute, on another rank"
+    return (
+        f"{_CALLER}: this {kind} keeps parameters, tensors of their shapes, or an optimizer of them"
+        f" in {where}. In a step its code is given other tensors, some of them at a time, which"
+        " those are not. Keep what belongs to a parameter in state; if it wraps an optimizer, call"
+        " step_on_matrices for that one, and leave it out for this one"
+    )
+
+
 def _alike(one: Layout, other: Layout) -> bool:
     return (one.ranks, one.shape, one.cut) == (other.ranks, other.shape, other.cut)
 
@@ -728,8 +799,8 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
         The optimizer.
 
     Raises:
-        OptimizerError: the optimizer is none that can be given parts of its parameters, or has
-            state already; or `which` names what it does not have.
+        OptimizerError: the optimizer is none that can be given parts of its parameters, has state
+            already, or keeps parameters in attributes; or `which` names what it does not have.
         RanksDisagreeError: ranks hold other parameters, or select others. In a step: they have
             gradients of others; nothing was written then.
 
@@ -768,6 +839,8 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
             " step_on_matrices when the optimizer is made, and load the state then; one that makes"
             " state at once cannot be given whole matrices"
         )
+    if (kept := _kept_by(optimizer)) is not None:
+        raise OptimizerError(_keeping(optimizer, kept))
     if isinstance(stepping, ShardStepping):
         stepping.remove()
     MatrixStepping(optimizer, _predicate(optimizer, which))
@@ -790,7 +863,7 @@ def _predicate(optimizer: Optimizer, which: Which) -> Callable[[Tensor], bool]:
         return which
     named = _names_in(optimizer)
     held = {id(parameter) for parameter in parameters_of(optimizer)}
-    chosen: dict[int, Tensor] = {}
+    chosen: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # a copy outlives them
     for each in which:
         found = named.get(each) if isinstance(each, str) else each
         if found is None or id(found) not in held:
@@ -800,7 +873,7 @@ def _predicate(optimizer: Optimizer, which: Which) -> Callable[[Tensor], bool]:
                 f" {what_is_there(str(each), list(named))}"
             )
         chosen[id(found)] = found
-    return lambda parameter: id(parameter) in chosen
+    return lambda parameter: chosen.get(id(parameter)) is parameter
 
 
 def _names_in(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -99,7 +99,7 @@ class LocalStep:
         self._locals, parts = locals_of(self._parameters), locals_of(gradients)
         if set(map(type, chain(self._locals, parts))) - {Tensor, nn.Parameter}:
             raise NotLocal
-        self._users_state = optimizer.state
+        self._users_state: Any = optimizer.state
         states = list(map(self._users_state.get, self._parameters))
         if check_state:
             self._check_state()
@@ -124,6 +124,9 @@ class LocalStep:
         in_place = all(states) and is_known(kind) and not issubclass(kind, optim.SGD)
         self._handed = None if in_place else self._values()
         self.state: Any = defaultdict(dict, zip(self._locals, self._shown, strict=True))
+        if not in_place:
+            self.state |= of_no_tensor(self._users_state)
+        self._stand_in: Any = self
         try:
             for local, part in zip(self._locals, parts, strict=True):
                 local.grad = part
@@ -159,6 +162,16 @@ class LocalStep:
             if local is not parameter:
                 local.grad = None
 
+    def hand_to(self, stand_in: Any) -> None:
+        """Let the code see the state, unless it has set another one before."""
+        if stand_in.state is self._users_state:
+            stand_in.state = self.state
+        self._stand_in = stand_in
+
+    def left(self) -> Any:
+        """The state that the code has left, which may be another object."""
+        return self._stand_in.state
+
     def finish(self, optimizer: Optimizer) -> None:
         """Give gradients up, and let the optimizer's groups and state say what the step has left.
 
@@ -179,6 +192,10 @@ class LocalStep:
             )
         if self._handed is None:
             return
+        left = self.left()
+        self._users_state |= of_no_tensor(left)
+        # the code may have put other dictionaries in their place
+        self._shown = [left.get(local) or {} for local in self._locals]
         values = self._values()
         same = len(values) == len(self._handed) and all(map(is_, values, self._handed))
         if same and not any(isinstance(each, CONTAINERS) for each in values):
@@ -188,6 +205,11 @@ class LocalStep:
         ):
             if shown or parameter in self._users_state:
                 _tell(self._users_state.setdefault(parameter, {}), shown, parameter, local)
+
+
+def of_no_tensor(state: Any) -> Any:
+    """What an optimizer keeps by keys that are no parameters."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
 def _tell(state: State, shown: State, parameter: Tensor, stepped: Tensor) -> None:
@@ -264,17 +286,18 @@ class ShardStepping(Stepping):
     @override
     def _groups_for(self, stand_in: Any) -> list[State]:
         optimizer: Optimizer = stand_in.optimizer
-        self._finish(optimizer)  # if the code asks twice
+        if self._step is not None:  # the code asks twice
+            self._finish(optimizer)
+            stand_in.state = optimizer.state
         try:
             with torch.no_grad():
                 self._step = LocalStep(
                     optimizer, optimizer.param_groups, check_state=self._check_state
                 )
         except NotLocal:
-            stand_in.state = optimizer.state
             return optimizer.param_groups
         self._check_state = False
-        stand_in.state = self._step.state
+        self._step.hand_to(stand_in)
         return self._step.groups
 
     @override

@@ -133,10 +133,10 @@ class Stepping(ABC):
     ) -> None:
         if is_stand_in(optimizer):
             return
+        self._finish(optimizer)
         if args and is_stand_in(args[0]):
             # Hooks after this one are handed it, too, and see what the user's optimizer has.
             args[0].stepping, args[0].state = None, optimizer.state
-        self._finish(optimizer)
         self._keep_next_to_step(optimizer)
 
     def _keep_next_to_step(self, optimizer: Optimizer) -> None:

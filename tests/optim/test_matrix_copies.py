@@ -180,6 +180,9 @@ class _ScheduleFree(Optimizer):
                 if "z" in self.state[parameter]:
                     parameter.lerp_(self.state[parameter]["z"], 0.5)
 
+    def all(self) -> list[Any]:
+        return [value["z"] for value in self.state.values()]
+
     def rate(self) -> float:
         return float(self.param_groups[0]["lr"])
 
@@ -213,6 +216,8 @@ def test_code_of_an_optimizer_that_reads_its_state_outside_of_step_is_refused(
         before = all_full([p.detach() for p in model.parameters()])
         with pytest.raises(OptimizerError, match=r"_ScheduleFree\.eval reads the optimizer's"):
             optimizer.eval()
+        with pytest.raises(OptimizerError, match=r"_ScheduleFree\.all reads the optimizer's"):
+            optimizer.all()
         after = all_full([p.detach() for p in model.parameters()])
         assert all(map(torch.equal, before, after))
         optimizer.load_state_dict(optimizer.state_dict())
