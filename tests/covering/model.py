@@ -39,11 +39,15 @@ class Linear(nn.Linear):
     emulates = False
 
     def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.used(), self.bias)
+
+    def used(self) -> Tensor:
+        """The weight that it computes with."""
         if not self.emulates:
-            return super().forward(x)
+            return self.weight
         octets, scales = quantised(self.weight.detach())
         sent = dequantised(octets, scales, self.weight.dtype)
-        return nn.functional.linear(x, self.weight + (sent - self.weight).detach(), self.bias)
+        return self.weight + (sent - self.weight).detach()
 
 
 class Up(Linear):
@@ -65,7 +69,7 @@ class Head(Linear):
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and views of some."""
-        weight, bias = self.weight, self.bias
+        weight, bias = self.used(), self.bias
         return {"all": weight, "turned": weight.t(), "cut": bias[1:], "one": bias.detach()[0]}
 
 
