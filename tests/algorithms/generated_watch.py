@@ -1032,6 +1032,10 @@ class Plan:
             self.block == "Cosines" and replicas and self.annotation != "replicate, own buffers",
             # a unit that only some ranks call
             self.block == "Sometimes" and self.annotation == "nested",
+            # which would be called or not when the block is computed again
+            self.block == "Sometimes"
+            and (self.annotation == "checkpoint" or self.around == "checkpoint of torch's"),
+            self.around == "local_steps" and self.way == "together",
             # replicated modules broadcast their buffers
             "unshard" in self.between and replicas and self.annotation != "replicate in shards",
             bool({"generation", "one rank generates"} & {*self.between})
