@@ -89,6 +89,8 @@ def is_possible(plan: Plan, fault: Fault) -> bool:
         plan.around in ("join", "detect_anomaly", "skipped"),
         # counted, as it may be the scale's
         plan.way == "scaler" and kind in ("backward", "weight"),
+        # hyper-parameters are compared where an optimizer steps
+        plan.way in ("scaler", "steps left out") and kind == "lr",
         # an infinity that is no NaN at the end of a large unit may be none
         whole and kind in ("output", "backward") and fault.value == torch.inf,
         kind in ("weight", "backward") and plan.block in ("AllFrozen", "Recurrent", "Attention"),

@@ -52,6 +52,17 @@ def _are_finite(model: nn.Module) -> bool:
 # --- messages are told by what sends them --------------------------------------------------------
 
 
+class _Spoiling(nn.Linear):
+    """Its weight's gradient is a NaN on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if dist.get_rank() == 0 else _Spoiled.apply(self.weight)
+        return nn.functional.linear(x, weight, self.bias)
+
+
 class _Spoiled(torch.autograd.Function):
     """The same value, whose gradient is NaN."""
 
@@ -356,3 +367,40 @@ def test_a_hint_is_logged_and_is_no_finding() -> None:
         logging.getLogger("composable").removeHandler(handler)
     assert (len(watched.findings), len(watched.hints)) == (0, 1)
     assert len(said) == (dist.get_rank() == 0)
+
+
+@spmd(ranks=2)
+def test_a_rank_that_a_reduction_has_spread_a_nan_to_is_not_named() -> None:
+    """In the second backward of an accumulation both ranks have the first one's mean."""
+    model = _Spoiling().to(current_device())
+    replicate(model, gradient_as_bucket_view=True)
+    x = torch.ones(2, 4, device=current_device())
+    with watch(model) as watched:
+        for _ in range(2):
+            model(x).sum().backward()
+        watched.end_step()
+    assert watched.findings[0].ranks == (1,)
+    assert watched.findings[0].tensor == "weight"
+
+
+class _Spoiling(nn.Linear):
+    """Its weight's gradient is a NaN on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if dist.get_rank() == 0 else _Spoiled.apply(self.weight)
+        return nn.functional.linear(x, weight, self.bias)
+
+
+class _Spoiled(torch.autograd.Function):
+    """Passes a NaN to the gradient of what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.full_like(grad, torch.nan)

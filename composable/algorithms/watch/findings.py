@@ -91,7 +91,12 @@ def not_finite(step: int, said: Sequence[tuple[int, First | None]]) -> Finding:
     )
     first = seen[0][1]
     where = first.seen
-    ranks = [rank for rank, each in seen if each.seen.place == where.place]
+    # what other ranks saw there later may have come by a reduction
+    ranks = [
+        rank
+        for rank, each in seen
+        if (each.seen.place, each.seen.clock) == (where.place, where.clock)
+    ]
     others = [
         f"rank {rank} ({each.seen.unit}, {each.seen.tensor})"
         for rank, each in seen
