@@ -434,10 +434,7 @@ def _run(program: Callable[[Scene], object], scope: str, layout: str) -> None:
 AVERAGES: Final = (_average, _periodic, _hierarchical, _local_steps)
 
 
-ALWAYS: Final = [
-    ("keep_unsharded", 2, "shards"),
-    ("set_reshard_after_backward(False)", 2, "replicas"),
-]
+ALWAYS: Final = [("keep_unsharded", 2, "shards")]
 CASES: Final = [
     pytest.param(*case, marks=pytest.mark.unsampled if case in ALWAYS else pytest.mark.in_full_only)
     for case in (
