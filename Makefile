@@ -20,7 +20,7 @@ help: ## show this list
 demo: $(READY) ## train a small language model over two processes (ARGS="--help" for its options)
 	@$(PY) -m composable demo $(ARGS)
 
-# Tables of cases (ranks x verbs x options) take most of the time: a sixth of each runs, the same
+# Tables of cases (ranks x verbs x options) take most of the time: a ninth of each runs, the same
 # one in every run, unless ARGS names tests.
 SAMPLE := $(if $(ARGS),,--sample)
 # Two processes take files of tests in turns, each with ranks of its own: where one waits for a
@@ -32,7 +32,7 @@ PARALLEL := $(if $(ARGS),,-n 2 --dist loadfile --no-loadscope-reorder)
 # compile the package again, and rewrite the assertions of the test.
 test test-all test-accelerator: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(READY) ## run all tests, on a sixth of large tables of cases (ARGS="-k name": some)
+test: $(READY) ## run all tests, on a ninth of large tables of cases (ARGS="-k name": some)
 	@$(PY) -m pytest $(SAMPLE) $(PARALLEL) $(ARGS)
 
 test-all: $(READY) ## run every case of every test: before a change of the engine lands

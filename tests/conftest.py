@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " -k cuda"
     )
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=devices)
-    sample = "of tests with many cases, run a sixth of the cases: the same ones in every run"
+    sample = "of tests with many cases, run a ninth of the cases: the same ones in every run"
     parser.addoption("--sample", action="store_true", help=sample)
 
 
@@ -63,7 +63,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def sample(items: list[pytest.Item]) -> set[pytest.Item]:
     """What `--sample` leaves out. Most tests with many cases multiply numbers of ranks, verbs and
-    options; any sixth of a large table meets each value of each of them. Of tests marked
+    options; any ninth of a large table meets each value of each of them. Of tests marked
     `in_full_only` all is left out, of those marked `sampled(n)` all but one in `n`.
     """
     cases = defaultdict(list)
@@ -78,7 +78,7 @@ def sample(items: list[pytest.Item]) -> set[pytest.Item]:
             # by a number that does not depend on the process, and mixes the table's rows
             each.sort(key=lambda item: crc32(item.nodeid.encode()))
             marked = each[0].get_closest_marker("sampled")
-            left_out.update(each[max(FEW, len(each) // (marked.args[0] if marked else 6)) :])
+            left_out.update(each[max(FEW, len(each) // (marked.args[0] if marked else 9)) :])
     return left_out
 
 
