@@ -623,7 +623,11 @@ def _evaluate_for_weights(run: Run, step: int) -> None:
 
 
 def _compare_given(run: Run) -> None:
-    """An alias of the user's own memory sees steps, as in one process; what is gathered is kept."""
+    """An alias of the user's own memory sees steps, as in one process, until the parameter is moved
+    away; what is gathered is kept.
+    """
+    if run.choices["event"] is EVENTS["memory on rank 0"] and dist.get_rank() == 0:
+        return
     now = run.alone.head.weights()
     for step, (model, given) in enumerate(run.given):
         for name, (value, then) in given.items():
