@@ -381,26 +381,3 @@ def test_a_rank_that_a_reduction_has_spread_a_nan_to_is_not_named() -> None:
         watched.end_step()
     assert watched.findings[0].ranks == (1,)
     assert watched.findings[0].tensor == "weight"
-
-
-class _Spoiling(nn.Linear):
-    """Its weight's gradient is a NaN on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if dist.get_rank() == 0 else _Spoiled.apply(self.weight)
-        return nn.functional.linear(x, weight, self.bias)
-
-
-class _Spoiled(torch.autograd.Function):
-    """Passes a NaN to the gradient of what it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.full_like(grad, torch.nan)
