@@ -1,7 +1,7 @@
 # The two commands a newcomer needs are `make demo` and `make test`; both prepare .venv when it is
 # missing or out of date.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-accelerator lint format types layers counts bench \
+.PHONY: help demo test test-ci test-all test-accelerator lint format types layers counts bench \
 	bench-smoke check-gpu demo-smoke check clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
@@ -23,6 +23,8 @@ demo: $(READY) ## train a small language model over two processes (ARGS="--help"
 # Tables of cases (ranks x verbs x options) take most of the time: a ninth of each runs, the same
 # one in every run, unless ARGS names tests.
 SAMPLE := $(if $(ARGS),,--sample)
+# Of these, tests that take long are left to `make test-ci`, unless ARGS names tests.
+QUICK := $(if $(ARGS),,--part quick)
 # Two processes take files of tests in turns, each with ranks of its own: where one waits for a
 # rank to start, the other computes. In the order of names, which ends with many short files:
 # pytest-xdist would end with files of few tests, some of which take half a minute.
@@ -30,10 +32,13 @@ PARALLEL := $(if $(ARGS),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 # Compiled files are kept also where the environment says otherwise: every rank of every test would
 # compile the package again, and rewrite the assertions of the test.
-test test-all test-accelerator: export PYTHONDONTWRITEBYTECODE :=
+test test-ci test-all test-accelerator: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(READY) ## run all tests, on a ninth of large tables of cases (ARGS="-k name": some)
-	@$(PY) -m pytest $(SAMPLE) $(PARALLEL) $(ARGS)
+test: $(READY) ## run the tests that take seconds, on a ninth of large tables (ARGS="-k name": some)
+	@$(PY) -m pytest $(SAMPLE) $(QUICK) $(PARALLEL) $(ARGS)
+
+test-ci: $(READY) ## run the tests that `make test` leaves out because they take long
+	@$(PY) -m pytest --sample --part slow $(PARALLEL)
 
 test-all: $(READY) ## run every case of every test: before a change of the engine lands
 	@$(PY) -m pytest $(PARALLEL)
@@ -95,7 +100,7 @@ demo-smoke: $(READY) ## a few steps of the demo, resumed once
 	@$(PY) -m composable demo --steps 6 --baseline-steps 3 --out runs/smoke --quiet
 	@$(PY) -m composable demo --steps 8 --no-baseline --out runs/smoke --resume --quiet
 
-check: test test-accelerator lint types layers bench-smoke demo-smoke ## everything
+check: test test-ci test-accelerator lint types layers bench-smoke demo-smoke ## everything
 
 clean: ## remove caches and what the demo wrote; keeps .venv
 	@rm -rf runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

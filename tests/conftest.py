@@ -6,6 +6,8 @@ import gc
 import os
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterator
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import Final
 from zlib import crc32
@@ -14,6 +16,7 @@ import pytest
 
 from tests.accelerator.build import build, what_is_missing
 from tests.helpers.world import Pool
+from tests.slow import slow
 
 pytest.register_assert_rewrite("tests.helpers.compare")
 
@@ -30,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=devices)
     sample = "of tests with many cases, run a ninth of the cases: the same ones in every run"
     parser.addoption("--sample", action="store_true", help=sample)
+    part = "quick: without the tests of tests/slow.txt; slow: these alone"
+    parser.addoption("--part", choices=("quick", "slow"), help=part)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,6 +92,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = sample(items)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+    if (part := config.getoption("--part")) is not None:
+        is_slow = [item.nodeid.partition("[")[0] in slow() for item in items]
+        wanted = [slowly == (part == "slow") for slowly in is_slow]
+        config.hook.pytest_deselected(items=[*compress(items, map(not_, wanted))])
+        items[:] = compress(items, wanted)
     missing = what_is_missing() if is_simulated(config) else ""
     for item in items:
         if missing:
@@ -121,6 +131,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         counted.update(dict(report.user_properties))
     for what, number in counted.items():
         terminalreporter.write_line(f"{number} {what}")
+    if terminalreporter.config.getoption("--part") == "quick":
+        terminalreporter.write_line(
+            f"left to make test-ci: {len(slow())} tests that take long (tests/slow.txt)"
+        )
 
 
 @pytest.fixture(scope="session")
