@@ -18,7 +18,7 @@ help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
 demo: $(READY) ## train a small language model over two processes (ARGS="--help" for its options)
-	@$(PY) -m composable demo $(ARGS)
+	@$(PY) -m examples.demo $(ARGS)
 
 # Tables of cases (ranks x verbs x options) take most of the time: a ninth of each runs, the same
 # one in every run, unless ARGS names tests.
@@ -97,8 +97,8 @@ check-gpu: $(READY) ## on a machine with a GPU: tests, sanitizer, memory and tim
 
 demo-smoke: $(READY) ## a few steps of the demo, resumed once
 	@rm -rf runs/smoke
-	@$(PY) -m composable demo --steps 6 --baseline-steps 3 --out runs/smoke --quiet
-	@$(PY) -m composable demo --steps 8 --no-baseline --out runs/smoke --resume --quiet
+	@$(PY) -m examples.demo --steps 6 --baseline-steps 3 --out runs/smoke --quiet
+	@$(PY) -m examples.demo --steps 8 --no-baseline --out runs/smoke --resume --quiet
 
 check: test test-ci test-accelerator lint types layers bench-smoke demo-smoke ## everything
 

@@ -52,8 +52,8 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
 
     from composable import fully_shard, local_steps
     from composable.comm import comms_wrapped_by
-    from composable.demo import model as demo
-    from composable.demo.text import batch, read_corpus
+    from examples.demo import model as demo
+    from examples.demo.text import batch, read_corpus
 
     shards = options.ranks // 2
     mesh = init_device_mesh("cpu", (2, shards), mesh_dim_names=("replicate", "shard"))

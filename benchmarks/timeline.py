@@ -31,9 +31,9 @@ from torch.utils.checkpoint import checkpoint
 from virtual import DeviceModule
 
 from composable.comm import AcceleratorComm, Comm, base, comms_wrapped_by
-from composable.forecast.devices import DEVICES
-from composable.forecast.machine import BACKEND, COMPUTE, Machine, form_group
-from composable.forecast.tensors import NoValues
+from composable.extras.forecast.devices import DEVICES
+from composable.extras.forecast.machine import BACKEND, COMPUTE, Machine, form_group
+from composable.extras.forecast.tensors import NoValues
 from composable.memory import elastic
 
 CPU = torch.device("cpu")

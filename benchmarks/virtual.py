@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from composable.forecast.machine import Event, Machine
+from composable.extras.forecast.machine import Event, Machine
 
 
 class _Event(Event):

@@ -58,8 +58,8 @@ class Inside:
 def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: seconds of the clock and of the processor."""
     from composable import Watch, watch
-    from composable.algorithms.watch.events import _Bracket, _Ear
-    from composable.algorithms.watch.sight import Sight
+    from composable.extras.watch.events import _Bracket, _Ear
+    from composable.extras.watch.sight import Sight
 
     device = device_of(options)
     task = task_of(options.model, seed=options.seed, rank=dist.get_rank(), device=device)

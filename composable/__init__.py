@@ -1,19 +1,10 @@
 """Scale PyTorch models over many ranks by annotating their modules in place."""
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from composable import errors, traversal
-from composable.algorithms import traced as _traced  # noqa: F401  (takes its place in the engine)
-from composable.algorithms.averaging import (
-    HierarchicalAverager,
-    PeriodicAverager,
-    average_parameters,
-)
-from composable.algorithms.join import join, joinable
-from composable.algorithms.outer_steps import LocalSteps, local_steps
-from composable.algorithms.skipped import skipped
-from composable.algorithms.together import together
-from composable.algorithms.watch.watch import Watch, watch
 from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.apply_tp_plan import apply_tp_plan
 from composable.api.checkpoint import checkpoint
@@ -25,10 +16,10 @@ from composable.api.scopes import keep_unsharded, register_forward_method, reset
 from composable.api.tensor_parallel import declare_part
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove
+from composable.features import traced as _traced  # noqa: F401  (takes its place in the engine)
 from composable.fsdp2 import pipelines as _pipelines  # noqa: F401  (takes its place in the engine)
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
-from composable.optim.matrix_steps import step_on_matrices
 from composable.optim.shard_steps import ShardStepping, step_on_shards
 from composable.policies import (
     CustomPolicy,
@@ -39,12 +30,25 @@ from composable.policies import (
     SizePolicy,
 )
 from composable.report.describe import describe
-from composable.state.ema import EMA
 from composable.state.full import export, full_state_dict, stream_full
 from composable.state.host import HostOffload, offload_to_host
 from composable.state.materialize import load, materialize, refresh
 from composable.state.optimizers import rebind_optimizer
 from composable.state.unsharded import unsharded
+
+if TYPE_CHECKING:
+    from composable.extras.averaging.averaging import (
+        HierarchicalAverager,
+        PeriodicAverager,
+        average_parameters,
+    )
+    from composable.extras.averaging.ema import EMA
+    from composable.extras.averaging.outer_steps import LocalSteps, local_steps
+    from composable.extras.matrices.matrix_steps import step_on_matrices
+    from composable.extras.uneven.join import join, joinable
+    from composable.extras.uneven.skipped import skipped
+    from composable.extras.uneven.together import together
+    from composable.extras.watch.watch import Watch, watch
 
 try:
     __version__ = version("torch-composable")
@@ -111,3 +115,31 @@ __all__ = [
     "unsharded",
     "watch",
 ]
+
+# The extras: each is loaded when one of its names is first used.
+_EXTRAS = {
+    "EMA": "composable.extras.averaging.ema",
+    "HierarchicalAverager": "composable.extras.averaging.averaging",
+    "LocalSteps": "composable.extras.averaging.outer_steps",
+    "PeriodicAverager": "composable.extras.averaging.averaging",
+    "Watch": "composable.extras.watch.watch",
+    "average_parameters": "composable.extras.averaging.averaging",
+    "join": "composable.extras.uneven.join",
+    "joinable": "composable.extras.uneven.join",
+    "local_steps": "composable.extras.averaging.outer_steps",
+    "skipped": "composable.extras.uneven.skipped",
+    "step_on_matrices": "composable.extras.matrices.matrix_steps",
+    "together": "composable.extras.uneven.together",
+    "watch": "composable.extras.watch.watch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXTRAS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_EXTRAS[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from typing import NoReturn
 
 from composable import __version__
-from composable.algorithms.watch import replay as replay_command
-from composable.demo.options import DemoError, OneLineParser, Options, add_arguments
-from composable.forecast import command as forecast_command
-from composable.forecast import describing as describe_command
+from composable.extras.forecast import command as forecast_command
+from composable.extras.forecast import describing as describe_command
+from composable.extras.watch import replay as replay_command
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Answers a bad value with one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process."""
+        self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
 
 
 def main(command_line: Sequence[str]) -> int:
@@ -23,9 +31,6 @@ def main(command_line: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"composable {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    about = "train a small language model on real text over several processes"
-    command = commands.add_parser("demo", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    add_arguments(command)
     about = "say what training needs, without the devices: memory, messages, time"
     forecast = commands.add_parser(
         "forecast", help=about, description=f"{about[0].upper()}{about[1:]}."
@@ -44,27 +49,8 @@ def main(command_line: Sequence[str]) -> int:
     )
     replay_command.add_arguments(replay)
     replay.set_defaults(run=replay_command.run)
-    options = parser.parse_args(command_line, Options())
-    if (run := getattr(options, "run", None)) is not None:
-        return int(run(options))
-    try:
-        # Imported here, because its dependencies are an extra of the package, and `--help` works
-        # without them.
-        demo = import_module("composable.demo.command")
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("rich", "matplotlib", "numpy"):
-            raise
-        sys.exit(
-            f"python -m composable demo: {missing} is missing; pip install 'torch-composable[demo]'"
-            " brings it, or pip install -e '.[demo]' in a checkout"
-        )
-    try:
-        status: int = demo.run(options, command_line)
-    except DemoError as error:
-        print(f"{command.prog}: {error}", file=sys.stderr)
-        return 2
-    return status
+    options = parser.parse_args(command_line)
+    return int(options.run(options))
 
 
 if __name__ == "__main__":

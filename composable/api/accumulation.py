@@ -14,7 +14,7 @@ from composable.compilation import untraced
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.step.root import end_interrupted, reduce_held
 from composable.errors import AnnotationError, PhaseError, did_you_mean
-from composable.memory.torch_private import in_backward
+from composable.torch_private import in_backward
 
 # for sharded units; replicated ones always hold
 _LEVELS: Final = {"all": SyncMode.HOLD, "replicate": SyncMode.HOLD_SHARDS}

@@ -33,7 +33,7 @@ from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
 from composable.features.packed import is_packed, refusal_of
 from composable.features.spread import spread_of
-from composable.memory.torch_private import hooks_after_accumulation, local_of
+from composable.torch_private import hooks_after_accumulation, local_of
 
 logger = logging.getLogger("composable")
 

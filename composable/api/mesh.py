@@ -28,8 +28,8 @@ from composable.comm import (
 )
 from composable.contract.tree import SHARD
 from composable.errors import AnnotationError, MeshError, RanksDisagreeError
-from composable.memory.torch_private import flattened, root_of
 from composable.policies.base import kind_of
+from composable.torch_private import flattened, root_of
 
 logger = logging.getLogger("composable")
 

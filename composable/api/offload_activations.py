@@ -12,7 +12,7 @@ from composable.config import require_bool
 from composable.contract.contract import contract
 from composable.contract.naming import known_fqn
 from composable.errors import AnnotationError, describe_module
-from composable.memory.activations import OffloadBracket
+from composable.features.activations import OffloadBracket
 from composable.policies import PolicyLike
 
 # A link takes some 40 us each way for as much; a round trip costs the host more than 0.1 ms,

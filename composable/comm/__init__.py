@@ -1,7 +1,7 @@
 """The callers of torch.distributed's collectives. They move tensors, and know no modules,
 parameters or units. Outside are DTensor's own, where whole parameters are asked for and gradients
 of tensor-parallel ones are redistributed, and those in the graphs of compiled autograd
-(algorithms/traced.py).
+(features/traced.py).
 
 | tensors on           | backend                         | class              |
 |----------------------|---------------------------------|--------------------|

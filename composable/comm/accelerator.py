@@ -14,7 +14,7 @@ from torch import Tensor
 
 from composable.comm.base import GroupComm, Traits, Work, launch_each
 from composable.memory.streams import Mark, Streams, range_label
-from composable.memory.torch_private import Launcher, cannot_coalesce
+from composable.torch_private import Launcher, cannot_coalesce
 
 # A launch of more messages than this takes longer than the copies that it saves; kernels read 16
 # aligned bytes at once.

@@ -20,7 +20,7 @@ from torch import Tensor
 from composable.comm.ledger import Ledger, ledger_of
 from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import range_label
-from composable.memory.torch_private import Launcher, as_real, launchers, profiled
+from composable.torch_private import Launcher, as_real, launchers, profiled
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -20,7 +20,7 @@ from composable.comm.local import LocalComm
 from composable.comm.supplied import with_own_memory, with_symmetric_memory
 from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import has_streams, streams_of
-from composable.memory.torch_private import timeout_of
+from composable.torch_private import timeout_of
 
 # ranks in a gloo group up to which point-to-point messages are faster than its collectives
 PAIRS_UP_TO: Final = 8

@@ -24,7 +24,7 @@ from composable.comm.ledger import checksum
 from composable.errors import CommunicationError
 from composable.memory.elastic import borrow, give_back
 from composable.memory.streams import range_label
-from composable.memory.torch_private import profiled
+from composable.torch_private import profiled
 
 # apart from the small tags that users choose for messages of their own; a tag is a C int
 _FIRST_TAG: Final = 1 << 30

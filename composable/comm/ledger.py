@@ -27,7 +27,7 @@ from composable.comm.shared_launches import (
     shared_launches,
 )
 from composable.errors import RanksDisagreeError, few
-from composable.memory.torch_private import bytes_in, on_collectives, store_of
+from composable.torch_private import bytes_in, on_collectives, store_of
 
 DEBUG_VARIABLE: Final = "COMPOSABLE_DEBUG"  # "1" in the environment of all ranks
 REPORT_SECONDS: Final = 5.0  # in which a rank that raises waits for the reports of the others

@@ -28,7 +28,7 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from composable.memory.torch_private import store_of
+from composable.torch_private import store_of
 
 ENTRIES: Final = 1024  # of a ring: more than the launches of most steps
 _NUMBER: Final = struct.Struct("=q")

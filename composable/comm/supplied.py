@@ -25,7 +25,7 @@ from torch import Tensor
 
 from composable.comm.base import DONE, Comm, Pairs, Work, backend_of
 from composable.errors import AnnotationError, MeshError, first_line
-from composable.memory.torch_private import choose_symmetric_memory, symmetric_tensor
+from composable.torch_private import choose_symmetric_memory, symmetric_tensor
 
 
 class Memory(Protocol):

@@ -29,7 +29,7 @@ from composable.errors import (
 _names: ContextVar[Mapping[int, str]] = ContextVar("composable_names", default=MappingProxyType({}))
 
 _LIBRARIES: Final = ("composable.", "torch.")
-_DEMO: Final = "composable.demo."  # its call sites are reported like those of a user's script
+_DEMO: Final = "examples.demo."  # its call sites are reported like those of a user's script
 
 
 # --- names of modules ---------------------------------------------------------------------------

@@ -55,7 +55,7 @@ from composable.engine.params.sharded import ShardedGroup
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, PhaseError, first_line
 from composable.memory.elastic import ElasticBuffer, note_resized
-from composable.memory.torch_private import (
+from composable.torch_private import (
     local_of,
     storage_key,
     up_to_collectives,

@@ -20,7 +20,7 @@ from composable.features.extension import ExtendedGroup
 from composable.features.offloaded import OffloadedGroup
 from composable.memory.offload import HostHome
 from composable.memory.streams import has_streams
-from composable.memory.torch_private import local_tensor
+from composable.torch_private import local_tensor
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
 from composable.compilation import call_compiled, running_compiler, untraced, untraced_alone
-from composable.memory.activations import recomputing
-from composable.memory.torch_private import checkpoint_generator
+from composable.features.activations import recomputing
+from composable.torch_private import checkpoint_generator
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 

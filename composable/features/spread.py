@@ -35,7 +35,7 @@ from typing_extensions import override
 from composable.comm import Comm, comm_of
 from composable.engine.params.dtensors import whole_of, wrap
 from composable.engine.params.form import ParamForm
-from composable.memory.torch_private import (
+from composable.torch_private import (
     local_of,
     local_tensor,
     locals_of,

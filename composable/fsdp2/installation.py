@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 from composable.errors import ClashError
 from composable.fsdp2.module import FSDPModule
 from composable.fsdp2.verb import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from composable.memory.torch_private import classes_of_fsdp2
+from composable.torch_private import classes_of_fsdp2
 
 # torch's object, and ours
 _PAIRS: Final[list[tuple[Any, Any]]] = [

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch.profiler import record_function
 
-from composable.memory.torch_private import profiled
+from composable.torch_private import profiled
 
 LABEL_PREFIX: Final = "composable: "
 _NOTHING: Final = nullcontext()

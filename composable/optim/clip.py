@@ -40,7 +40,6 @@ from composable.engine.params.param import (
 )
 from composable.engine.step.observer import announce
 from composable.errors import ClippingError, NonFiniteError
-from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.shared import (
     Groups,
@@ -50,6 +49,7 @@ from composable.optim.shared import (
     reduce_over,
     refuse_unreduced,
 )
+from composable.torch_private import locals_of
 
 _EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
 _DOUBLE: Final = (torch.float64, torch.complex128)

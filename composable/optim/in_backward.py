@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from composable.compilation import untraced
 from composable.engine.params.param import STEPPED_BY, label_of
-from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.observer import DECISIONS, HEARERS, Observer
 from composable.errors import OptimizerError, PhaseError
-from composable.memory.torch_private import in_backward
+from composable.torch_private import in_backward
 
 _NAME: Final = "apply_optimizer_in_backward"
 _alive: Final[WeakSet[OptimizerInBackward]] = WeakSet()
@@ -193,6 +193,9 @@ def counted_in_backward(parameters: Iterable[Tensor]) -> bool:
     """Whether the backwards that step one of `parameters` are counted."""
     ids = set(map(id, parameters))
     return any(optimizer.after_step and not ids.isdisjoint(optimizer.ids) for optimizer in _alive)
+
+
+DECISIONS.answer(counts_backwards=counted_in_backward)
 
 
 def stepped_in_backward(parameters: Iterable[Tensor]) -> str | None:

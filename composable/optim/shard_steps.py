@@ -26,7 +26,9 @@ from typing_extensions import override
 from composable.engine.params.dtensors import gradient_like
 from composable.engine.params.param import gradient_of
 from composable.errors import OptimizerError
-from composable.memory.torch_private import (
+from composable.optim.shared import refuse_unreduced
+from composable.optim.stand_in import STEPPINGS, State, Stepping, is_differentiable
+from composable.torch_private import (
     as_tensors,
     local_of,
     locals_of,
@@ -34,8 +36,6 @@ from composable.memory.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
-from composable.optim.shared import refuse_unreduced
-from composable.optim.stand_in import STEPPINGS, State, Stepping, is_differentiable
 
 ELEMENTWISE: Final = (
     optim.SGD,

@@ -20,8 +20,8 @@ from weakref import WeakKeyDictionary
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable.memory.torch_private import step_hooks
 from composable.optim.shared import parameters_of
+from composable.torch_private import step_hooks
 
 State = dict[str, Any]
 

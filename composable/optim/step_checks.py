@@ -36,11 +36,11 @@ from composable.engine.params.param import labels_of
 from composable.engine.step.root import UNLANDED, land_held
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import OptimizerError
-from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.shard_steps import step_on_shards_unasked
 from composable.optim.shared import is_trained, parameters_of, refuse_unreduced
 from composable.optim.stand_in import is_stand_in
+from composable.torch_private import as_tensors
 
 _OTHER: Final = (
     "was replaced on its module, by an annotation, by load_state_dict(assign=True), by an"

@@ -21,9 +21,9 @@ from composable.errors import few, unit_name
 from composable.features.hook_stages import names_of_hooks
 from composable.features.offloaded import OffloadedGroup
 from composable.memory.streams import any_has_streams, has_streams
-from composable.memory.torch_private import locals_of
 from composable.report.parameters import ParameterDescription, describe_parameters
 from composable.report.table import plain, rich
+from composable.torch_private import locals_of
 
 OFFLOAD: Final = "offload_activations"
 _HEADER: Final = (

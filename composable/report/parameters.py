@@ -24,8 +24,8 @@ from composable.engine.params.param import ManagedParam
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import unit_name
-from composable.memory.torch_private import local_tensor
 from composable.report.table import plain, rich
+from composable.torch_private import local_tensor
 
 NOT_ANNOTATED: Final = "(not annotated)"
 IGNORED: Final = "(ignored)"

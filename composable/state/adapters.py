@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.contract.tree import Place
 from composable.errors import PhaseError, few
-from composable.memory.torch_private import local_of
+from composable.torch_private import local_of
 
 _OF_LORA: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 

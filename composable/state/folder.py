@@ -25,9 +25,9 @@ from composable.comm import Comm, is_distributed
 from composable.engine.edits.loading import says_nothing_of_groups
 from composable.errors import RanksDisagreeError, StateError, few, first_line
 from composable.features.packed import is_packed
-from composable.memory.torch_private import apply_to_tensors, local_of
 from composable.state.hub_names import Converted, by_transformers, ignored, kept_dtypes
 from composable.state.whole import Managed, managed_in
+from composable.torch_private import apply_to_tensors, local_of
 
 Rename = Callable[[str], str]
 Box = Sequence[slice]

@@ -27,13 +27,13 @@ from composable.engine.params.protocol import plain_parts
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, RanksDisagreeError
 from composable.features.packed import is_packed
-from composable.memory.torch_private import local_tensor
 from composable.state.whole import (
     all_or_none,
     comms_of_model,
     managed_in,
     require_at_rest,
 )
+from composable.torch_private import local_tensor
 
 K = TypeVar("K")
 _WORDS: Final = 1 << 18  # that a checksum takes at once

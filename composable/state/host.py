@@ -20,8 +20,8 @@ from composable.errors import AnnotationError, PhaseError
 from composable.features.extension import refuse_extended
 from composable.memory.offload import HostHome, free_cached_memory, wait_for_traffic
 from composable.memory.streams import has_streams
-from composable.memory.torch_private import can_take_data, dtensor_like, local_of
 from composable.state.whole import require_at_rest
+from composable.torch_private import can_take_data, dtensor_like, local_of
 
 
 class HostOffload:

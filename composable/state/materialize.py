@@ -44,7 +44,6 @@ from composable.errors import (
     few,
 )
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import local_tensor
 from composable.state.adapters import NewAdapters
 from composable.state.folder import Files, Loaded, Plan, Rename, cast
 from composable.state.whole import (
@@ -57,6 +56,7 @@ from composable.state.whole import (
     whole_parameter,
     write_whole,
 )
+from composable.torch_private import local_tensor
 
 Init = Callable[[nn.Module], object]
 

@@ -20,7 +20,7 @@ from composable.engine.params.param import label_of
 from composable.engine.step.unit import unit_of, units_below
 from composable.errors import OptimizerError, few
 from composable.features.spread import spread_of
-from composable.memory.torch_private import local_of, step_hooks
+from composable.torch_private import local_of, step_hooks
 
 
 @torch.no_grad()

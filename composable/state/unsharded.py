@@ -21,12 +21,6 @@ from composable.engine.params.param import holds_unreduced, keep_gradients_in
 from composable.engine.params.protocol import has_protocol, plain_parts
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
-from composable.memory.torch_private import (
-    gradient_hooks,
-    hooks_after_accumulation,
-    local_of,
-    local_tensor,
-)
 from composable.state.whole import (
     Managed,
     all_or_none,
@@ -35,6 +29,12 @@ from composable.state.whole import (
     require_at_rest,
     whole_parameter,
     write_whole,
+)
+from composable.torch_private import (
+    gradient_hooks,
+    hooks_after_accumulation,
+    local_of,
+    local_tensor,
 )
 
 _SCOPE: Final = "unsharded()"

@@ -17,7 +17,7 @@ from composable.engine.params.param import ManagedParam, copy_attributes
 from composable.engine.step.root import end_interrupted
 from composable.engine.step.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, first_line
-from composable.memory.torch_private import in_backward, local_of
+from composable.torch_private import in_backward, local_of
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable.memory.torch_private import launchers
+from composable.torch_private import launchers
 from tests.accelerator import sim, watch
 from tests.helpers.world import Pool, RanksFailed, current_device
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from composable import offload_activations
-from composable.memory import activations
-from composable.memory.activations import TO_DEVICE_STREAM, TO_HOST_STREAM
+from composable.features import activations
+from composable.features.activations import TO_DEVICE_STREAM, TO_HOST_STREAM
 from tests.accelerator import sim, watch
 from tests.accelerator.faults import COMPUTE, _launch, assert_found, fork_without_waiting
 from tests.helpers.offloading import Line

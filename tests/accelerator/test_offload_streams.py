@@ -20,7 +20,7 @@ from composable import CPUOffloadPolicy, fully_shard, register_comm_hook
 from composable.engine.step import root
 from composable.memory import offload
 from composable.memory.offload import TO_DEVICE_STREAM, TO_HOST_STREAM, ComingShards
-from composable.memory.torch_private import local_of
+from composable.torch_private import local_of
 from tests.accelerator import sim, watch
 from tests.accelerator.faults import COMPUTE, GATHER, _launch, assert_found, fork_without_waiting
 from tests.accelerator.twins import Block, mesh_of, model_of, x_of

@@ -31,7 +31,7 @@ from composable import (
     replicate,
     step_on_shards,
 )
-from composable.memory.torch_private import local_of
+from composable.torch_private import local_of
 from tests.accelerator import sim
 from tests.accelerator.twins import (
     Block,

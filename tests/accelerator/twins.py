@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable import CPUOffloadPolicy, fully_shard
-from composable.memory.torch_private import local_of
+from composable.torch_private import local_of
 from tests.helpers.world import current_device
 
 # seconds in which modules hold at-rest parameters after a backward that raised; it takes

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from composable import watch
 from composable.contract.values import map_tensors
 from composable.errors import NonFiniteError, RanksDisagreeError
-from composable.memory.torch_private import local_tensor
+from composable.torch_private import local_tensor
 from tests.algorithms.generated_watch import (
     ANNOTATIONS,
     AROUND,

@@ -61,7 +61,7 @@ from composable import (
     unsharded,
     watch,
 )
-from composable.memory.torch_private import local_tensor
+from composable.torch_private import local_tensor
 from tests.helpers.world import Pool, RanksFailed
 
 WIDTH: Final = 6

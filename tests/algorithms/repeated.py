@@ -25,7 +25,7 @@ from torch.nn.utils import parametrizations
 from torch.optim import LBFGS, SGD, Optimizer
 
 from composable import checkpoint, fully_shard, no_sync, offload_activations
-from composable.algorithms.watch import repeat as repeated
+from composable.extras.watch import repeat as repeated
 from tests.helpers.world import current_device
 
 WIDTH: Final = 8

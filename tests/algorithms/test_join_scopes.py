@@ -25,10 +25,10 @@ from composable import (
     reduce_gradients,
     replicate,
 )
-from composable.algorithms.narration import open_scope
 from composable.comm import ledger_of
 from composable.errors import CommunicationError
-from composable.memory.torch_private import locals_of
+from composable.extras.uneven.narration import open_scope
+from composable.torch_private import locals_of
 from tests.helpers.compare import full
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, spmd

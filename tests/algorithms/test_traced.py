@@ -11,6 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
+from composable.algorithms import traced
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.fx_passes.bucketing import bucket_all_reduce
@@ -32,9 +33,8 @@ from composable import (
     replicate,
     skipped,
 )
-from composable.algorithms import traced
-from composable.algorithms.traced import TracedReduction
 from composable.errors import DifferentiationError, PhaseError
+from composable.features.traced import TracedReduction
 from tests.helpers.battery.case import mean_square
 from tests.helpers.compare import full_gradients
 from tests.helpers.compiled import CASE, Block, assert_trains_as_one_process, fresh_compiler

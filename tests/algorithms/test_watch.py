@@ -30,7 +30,7 @@ from composable.contract.hooks import dispatcher_of
 from composable.errors import (
     NonFiniteError,
 )
-from composable.memory.torch_private import local_tensor
+from composable.torch_private import local_tensor
 from tests.algorithms.watched import PROGRAMS, SKIPPING, Fault, Program, spoil_at_rest
 from tests.helpers.world import Pool, current_device, spmd
 

@@ -18,7 +18,7 @@ from composable import fully_shard, register_comm_hook, watch
 from composable.comm import Comm, Work, comms_wrapped_by
 from composable.comm.base import Again
 from composable.errors import RanksDisagreeError
-from composable.memory.torch_private import local_tensor
+from composable.torch_private import local_tensor
 from tests.algorithms.watched import PROGRAMS, SKIPPING, Model, Program
 from tests.helpers.world import Pool, current_device, spmd
 

@@ -21,10 +21,10 @@ from composable import (
     replicate,
     watch,
 )
-from composable.algorithms.watch.incident import FORMAT
-from composable.algorithms.watch.replay import COLUMNS, replay
 from composable.comm import comms_wrapped_by
 from composable.errors import ReplayError
+from composable.extras.watch.incident import FORMAT
+from composable.extras.watch.replay import COLUMNS, replay
 from tests.algorithms.test_watch_agreement import Planted, Spoiling
 from tests.algorithms.test_watch_programs import Spoiled
 from tests.algorithms.watched import PROGRAMS, Fault, spoil_at_rest

@@ -34,7 +34,7 @@ from composable import (
 )
 from composable.comm.base import LAUNCHING
 from composable.engine.step.observer import HEARERS, Observer
-from composable.memory.torch_private import local_tensor
+from composable.torch_private import local_tensor
 from tests.helpers.world import Pool, current_device, spmd
 
 WIDTH: Final = 4

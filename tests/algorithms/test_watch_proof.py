@@ -22,7 +22,7 @@ from composable import (
     watch,
 )
 from composable.errors import NonFiniteError, RanksDisagreeError
-from composable.memory.torch_private import local_tensor
+from composable.torch_private import local_tensor
 from tests.helpers.world import current_device, spmd
 
 WIDTH: Final = 6

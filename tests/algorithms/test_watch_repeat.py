@@ -16,8 +16,8 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from composable import fully_shard, replicate, watch
-from composable.algorithms.watch.repeat import _Twice
 from composable.errors import NotReproducedError
+from composable.extras.watch.repeat import _Twice
 from tests.algorithms.repeated import KINDS, Kind, Machine, flip, trained
 from tests.algorithms.test_watch_agreement import train
 from tests.algorithms.watched import PROGRAMS, SKIPPING

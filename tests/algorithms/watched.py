@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import MixedPrecisionPolicy, checkpoint, fully_shard, no_sync, replicate, skipped
-from composable.memory.torch_private import local_tensor
+from composable.torch_private import local_tensor
 from tests.helpers.world import current_device
 
 WIDTH: Final = 5

@@ -33,7 +33,7 @@ from composable.comm import (
 )
 from composable.comm.choose import group_of_all
 from composable.errors import AnnotationError
-from composable.memory.torch_private import timeout_of
+from composable.torch_private import timeout_of
 from tests.helpers.communicators import Around
 from tests.helpers.world import Pool, spmd
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable.comm import AcceleratorComm, choose, comm_of, world_group
 from composable.errors import CommunicationError
 from composable.memory.streams import Streams
-from composable.memory.torch_private import launchers
+from composable.torch_private import launchers
 from tests.helpers.world import Pool, spmd
 
 CPU: Final = torch.device("cpu")

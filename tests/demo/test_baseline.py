@@ -7,8 +7,8 @@ import math
 import pytest
 from expecttest import assert_expected_inline
 
-from composable.demo.options import DemoError
-from composable.demo.train import check_parity
+from examples.demo.options import DemoError
+from examples.demo.train import check_parity
 
 
 def test_losses_that_differ_by_rounding_pass() -> None:

@@ -9,11 +9,11 @@ import matplotlib.image
 import torch
 from torch import Tensor, nn
 
-from composable.demo.memory import Kind, MemoryTrace, measure_step
-from composable.demo.model import build, loss_of, optimizer_of, train_step
-from composable.demo.options import Options
-from composable.demo.pictures import draw_losses, draw_memory
-from composable.demo.train import annotate
+from examples.demo.memory import Kind, MemoryTrace, measure_step
+from examples.demo.model import build, loss_of, optimizer_of, train_step
+from examples.demo.options import Options
+from examples.demo.pictures import draw_losses, draw_memory
+from examples.demo.train import annotate
 from tests.helpers.world import Pool
 
 WIDTH, ROWS = 64, 1024

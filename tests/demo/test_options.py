@@ -10,13 +10,13 @@ import pytest
 from expecttest import assert_expected_inline
 
 import composable
-from composable.__main__ import main
+from examples.demo.__main__ import main
 
 
 def answer(capsys: pytest.CaptureFixture[str], *command_line: str) -> str:
     """What the command prints when it refuses; both ways of refusing end with status 2."""
     try:
-        status = main(["demo", *command_line])
+        status = main([*command_line])
     except SystemExit as stop:
         status = stop.code
     printed = capsys.readouterr()
@@ -30,17 +30,16 @@ _REFUSED = {
     "no number": (
         "--steps many",
         "--steps: needs a whole number of at least 1, got 'many'"
-        " (see python -m composable demo --help)",
+        " (see python -m examples.demo --help)",
     ),
     "out of range": (
         "--ranks 0",
-        "--ranks: needs a whole number from 1 to 64, got '0'"
-        " (see python -m composable demo --help)",
+        "--ranks: needs a whole number from 1 to 64, got '0' (see python -m examples.demo --help)",
     ),
     "no learning rate": (
         "--learning-rate nan",
         "--learning-rate: needs a number from 1e-06 to 1, got 'nan'"
-        " (see python -m composable demo --help)",
+        " (see python -m examples.demo --help)",
     ),
     "ranks that cannot share a batch": (
         "--batch-size 16 --ranks 3",
@@ -60,7 +59,7 @@ _REFUSED = {
 @pytest.mark.parametrize("what", _REFUSED)
 def test_a_bad_value_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], what: str) -> None:
     options, text = _REFUSED[what]
-    assert answer(capsys, *options.split()) == f"python -m composable demo: {text}"
+    assert answer(capsys, *options.split()) == f"python -m examples.demo: {text}"
 
 
 def test_resuming_where_nothing_was_saved_is_refused_and_leaves_no_folder_behind(
@@ -69,7 +68,7 @@ def test_resuming_where_nothing_was_saved_is_refused_and_leaves_no_folder_behind
     monkeypatch.chdir(tmp_path)
     assert_expected_inline(
         answer(capsys, "--resume", "--out", "new"),
-        """python -m composable demo: --resume: there is no checkpoint in new""",
+        """python -m examples.demo: --resume: there is no checkpoint in new""",
     )
     assert not (tmp_path / "new").exists()
 
@@ -81,7 +80,7 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_the_reason(
     Path("taken").write_text("a file")
     assert_expected_inline(
         answer(capsys, "--out", "taken"),
-        """python -m composable demo: --out taken: File exists""",
+        """python -m examples.demo: --out taken: File exists""",
     )
 
 
@@ -89,7 +88,7 @@ def test_help_and_version_need_none_of_the_extras() -> None:
     code = """
 import sys
 sys.modules.update(rich=None, matplotlib=None, numpy=None)
-from composable.__main__ import main
+from examples.demo.__main__ import main
 for command_line in sys.argv[1:]:
     try:
         main(command_line.split())
@@ -108,7 +107,7 @@ for command_line in sys.argv[1:]:
 
 def test_the_missing_extra_is_named_with_what_brings_it() -> None:
     code = (
-        "import sys; sys.modules.update(rich=None); from composable.__main__ import main;"
+        "import sys; sys.modules.update(rich=None); from examples.demo.__main__ import main;"
         " main(['demo'])"
     )
     done = subprocess.run(
@@ -117,5 +116,5 @@ def test_the_missing_extra_is_named_with_what_brings_it() -> None:
     assert done.returncode == 1
     assert_expected_inline(
         done.stderr.strip(),
-        """python -m composable demo: rich is missing; pip install 'torch-composable[demo]' brings it, or pip install -e '.[demo]' in a checkout""",  # noqa: E501
+        """python -m examples.demo: rich is missing; pip install 'torch-composable[demo]' brings it, or pip install -e '.[demo]' in a checkout""",  # noqa: E501
     )

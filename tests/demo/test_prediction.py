@@ -9,11 +9,11 @@ import pytest
 from rich.table import Table
 from torch import Tensor
 
-from composable.demo.memory import measure_step
-from composable.demo.model import loss_of
-from composable.demo.options import OneLineParser, Options, add_arguments
-from composable.demo.prediction import Measured, prediction_table
-from composable.demo.train import Run, _memory_table, annotate
+from examples.demo.memory import measure_step
+from examples.demo.model import loss_of
+from examples.demo.options import OneLineParser, Options, add_arguments
+from examples.demo.prediction import Measured, prediction_table
+from examples.demo.train import Run, _memory_table, annotate
 from tests.helpers.world import Pool
 
 README = Path(__file__).parents[2] / "README.md"

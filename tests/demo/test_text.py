@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from composable.demo.options import DemoError
-from composable.demo.text import batch, read_corpus
+from examples.demo.options import DemoError
+from examples.demo.text import batch, read_corpus
 
 
 def test_the_standard_library_of_this_interpreter_is_the_text() -> None:

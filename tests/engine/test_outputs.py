@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composable.engine.step.outputs import Watched, before_gradient, before_node, watch
-from composable.memory.torch_private import next_node
+from composable.torch_private import next_node
 
 
 @dataclass

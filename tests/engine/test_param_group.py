@@ -22,7 +22,7 @@ from composable.engine.params.param import cut
 from composable.engine.params.param_group import ABSENT, ShardedState
 from composable.engine.params.precision import Precision
 from composable.errors import CommunicationError
-from composable.memory.torch_private import set_local
+from composable.torch_private import set_local
 from tests.engine.layouts import SETTINGS, shapes
 from tests.engine.ranks import (
     DIRECT,

@@ -46,8 +46,8 @@ from composable import (
     step_on_matrices,
 )
 from composable.comm import Comm, comms_wrapped_by
-from composable.demo.memory import measure_step
 from composable.errors import ForecastError
+from composable.extras.forecast.plans import _Search, repeated
 from composable.forecast import (
     DEVICES,
     Collective,
@@ -57,8 +57,8 @@ from composable.forecast import (
     forecast,
     suggest,
 )
-from composable.forecast.plans import _Search, repeated
-from composable.memory.torch_private import WRAPPERS, group_named
+from composable.torch_private import WRAPPERS, group_named
+from examples.demo.memory import measure_step
 from tests.helpers.communicators import Around
 from tests.helpers.world import Pool
 
@@ -921,7 +921,7 @@ def test_tensors_larger_than_the_memory_of_this_computer_are_forecast() -> None:
 
 
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["composable.forecast.forecast"], "PACE", 0.0)
+    monkeypatch.setattr(sys.modules["composable.extras.forecast.forecast"], "PACE", 0.0)
     said: list[str] = []
     told("sharded", 2, progress=said.append)
     assert said[0].startswith("step 1 of 2, forward")

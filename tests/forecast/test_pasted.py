@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from composable.errors import ForecastError
+from composable.extras.forecast.plans import repeated
 from composable.forecast import Plan, suggest
-from composable.forecast.plans import repeated
 from tests.helpers.world import Pool
 from tests.tensor_parallel import transformers_models
 from tests.tensor_parallel.transformers_models import (

@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import (
 
 from composable import checkpoint, fully_shard, replicate
 from composable.comm import comms_wrapped_by
-from composable.demo.memory import measure_step
 from composable.errors import ForecastError
 from composable.forecast import Pipeline, forecast_stages
+from examples.demo.memory import measure_step
 from tests.forecast.test_forecast import TOKENS, Block, Counting
 from tests.helpers.pipelines import installed
 from tests.helpers.world import Pool
@@ -287,7 +287,7 @@ def test_stages_of_several_tensors_without_an_annotation_and_a_loss_are_forecast
 
 
 def test_progress_names_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["composable.forecast.forecast"], "PACE", 0.0)
+    monkeypatch.setattr(sys.modules["composable.extras.forecast.forecast"], "PACE", 0.0)
     said: list[str] = []
     told(progress=said.append)
     assert "stage 1, step 2 of 2, backward of unit '0'" in said

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from composable import offload_activations
-from composable.memory import activations
-from composable.memory.activations import HostCopy, copies_of
+from composable.features import activations
+from composable.features.activations import HostCopy, copies_of
 from tests.helpers.world import current_device
 
 

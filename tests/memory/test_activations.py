@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from composable.errors import SavedTensorError
-from composable.memory import activations
-from composable.memory.activations import (
+from composable.features import activations
+from composable.features.activations import (
     OffloadBracket,
     close_interrupted,
     copies_of,

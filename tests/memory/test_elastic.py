@@ -23,7 +23,7 @@ from composable.memory.elastic import (
     release_idle_memory,
     with_own_storage,
 )
-from composable.memory.torch_private import CAN_SWAP
+from composable.torch_private import CAN_SWAP
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-from composable.memory.torch_private import (
+from composable.torch_private import (
     dtensor_like,
     innermost,
     is_transformed,

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from composable import fully_shard, replicate, step_on_matrices
 from composable.engine.params.form import PLAIN
 from composable.errors import OptimizerError
-from composable.memory.torch_private import tree_flatten
+from composable.torch_private import tree_flatten
 from tests.helpers.compare import all_full
 from tests.helpers.world import Pool
 

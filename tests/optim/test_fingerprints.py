@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composable.optim.fingerprints import fingerprints
+from composable.extras.matrices.fingerprints import fingerprints
 
 
 @pytest.mark.parametrize(

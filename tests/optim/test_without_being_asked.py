@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable import ShardStepping, fully_shard, replicate, step_on_shards
-from composable.memory.torch_private import step_hooks
+from composable.torch_private import step_hooks
 from tests.helpers.compiled import fresh_compiler
 from tests.helpers.world import current_device, spmd
 from tests.optim.twins import OPTIMIZERS, Twins, groups_of, local, sharded_model, stepped_by_torch

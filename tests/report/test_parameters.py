@@ -28,8 +28,8 @@ from composable import (
     replicate,
     unsharded,
 )
-from composable.memory.torch_private import local_tensor
 from composable.report.parameters import ParameterDescription
+from composable.torch_private import local_tensor
 from tests.extensions.rows import Net, Rows, with_rows
 from tests.helpers.world import Pool, current_device, spmd
 from tests.meshes.mixtral import Experts, Mixtral, MoE, spread_experts

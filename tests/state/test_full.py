@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from composable import export, full_state_dict, fully_shard, replicate, stream_full
 from composable.errors import RanksDisagreeError
-from composable.memory.torch_private import local_of
 from composable.state import full
 from composable.state.full import SMALLEST_FILE, plan_files
+from composable.torch_private import local_of
 from tests.helpers.world import Pool, need_devices, spmd
 from tests.state.models import PLANS, Net, plain, tokens
 

@@ -25,8 +25,8 @@ from composable import (
 )
 from composable.errors import OptimizerError, PhaseError
 from composable.memory.offload import HostHome
-from composable.memory.torch_private import can_take_data, local_of
 from composable.state import host
+from composable.torch_private import can_take_data, local_of
 from tests.helpers.world import Pool, current_device, spmd
 
 WIDTH: Final = 64

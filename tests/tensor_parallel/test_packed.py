@@ -30,7 +30,7 @@ from composable import (
     unsharded,
 )
 from composable.engine.params.protocol import cut_along
-from composable.memory.torch_private import cut_by
+from composable.torch_private import cut_by
 from tests.helpers.compare import full
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import OPTIMIZERS, assert_same_parameters, mesh_of

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from composable.contract.methods import set_method, unbind_method
-from composable.memory.torch_private import CONVERT
+from composable.torch_private import CONVERT
 
 
 def keep_attributes(modules: Iterable[nn.Module]) -> list[Callable[[], object]]:

@@ -41,7 +41,7 @@ from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import HEARS
 from composable.errors import AnnotationError, PhaseError
-from composable.memory.torch_private import local_of
+from composable.torch_private import local_of
 
 _KEY: Final = "composable"  # in the memo of a deepcopy, beside ids
 

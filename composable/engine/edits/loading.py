@@ -44,7 +44,7 @@ from composable.engine.step.observer import called
 from composable.engine.step.prepare import is_called, modules_calling
 from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
-from composable.memory.torch_private import local_of
+from composable.torch_private import local_of
 
 logger = logging.getLogger("composable")
 

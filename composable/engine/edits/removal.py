@@ -26,7 +26,7 @@ from composable.engine.params.param_hooks import move_hooks
 from composable.engine.params.protocol import as_class_of
 from composable.engine.step.unit import Unit
 from composable.errors import PhaseError
-from composable.memory.torch_private import local_of
+from composable.torch_private import local_of
 
 # A value and its gradient.
 _Whole = tuple[Tensor, Tensor | None]

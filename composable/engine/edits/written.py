@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from composable.compilation import untraced
 from composable.engine.step.unit import Unit
-from composable.memory.torch_private import in_backward
+from composable.torch_private import in_backward
 
 
 @untraced

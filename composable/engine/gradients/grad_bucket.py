@@ -44,7 +44,7 @@ from composable.engine.params.param_hooks import (
 )
 from composable.engine.params.precision import Precision
 from composable.memory.offload import wait_for_traffic
-from composable.memory.torch_private import (
+from composable.torch_private import (
     as_tensors,
     dtensors_around,
     gradient_hooks,

@@ -55,7 +55,7 @@ from composable.engine.params.param import as_parameter
 from composable.engine.params.precision import Precision
 from composable.errors import RanksDisagreeError
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import chunk_cat, local_tensor, no_views, storage_key
+from composable.torch_private import chunk_cat, local_tensor, no_views, storage_key
 
 _CACHE_LINE: Final = 64  # bytes
 _PLANS: Final = 4  # for sets of parameters that train; where others come up, plans are made anew

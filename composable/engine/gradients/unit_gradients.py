@@ -29,7 +29,7 @@ from composable.engine.params.param_hooks import (
     run_post_accumulate_hooks,
 )
 from composable.errors import DifferentiationError
-from composable.memory.torch_private import hooks_after_accumulation
+from composable.torch_private import hooks_after_accumulation
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from composable.engine.params.param import (
     set_holds_unreduced,
 )
 from composable.errors import PhaseError
-from composable.memory.torch_private import gradient_hooks, local_of, local_tensor, locals_of
+from composable.torch_private import gradient_hooks, local_of, local_tensor, locals_of
 
 
 class SyncMode(enum.Enum):

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.engine.params.layout import Route, Slot
 from composable.engine.params.protocol import cloned
 from composable.errors import few
-from composable.memory.torch_private import (
+from composable.torch_private import (
     dtensor_like,
     dtensors_around,
     local_of,

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.comm.base import Comm
 from composable.engine.params.dtensors import whole_of, wrap
 from composable.engine.params.protocol import cut_along
-from composable.memory.torch_private import SHARDS, can_take_data, cut_by
+from composable.torch_private import SHARDS, can_take_data, cut_by
 
 
 class ParamForm:

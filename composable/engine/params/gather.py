@@ -23,7 +23,7 @@ from composable.engine.params.layout import Layout, Route, Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import Precision
 from composable.memory.elastic import ElasticBuffer
-from composable.memory.torch_private import innermost, locals_of, storage_key
+from composable.torch_private import innermost, locals_of, storage_key
 
 
 class Gather:

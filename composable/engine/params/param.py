@@ -36,7 +36,7 @@ from composable.contract.tree import Place
 from composable.engine.params.dtensors import dtensor_parameter, gradient_like, is_unreduced
 from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.layout import Route, Slot
-from composable.memory.torch_private import (
+from composable.torch_private import (
     local_of,
     set_local,
     storage_key,

@@ -66,7 +66,7 @@ from composable.engine.params.param import (
 )
 from composable.engine.params.precision import Precision
 from composable.errors import few
-from composable.memory.torch_private import (
+from composable.torch_private import (
     as_tensors,
     local_of,
     locals_of,

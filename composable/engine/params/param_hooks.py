@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from composable.compilation import untraced
-from composable.memory.torch_private import gradient_hooks, hooks_after_accumulation
+from composable.torch_private import gradient_hooks, hooks_after_accumulation
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable.errors import AnnotationError, first_line
-from composable.memory.torch_private import local_of
+from composable.torch_private import local_of
 
 PRE: Final = "fsdp_pre_all_gather"
 POST: Final = "fsdp_post_all_gather"

@@ -14,7 +14,7 @@ from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, at_home, copy_attributes
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import move_hooks
-from composable.memory.torch_private import local_of, locals_of
+from composable.torch_private import local_of, locals_of
 
 
 class ReplicatedGroup(ParamGroup):

@@ -26,7 +26,7 @@ from composable.engine.params.precision import Precision
 from composable.engine.params.protocol import has_protocol
 from composable.errors import ForeignParameterError
 from composable.memory.elastic import with_own_storage
-from composable.memory.torch_private import local_of, take_hooks
+from composable.torch_private import local_of, take_hooks
 
 
 class ShardedGroup(ParamGroup):

@@ -10,7 +10,7 @@ from torch import Tensor
 from composable.comm import Comm
 from composable.contract.tree import Place
 from composable.engine.step.unit import Unit
-from composable.memory.torch_private import outside_transforms
+from composable.torch_private import outside_transforms
 
 
 @outside_transforms

@@ -2,7 +2,7 @@
 
 It records a graph of all nodes and hooks, in which it cannot be told when a backward ends. So the
 engine refuses them, but where the compiler reduces the gradients as well: for models that are only
-replicated (`DECISIONS.traced`, `algorithms/traced.py`). `Root.eager_because` says why not, of the
+replicated (`DECISIONS.traced`, `features/traced.py`). `Root.eager_because` says why not, of the
 last forward; it is empty where it does, and then backward does not come to the engine.
 """
 
@@ -18,7 +18,7 @@ from composable.compilation import backward_is_compiled, backward_will_be_compil
 from composable.contract.values import map_tensors
 from composable.engine.step.observer import DECISIONS
 from composable.errors import DifferentiationError
-from composable.memory.torch_private import in_backward
+from composable.torch_private import in_backward
 
 if TYPE_CHECKING:
     from composable.engine.step.root import Root

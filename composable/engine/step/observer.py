@@ -7,9 +7,10 @@ answered by somebody else while a scope is open. Both are of the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 from torch import Tensor
 
@@ -66,6 +67,12 @@ class Observer:
     def splits_backwards(self) -> None:
         """A pipeline schedule that splits backwards calls a forward."""
 
+    def loses(self, units: Sequence[Unit]) -> None:
+        """A step of these units was lost, and all ranks know it (`together`)."""
+
+    def interrupted(self) -> None:
+        """A KeyboardInterrupt has ended the forwards of this thread, and told no hook of it."""
+
 
 @dataclass(eq=False)
 class Hearers:
@@ -83,6 +90,8 @@ class Hearers:
     communicates: list[Callable[..., None]] = field(default_factory=list)
     calls: list[Callable[[str], None]] = field(default_factory=list)
     splits_backwards: list[Callable[[], None]] = field(default_factory=list)
+    loses: list[Callable[[Sequence[Unit]], None]] = field(default_factory=list)
+    interrupted: list[Callable[[], None]] = field(default_factory=list)
 
     def add(self, observer: Observer) -> Callable[[], None]:
         """Let `observer` hear from now on; returns what ends it."""
@@ -125,6 +134,22 @@ def gradients_landed() -> None:
         hear()
 
 
+# The scope that is open and follows steps for ranks without data (`join`); weak, since one that
+# raised is dropped without a word.
+_SCOPES: Final[list[ref[Any]]] = []
+
+
+def open_scope() -> Any:
+    """The scope that is open and follows steps, or None."""
+    return _SCOPES[0]() if _SCOPES else None
+
+
+def follow_steps(scope: object) -> Callable[[], None]:
+    """`scope` is open from now on; returns what ends it."""
+    _SCOPES.append(ref(scope))
+    return _SCOPES.clear
+
+
 @dataclass
 class Decisions:
     """What somebody else may answer in place of the engine.
@@ -135,11 +160,14 @@ class Decisions:
             takes part in the backward.
         traced: asked when a forward begins whose backward a compiler will record: lets it reduce
             the gradients, or returns why it cannot.
+        counts_backwards: whether something counts the backwards that step one of these parameters
+            in backward (`local_steps`).
     """
 
     source: Callable[[], int] = int
     by_arrival: Callable[[], bool] = lambda: True
     traced: Callable[[Root], str] = lambda _: "nothing was set up for it"
+    counts_backwards: Callable[[Iterable[Tensor]], bool] = lambda _: False
 
     def answer(self, **answers: Any) -> Callable[[], None]:
         """Give other answers from now on; returns what takes them back."""

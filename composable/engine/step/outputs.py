@@ -22,7 +22,7 @@ from composable.contract.values import map_tensors, tensors_in
 from composable.engine.params.protocol import plain_parts
 from composable.errors import OutputError
 from composable.memory.elastic import comes_and_goes
-from composable.memory.torch_private import innermost, made_since
+from composable.torch_private import innermost, made_since
 
 _PLAIN: Final = (Tensor, nn.Parameter)
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

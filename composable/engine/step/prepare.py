@@ -45,7 +45,7 @@ from composable.errors import (
     few,
     still_on_meta,
 )
-from composable.memory.torch_private import (
+from composable.torch_private import (
     active_ddp,
     as_tensors,
     innermost,

@@ -95,11 +95,10 @@ from composable.errors import (
     RanksDisagreeError,
     first_line,
 )
-from composable.memory.activations import close_interrupted
 from composable.memory.elastic import keep_idle_memory, release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
-from composable.memory.torch_private import (
+from composable.torch_private import (
     backward_id,
     in_backward,
     on_backward_end,
@@ -1156,7 +1155,8 @@ def _reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = N
     root.reset(why)
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
-    close_interrupted()  # torch's hooks for saved tensors, of checkpoints and activation offload
+    for hear in HEARERS.interrupted:
+        hear()
 
 
 def end_interrupted(units: Iterable[Unit]) -> None:

@@ -60,7 +60,7 @@ from composable.engine.params.replicated import ReplicatedGroup
 from composable.engine.params.sharded import Grouping
 from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
-from composable.memory.torch_private import in_backward, locals_of
+from composable.torch_private import in_backward, locals_of
 
 if TYPE_CHECKING:
     from composable.engine.step.root import Root  # which a unit tells what changed

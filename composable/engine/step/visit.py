@@ -27,7 +27,7 @@ from composable.engine.step.outputs import lends, owned, watch
 from composable.engine.step.root import Root, root_for_call
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
-from composable.memory.torch_private import current_node, in_backward, next_node
+from composable.torch_private import current_node, in_backward, next_node
 
 logger = logging.getLogger("composable")
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from composable.memory.torch_private import classes_of_fsdp2
+from composable.torch_private import classes_of_fsdp2
 from tests.trainers.programs.recording import Record, start_over
 
 FULL: Final = {"kind": "FULL_STATE_DICT"}

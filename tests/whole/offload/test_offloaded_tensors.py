@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composable import fully_shard, offload_activations, replicate
-from composable.memory.activations import AHEAD
+from composable.features.activations import AHEAD
 from tests.helpers.offloading import Line, inputs_of, line, offloading
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 

@@ -1,3 +1,0 @@
-"""`python -m composable demo`: train a small language model on real text, with the public interface
-of the package.
-"""

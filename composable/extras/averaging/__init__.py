@@ -1,0 +1,1 @@
+"""Averages of parameters: over steps (`EMA`), and over ranks that train apart."""

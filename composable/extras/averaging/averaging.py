@@ -1,0 +1,403 @@
+"""Averages of parameters over ranks that train apart.
+
+They are made at once, every so many steps, or in groups within groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.api.scopes import units_in
+from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
+from composable.compilation import untraced, unwrapped
+from composable.engine.edits.written import written
+from composable.engine.params.dtensors import describe_mesh
+from composable.engine.step.unit import Unit
+from composable.errors import AnnotationError, MeshError, closest, few
+from composable.features.extension import refuse_extended
+from composable.features.hook_stages import cut_flat
+from composable.features.packed import is_packed
+from composable.state.whole import require_at_rest
+from composable.torch_private import locals_of
+
+Over = str | DeviceMesh | dist.ProcessGroup
+
+REPLICAS: Final = "replicate"
+
+# --- over which ranks ----------------------------------------------------------------------------
+
+
+def mesh_info_around(unit: Unit) -> MeshInfo:
+    """Return the mesh that tells a unit's replicas.
+
+    For a replicated unit next to hybrid shards over the same ranks, it is the mesh of the shards.
+    """
+    if unit.rest_mesh is not None:
+        for around in unit.relations.units_around():
+            for each in (around, *around.relations.below):
+                if (
+                    each.is_sharded
+                    and each.spec.mesh_info.mesh is unit.rest_mesh
+                    and unit.rest_mesh.ndim == 2
+                ):
+                    return each.spec.mesh_info
+    return unit.spec.mesh_info
+
+
+def comm_over(caller: str, unit: Unit, over: Over) -> Comm:
+    """The ranks of `over`, all of which hold the same part of the unit's parameters.
+
+    Raises:
+        MeshError: they hold different parts, or there is no such dimension.
+    """
+    if not unit.on_one_mesh:
+        raise MeshError(
+            f"{caller}: parameters of unit '{unit.name}' are on meshes of their own"
+            " (shard_placement_fn), whose replicas are other ranks. Annotate the modules that have"
+            " them as units on their mesh"
+        )
+    info = mesh_info_around(unit)
+    group = _group_over(caller, unit, info, over)
+    if unit.is_sharded and info.mesh is not None and group is not None:
+        ranks = dist.get_process_group_ranks(group)
+        parts = (
+            info.mesh.mesh.movedim(info.shard_dim, 0)
+            .reshape(info.mesh.size(info.shard_dim), -1)
+            .tolist()
+        )
+        if sum(any(rank in ranks for rank in part) for part in parts) > 1:
+            raise MeshError(
+                f"{caller}: unit '{unit.name}' is sharded over ranks"
+                f" {few([str(rank) for rank in ranks])} (over={over!r}), which hold different parts"
+                " of its parameters. Average over the dimension of the mesh that replicates, or"
+                " over a group of ranks that hold the same part"
+            )
+    return comm_of(group, info.device)
+
+
+def _group_over(caller: str, unit: Unit, info: MeshInfo, over: Over) -> dist.ProcessGroup | None:
+    if isinstance(over, dist.ProcessGroup):
+        return over
+    if isinstance(over, DeviceMesh) and over.ndim == 1:
+        return over.get_group()
+    if not isinstance(over, str):
+        dims = f" of {over.ndim} dimensions" if hasattr(over, "ndim") else ""
+        raise MeshError(
+            f"{caller}: over must be the name of a dimension, a mesh of one dimension or a process"
+            f" group, got {type(over).__name__}{dims}"
+        )
+    mesh = info.mesh
+    if mesh is None:
+        return None  # one process
+    names = mesh.mesh_dim_names or ()
+    if over in names:
+        return mesh.get_group(over)
+    if over == REPLICAS and mesh.ndim == 2:
+        return mesh.get_group(1 - info.shard_dim)
+    if over == REPLICAS and not unit.is_sharded:
+        return mesh.get_group()
+    near = "".join(f"; did you mean '{name}'?" for name in closest(over, names))
+    raise MeshError(
+        f"{caller}: the mesh of unit '{unit.name}', {describe_mesh(mesh)}, has no dimension"
+        f" '{over}'{near}. Its dimensions are {', '.join(map(repr, names)) or 'without names'}; for"
+        " ranks outside of it, pass their process group or mesh"
+    )
+
+
+# --- one average --------------------------------------------------------------------------------
+
+
+class _Average:
+    """One all-reduce of tensors of one dtype.
+
+    A single flat tensor, such as the shards of a unit, is reduced where it is.
+    """
+
+    def __init__(self, tensors: list[Tensor], comm: Comm, label: str) -> None:
+        self._tensors = tensors
+        alone = len(tensors) == 1 and tensors[0].is_contiguous()
+        self._flat = (
+            tensors[0] if alone else torch.cat([each.reshape(-1) for each in tensors])
+        ).to(comm.device)
+        self._work = comm.all_reduce([self._flat], label, 1.0 / comm.size)
+
+    def land(self) -> None:
+        self._work.wait()
+        if self._flat is self._tensors[0]:
+            increment_version(self._flat)  # what was gathered from it is out of date
+        else:
+            torch._foreach_copy_(
+                self._tensors, cut_flat(self._flat, [each.shape for each in self._tensors])
+            )
+
+
+def _memory_of(unit: Unit) -> Iterator[Tensor]:
+    """Yield the floating-point memory of a unit's parameters.
+
+    It is the shard buffer of a group that has shards, and otherwise every parameter.
+    """
+    refuse_extended("averages of parameters", unit)
+    for group in unit.groups:
+        if group.precision.original.is_floating_point or group.precision.original.is_complex:
+            for param in group.params:
+                if is_packed(param.at_rest):
+                    raise AnnotationError(
+                        f"averages of parameters: '{param.fqn}' of unit '{unit.name}' has packed"
+                        f" bytes in {group.precision.original}, of which there is no average."
+                        " Quantise with quant_storage=torch.uint8"
+                    )
+            if group.shard is not None:
+                yield group.shard.detach()
+            else:
+                at_rest = [param.at_rest for param in group.params]
+                yield from (local.detach() for local in locals_of(at_rest))
+
+
+def _buffers_of(units: list[Unit]) -> Iterator[tuple[Unit, Tensor]]:
+    """Floating-point buffers of the state dict, each with the innermost unit around it."""
+    found: dict[int, tuple[Unit, Tensor]] = {}
+    for unit in units:
+        for module in (below for outer in unit.modules for below in outer.modules()):
+            for name, buffer in module._buffers.items():
+                if (
+                    buffer is not None
+                    and buffer.is_floating_point()
+                    and name not in module._non_persistent_buffers_set
+                ):
+                    found[id(buffer)] = unit, buffer
+    yield from found.values()
+
+
+@untraced
+@torch.no_grad()
+def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) -> None:
+    units = units_in(caller, model)
+    comms = {unit: comm_for(unit) for unit in units}  # raises before the first message
+    require_at_rest(caller, units)
+    messages: dict[tuple[Unit, torch.dtype], list[Tensor]] = {}
+    memory = [(unit, tensor) for unit in units for tensor in _memory_of(unit)]
+    for unit, tensor in (*memory, *_buffers_of(units)):
+        if tensor.numel() and comms[unit].size > 1:
+            messages.setdefault((unit, tensor.dtype), []).append(tensor.detach())
+    averages = [
+        _Average(each, comms[unit], f"average of unit '{unit.name}'")
+        for (unit, _), each in messages.items()
+    ]
+    for average in averages:
+        average.land()
+    written(units)
+
+
+def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
+    """Replace the parameters of the units in `model` by their means over ranks that trained apart.
+
+    Every parameter is averaged, with or without a gradient. Shards are averaged with the same
+    shards of other ranks, where they are: one message per unit and dtype. Means are computed in the
+    parameters' dtype. Floating-point buffers of the state dict are averaged, too; other buffers
+    stay as they are. All ranks call this together, outside of forward and backward.
+
+    Args:
+        model: an annotated module, or one that contains some.
+        over: the ranks to average over: the name of a dimension of the units' meshes, a mesh of one
+            dimension, or a process group. "replicate" is the dimension that replicates, whatever it
+            is called; for a `replicate`d unit, its ranks.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        MeshError: a unit is sharded over these ranks, or its mesh has no dimension of this name.
+        PhaseError: inside of a forward or backward.
+
+    Example:
+        >>> islands = init_device_mesh("cuda", (4, 8), mesh_dim_names=("island", "shard"))
+        >>> fully_shard(model, mesh=islands["shard"])  # each island trains by itself
+        >>> average_parameters(model, over=islands["island"])
+
+    Source: `torch.distributed.algorithms.model_averaging.utils.average_parameters`.
+    """
+    _average(
+        "average_parameters",
+        unwrapped(model),
+        lambda unit: comm_over("average_parameters", unit, over),
+    )
+
+
+# --- averages every so many steps ---------------------------------------------------------------
+
+
+class _Averager:
+    """Counts steps as torch's averagers do, so that `PostLocalSGDOptimizer` takes either.
+
+    Attributes:
+        step: how often `average_parameters` was called.
+    """
+
+    def __init__(self, model: nn.Module, warmup_steps: int) -> None:
+        if warmup_steps < 0:
+            raise AnnotationError(
+                f"{type(self).__name__}: warmup_steps must not be negative, got {warmup_steps}"
+            )
+        self._model = unwrapped(model)
+        self._warmup = warmup_steps
+        self.step = 0
+
+    def _comm_now(self) -> Callable[[Unit], Comm] | None:
+        """Over which ranks to average in this step; None: it averages nothing."""
+        raise NotImplementedError
+
+    def average_parameters(self, params: Any = None) -> None:
+        """Count a step, and average if it is due. Call it after each step of the optimizer.
+
+        Args:
+            params: ignored, since the model was given; torch's `PostLocalSGDOptimizer` passes its
+                groups.
+        """
+        comm_for = self._comm_now() if self.step >= self._warmup else None
+        if comm_for is not None:
+            _average(type(self).__name__, self._model, comm_for)
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on after that many steps.
+
+        Args:
+            state_dict: what `state_dict` returned.
+        """
+        self.step = int(state_dict["step"])
+
+
+class PeriodicAverager(_Averager):
+    """Average parameters every `period` steps, after `warmup_steps` steps without.
+
+    Gradients stay local after the warm-up: see the guide on averaging. Steps are counted as torch's
+    averager counts them: the first average is in step number `warmup_steps`, from 0.
+
+    Args:
+        model: the annotated model.
+        period: steps from one average to the next.
+        warmup_steps: steps before the first average, in which gradients are reduced as usual.
+        over: as for `average_parameters`.
+
+    Raises:
+        AnnotationError: period is below 1, or warmup_steps below 0.
+        MeshError: as `average_parameters`.
+
+    Example:
+        >>> averager = PeriodicAverager(model, period=4, warmup_steps=100)
+        >>> for batch in batches:
+        ...     loss_of(model, batch).backward()
+        ...     optimizer.step()
+        ...     averager.average_parameters()
+
+    Source: torch's `PeriodicModelAverager`; post-local SGD, https://arxiv.org/abs/1808.07217.
+    """
+
+    def __init__(
+        self, model: nn.Module, period: int, warmup_steps: int = 0, *, over: Over = REPLICAS
+    ) -> None:
+        super().__init__(model, warmup_steps)
+        if period < 1:
+            raise AnnotationError(f"PeriodicAverager: period must be at least 1, got {period}")
+        self._period = period
+        self._over = over
+        for unit in units_in("PeriodicAverager", self._model):
+            self._comm_for(unit)
+
+    def _comm_for(self, unit: Unit) -> Comm:
+        return comm_over("PeriodicAverager", unit, self._over)
+
+    def _comm_now(self) -> Callable[[Unit], Comm] | None:
+        return None if (self.step - self._warmup) % self._period else self._comm_for
+
+
+class HierarchicalAverager(_Averager):
+    """Average parameters in small groups often, and in larger ones seldom.
+
+    In a step that is due for several groups, the largest one averages. Steps are counted as torch's
+    averager counts them: a group is due when its period divides the number of the step, from 0, and
+    `warmup_steps` are over.
+
+    Args:
+        model: the annotated model.
+        periods: from the number of ranks in a group to the steps between its averages. Groups are
+            consecutive ranks of `over`; the largest one has all of them. Each size divides the next
+            one, and so does each period.
+        warmup_steps, over: as for `PeriodicAverager`.
+
+    Raises:
+        AnnotationError: a period is below 1, or does not divide the next one; warmup_steps is below
+            0.
+        MeshError: sizes do not divide, or the largest is not that of `over`; or as
+            `average_parameters`.
+
+    Example:
+        >>> # 8 ranks of a host every 4 steps, all 64 every 32
+        >>> HierarchicalAverager(model, {8: 4, 64: 32})
+
+    Source: torch's `HierarchicalModelAverager`, which takes sizes by period.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        periods: Mapping[int, int],
+        warmup_steps: int = 0,
+        *,
+        over: Over = REPLICAS,
+    ) -> None:
+        super().__init__(model, warmup_steps)
+        levels = sorted(periods.items())
+        for (size, period), (larger, longer) in zip([(1, 1), *levels], levels, strict=False):
+            if longer < 1 or larger < 1:
+                raise AnnotationError(
+                    "HierarchicalAverager: sizes and periods must be at least 1, got"
+                    f" {dict(periods)}"
+                )
+            if larger % size:
+                raise MeshError(
+                    f"HierarchicalAverager: groups of {size} ranks do not divide groups of {larger}"
+                )
+            if longer % period:
+                raise AnnotationError(
+                    f"HierarchicalAverager: groups of {larger} ranks average every {longer} steps,"
+                    f" which the {period} steps of groups of {size} do not divide. Periods of"
+                    " larger groups are multiples of those of smaller ones"
+                )
+        whole = {
+            unit: comm_over("HierarchicalAverager", unit, over)
+            for unit in units_in("HierarchicalAverager", self._model)
+        }
+        for unit, comm in whole.items():
+            if not levels or levels[-1][0] != comm.size:
+                raise MeshError(
+                    f"HierarchicalAverager: the largest group must have the {comm.size} ranks that"
+                    f" unit '{unit.name}' is averaged over (over={over!r}), got sizes"
+                    f" {[size for size, _ in levels]}"
+                )
+        # The largest first. All ranks make the groups here, together.
+        self._levels = [
+            (period, {unit: _part_of(comm, size) for unit, comm in whole.items()})
+            for size, period in reversed(levels)
+        ]
+
+    def _comm_now(self) -> Callable[[Unit], Comm] | None:
+        return next(
+            (comms.__getitem__ for period, comms in self._levels if self.step % period == 0), None
+        )
+
+
+def _part_of(comm: Comm, size: int) -> Comm:
+    """The `size` consecutive ranks of `comm` around this one."""
+    if size == comm.size or comm.group is None:
+        return comm
+    return comm_of(subgroup_of(comm.group, size, comm.device) if size > 1 else None, comm.device)

@@ -1,0 +1,238 @@
+"""`EMA`: the exponential moving average of a model's parameters, on local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.compilation import unwrapped
+from composable.engine.edits.loading import warn_of_other_groups
+from composable.engine.edits.written import at_rest, written
+from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
+from composable.engine.params.protocol import cloned
+from composable.engine.step.observer import SWAPPED_BACK, SWAPS, called
+from composable.engine.step.unit import units_below
+from composable.errors import ForeignParameterError, few
+from composable.features.packed import is_packed
+from composable.state.whole import write_whole
+from composable.torch_private import local_tensor, placed_alike
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_tensor(tensor).detach()
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = cloned(_local(tensor))
+    if not isinstance(tensor, DTensor):
+        return copy
+    return wrap(copy, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+
+
+def _without_mean(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Those that have no average, as 4-bit weights have none. Each class is asked."""
+    known: dict[type, bool] = {}
+    for tensor in tensors.values():
+        local = _local(tensor)
+        if type(local) in known or not hasattr(local, "fsdp_pre_all_gather") or local.is_meta:
+            continue
+        try:
+            torch._foreach_lerp_([cloned(local)], [local], 0.5)
+            known[type(local)] = True
+        except (NotImplementedError, RuntimeError, TypeError):
+            known[type(local)] = False
+    return [
+        name
+        for name, each in tensors.items()
+        if is_packed(each) or not known.get(type(_local(each)), True)
+    ]
+
+
+class EMA:
+    """Keep `average = decay * average + (1 - decay) * parameter` of every parameter.
+
+    Of every buffer the newest value is kept, and of frozen parameters of a class that cannot be
+    averaged, as 4-bit weights are. No communication: averages are shards, placed as the parameters
+    are. Works for annotated and plain models alike.
+
+    Args:
+        model: the annotated model. Make the average after the annotation.
+        decay: weight of the past, from 0 to 1.
+
+    Raises:
+        ValueError: `decay` is not between 0 and 1.
+        ForeignParameterError: a parameter trains, and its class cannot be averaged.
+
+    Example:
+        >>> ema = EMA(model, decay=0.999)
+        >>> for batch in batches:
+        ...     step(batch)
+        ...     ema.update()
+        >>> with ema.swap():
+        ...     evaluate(model)
+
+    Source: Polyak averaging; `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn`
+    gives the same numbers.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        if not 0 <= decay <= 1:
+            raise ValueError(f"EMA: decay must be between 0 and 1, and is {decay}")
+        self._model = unwrapped(model)
+        self._decay = decay
+        with torch.no_grad():
+            tensors = self._tensors()
+            self._averages = {name: _copied(tensor) for name, tensor in tensors.items()}
+            self._fixed = _without_mean(tensors)
+        trained = [name for name in self._fixed if tensors[name].requires_grad]
+        if trained:
+            raise ForeignParameterError(
+                f"EMA: {few(list(map(repr, trained)))} trains and has no average: its class,"
+                f" {type(_local(tensors[trained[0]])).__name__}, cannot compute lerp_. Freeze it,"
+                " or average a model of plain parameters"
+            )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters at rest, and buffers that are in the state dict; tied ones once."""
+        buffers: dict[int, tuple[str, Tensor]] = {}
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    buffers.setdefault(id(buffer), (f"{prefix}.{name}".lstrip("."), buffer))
+        with at_rest(units_below([self._model])):
+            return {**dict(self._model.named_parameters()), **dict(buffers.values())}
+
+    def _pairs(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+        """Return pairs of local tensors of the averages and of the model.
+
+        First those that follow slowly, then those that are copied.
+        """
+        tensors = self._tensors()
+        changed = [
+            name
+            for name in {**tensors, **self._averages}
+            if not _alike(tensors.get(name), self._averages.get(name))
+        ]
+        if changed:
+            raise ForeignParameterError(
+                f"EMA: {few(list(map(repr, changed)))} was added, removed or sharded otherwise"
+                " since the average was made. Make a new EMA(model, decay) and load_state_dict()"
+                " the old one's state_dict()"
+            )
+        slow, copied = [], []
+        for name, tensor in tensors.items():
+            pair = _local(self._averages[name]), _local(tensor)
+            if (
+                isinstance(tensor, nn.Parameter)
+                and name not in self._fixed
+                and (tensor.is_floating_point() or tensor.is_complex())
+            ):
+                slow.append(pair)
+            else:
+                copied.append(pair)
+        return slow, copied
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the parameters of now; call it after the optimizer's step."""
+        called("EMA.update()")
+        slow, copied = self._pairs()
+        if slow:
+            averages, values = zip(*slow, strict=True)
+            torch._foreach_lerp_(averages, values, 1 - self._decay)
+        for average, value in copied:
+            average.copy_(value)
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """Let the model have the averages inside the scope.
+
+        After the scope, also after an exception, the model has its own values again.
+        """
+        called(SWAPS)
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+            called(SWAPPED_BACK)
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, value in chain(*self._pairs()):
+            kept = cloned(value)
+            value.copy_(average)
+            average.copy_(kept)
+        written(units_below([self._model]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages by FQN, sharded like the parameters, and the decay.
+
+        The result is for `torch.distributed.checkpoint`.
+        """
+        for prefix, module in self._model.named_modules():
+            warn_of_other_groups(module, f"{prefix}." if prefix else "")
+        return {"decay": self._decay, "averages": dict(self._averages)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take averages over: whole plain ones, or sharded ones.
+
+        Those may be sharded in any way over ranks of which this is one. All ranks call this
+        together.
+
+        Args:
+            state_dict: what `state_dict` returned.
+
+        Raises:
+            KeyError: names are missing, or unknown.
+            ForeignParameterError: an average has another shape, or is no shard of this rank.
+        """
+        called("EMA.load_state_dict()")
+        loaded = state_dict["averages"]
+        differ = sorted(loaded.keys() ^ self._averages.keys())
+        if differ:
+            raise KeyError(
+                f"EMA: {few(list(map(repr, differ)))} is in only one of the state dict and the"
+                " average"
+            )
+        for name, average in self._averages.items():
+            _refuse_foreign(name, loaded[name], average)
+        self._decay = state_dict["decay"]
+        for name, average in self._averages.items():
+            value = loaded[name]
+            if isinstance(value, DTensor) and not (
+                isinstance(average, DTensor) and average.device_mesh == value.device_mesh
+            ):
+                value = whole_of(value)
+            write_whole(value, average)
+
+
+def _refuse_foreign(name: str, value: Tensor, average: Tensor) -> None:
+    if value.shape != average.shape:
+        raise ForeignParameterError(
+            f"EMA: '{name}' has the shape {tuple(value.shape)} in the state dict, and"
+            f" {tuple(average.shape)} in the model"
+        )
+    if isinstance(value, DTensor):
+        mesh = value.device_mesh
+        here = (mesh.mesh == dist.get_rank()).nonzero().flatten().tolist()
+        if not here or here != list(mesh.get_coordinate() or ()):
+            raise ForeignParameterError(
+                f"EMA: '{name}', over {describe_mesh(mesh)}, is the shard of another rank, as"
+                " torch.save wrote it there, or is over other ranks. Save averages by"
+                " torch.distributed.checkpoint, from all ranks"
+            )
+
+
+def _alike(tensor: Tensor | None, average: Tensor | None) -> bool:
+    if tensor is None or average is None or tensor.shape != average.shape:
+        return False
+    return placed_alike([tensor], [average]) and _local(tensor).shape == _local(average).shape

@@ -1,0 +1,572 @@
+"""`local_steps` (DiLoCo): replicas train apart for some steps, then an outer optimizer steps.
+
+The outer optimizer steps by the mean of what the replicas did. A round has `every` steps of the
+inner optimizer. At its end
+
+    difference = backup - parameter              on each replica
+    difference = mean over the replicas          one message per unit
+    backup     = outer step of (backup, gradient = difference)
+    parameter  = backup
+
+Backups, and the state of the outer optimizer, are shards as the parameters are, and the same on all
+replicas. With `delay`, the difference is taken and sent some steps before the end of the round, and
+travels while these compute.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from composable.api.comm_hooks import refuse_moment
+from composable.api.scopes import units_in
+from composable.comm import Comm, MeshInfo
+from composable.comm.base import DONE, Work
+from composable.compilation import untraced, unwrapped
+from composable.engine.edits.written import written
+from composable.engine.params.dtensors import dtensor_parameter, gradient_like
+from composable.engine.params.form import PLAIN
+from composable.engine.params.param import label_of
+from composable.engine.step.unit import Unit
+from composable.errors import (
+    AlreadyAnnotatedError,
+    AnnotationError,
+    MeshError,
+    OptimizerError,
+    PhaseError,
+    few,
+)
+from composable.extras.averaging.averaging import (
+    REPLICAS,
+    Over,
+    average_parameters,
+    comm_over,
+    mesh_info_around,
+)
+from composable.features.hook_stages import ALL_REDUCE, cut_flat, hooks_of
+from composable.optim.in_backward import OptimizerInBackward
+from composable.optim.stand_in import is_stand_in
+from composable.state.whole import Managed, managed_in
+from composable.torch_private import local_of
+
+_CALLER: Final = "local_steps"
+
+
+def _nesterov(parameters: list[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (local_of(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class _Message:
+    """The trained parameters of one unit and dtype.
+
+    Attributes:
+        backup: their values at the beginning of the round, flat. `backups` are views of it, placed
+            like the parameters.
+        flight: the differences, flat, and the work that averages them.
+    """
+
+    def __init__(self, members: list[Managed], comm: Comm, *, offload: bool) -> None:
+        self.flight: tuple[Tensor, Work] | None = None
+        self.members = members
+        self._comm = comm
+        self._label = f"outer step of unit '{members[0].unit.name}'"
+        locals_ = self._locals()
+        self._shapes = [local.shape for local in locals_]
+        backup = torch.cat([local.reshape(-1) for local in locals_])
+        self.backup = backup.cpu() if offload else backup
+        self.backups = [
+            _placed_like(member.param.at_rest, view)
+            for member, view in zip(members, self.cut(self.backup), strict=True)
+        ]
+
+    def _locals(self) -> list[Tensor]:
+        return [_local(member.param.at_rest) for member in self.members]
+
+    def cut(self, flat: Tensor) -> list[Tensor]:
+        return cut_flat(flat, self._shapes)
+
+    def launch(self) -> None:
+        difference = self.backup.to(self._comm.device, copy=True)
+        torch._foreach_sub_(
+            self.cut(difference), [local.to(difference.device) for local in self._locals()]
+        )
+        self.flight = (
+            difference,
+            self._comm.all_reduce([difference], self._label, 1.0 / self._comm.size),
+        )
+
+    def land(self) -> Tensor:
+        """Wait for the mean difference. It stays in flight, for nobody to wait for."""
+        assert self.flight is not None
+        difference, work = self.flight
+        work.wait()
+        self.flight = difference, DONE
+        return difference.to(self.backup.device)
+
+    def __del__(self) -> None:
+        if self.flight is not None and self._comm.traits.on_stream:
+            # its memory is given back to another stream than the one that reduces
+            self.flight[1].wait()
+
+    def show_gradients(self) -> None:
+        for backup, view in zip(self.backups, self.cut(self.land()), strict=True):
+            backup.grad = gradient_like(view, backup)
+
+    def write(self, keep: float) -> None:
+        """Let the parameters be the backups, up to the part `keep` of themselves."""
+        self.flight = None
+        locals_ = self._locals()
+        new = self.cut(self.backup.to(locals_[0].device))
+        if keep:
+            torch._foreach_lerp_(locals_, new, 1.0 - keep)
+        else:
+            torch._foreach_copy_(locals_, new)
+
+
+def _placed_like(parameter: nn.Parameter, local: Tensor) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return nn.Parameter(local)
+    stride = torch.empty(parameter.shape, device="meta").stride()
+    return dtensor_parameter(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        parameter.shape,
+        stride,
+        requires_grad=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounds:
+    """What `local_steps` was asked for, see there."""
+
+    every: int
+    over: Over
+    delay: int
+    keep: float
+
+
+class LocalSteps:
+    """Replicas that train apart until `remove()`.
+
+    Made by `local_steps`. As a context manager it removes itself at the end. An exception that
+    leaves the context changes nothing: replicas differ then, and stay apart until `remove()`.
+
+    Args:
+        model, optimizers, rounds: as given to `local_steps`.
+        outer: the outer optimizer, of the backups.
+        messages: one per unit and dtype.
+        infos: what units reduce their gradients over from now on.
+
+    Attributes:
+        outer: the outer optimizer. Schedules may change its learning rate.
+        steps: of the inner optimizers so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        rounds: _Rounds,
+        outer: Optimizer,
+        messages: Sequence[_Message],
+        infos: Mapping[Unit, MeshInfo],
+    ) -> None:
+        self._model, self._units, self._rounds = model, list(infos), rounds
+        self._messages = list(messages)
+        self._backups = {
+            m.fqn: backup
+            for each in messages
+            for m, backup in zip(each.members, each.backups, strict=True)
+        }
+        self.outer = outer
+        self.steps = 0
+        for unit, info in infos.items():
+            if info is not unit.mesh_info:
+                unit.set_mesh_info(info)
+        self._undo: list[Callable[[], object]] = []
+        # Optimizers in backward step together, and not each of them in every backward: they count
+        # as one, named None.
+        self._inner = dict.fromkeys(
+            None if isinstance(each, OptimizerInBackward) else each for each in optimizers
+        )
+        self._stepped: dict[Optimizer | None, None] = {}  # since all of them have
+        for each in optimizers:
+            if isinstance(each, OptimizerInBackward):
+                each.after_step.append(self._after_step)
+                self._undo.append(partial(each.after_step.remove, self._after_step))
+            else:
+                self._undo.append(each.register_step_post_hook(self._after_step).remove)
+        # The gradients that a round has ended with, and their versions: no other optimizer is to
+        # step by them.
+        self._behind: MutableMapping[Tensor, int] = {}
+        self._undo.append(
+            register_optimizer_step_pre_hook(partial(_before_any_step, ref(self))).remove
+        )
+
+    @untraced
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer | None = None, *_: Any) -> None:
+        if optimizer is not None and is_stand_in(optimizer):
+            return  # a step that calls the step of its base class
+        self._stepped[optimizer] = None
+        if len(self._stepped) < len(self._inner):
+            return
+        self._stepped.clear()
+        self.steps += 1
+        every = self._rounds.every
+        if (self.steps + self._rounds.delay) % every == 0:
+            self._refuse_unfrozen()
+            for message in self._messages:
+                message.launch()
+        if self.steps % every == 0:
+            for message in self._messages:
+                message.show_gradients()
+            self.outer.step()
+            self.outer.zero_grad()
+            for message in self._messages:
+                message.write(self._rounds.keep)
+            written([unit for unit in self._units if unit.modules])
+            self._behind = WeakTensorKeyDictionary()
+            for member in (each for message in self._messages for each in message.members):
+                gradient = member.param.at_rest.grad
+                if gradient is not None:
+                    self._behind[gradient] = _version(gradient)
+
+    def refuse_behind(self, optimizer: Optimizer) -> None:
+        """Refuse to step by gradients of a round that has ended, unless `optimizer` was passed."""
+        if optimizer in self._inner:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None and self._behind.get(gradient) == _version(gradient):
+                    raise OptimizerError(
+                        f"{_CALLER}: {type(optimizer).__name__} steps {label_of(parameter)} after"
+                        " the round has ended with the step of another optimizer, so this step"
+                        " would be each replica's own. Pass all optimizers of the model:"
+                        f" {_CALLER}(model, [first, second], ...)"
+                    )
+
+    def _refuse_unfrozen(self) -> None:
+        new = [
+            each.fqn
+            for each in managed_in(_CALLER, self._model)
+            if _is_trained(each) and each.fqn not in self._backups
+        ]
+        if new:
+            raise PhaseError(
+                f"{_CALLER}: {few(list(map(repr, new)))} was unfrozen or added since, and would"
+                " stay different on each replica. Call remove() on what local_steps returned, and"
+                " local_steps again"
+            )
+
+    @torch.no_grad()
+    def remove(self) -> None:
+        """Average parameters and buffers over the replicas, and train synchronously from now on.
+
+        All ranks call it together. A round that has begun ends with a plain mean, without the outer
+        optimizer. May be called again.
+
+        Raises:
+            PhaseError: not between two steps.
+        """
+        if not self._undo:
+            return
+        # a unit has no modules after its annotation was removed
+        units = [unit for unit in self._units if unit.modules]
+        for unit in units:
+            refuse_moment(f"remove {_CALLER}", unit)
+        for message in self._messages:
+            if message.flight is not None:
+                message.land()
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        for unit in units:
+            if unit.mesh_info is not unit.spec.mesh_info:
+                unit.set_mesh_info(unit.spec.mesh_info)
+        if units:
+            average_parameters(self._model, self._rounds.over)
+
+    def __enter__(self) -> LocalSteps:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.remove()
+
+    # --- state -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return backups and the outer optimizer's state by FQN, sharded like the parameters.
+
+        All ranks call it together. All replicas return the same. The model's parameters and the
+        inner optimizer's state differ between replicas inside a round, so a checkpoint that resumes
+        exactly is one per replica.
+        """
+        state: dict[str, Any] = {
+            "steps": self.steps,
+            "rounds": self.steps // self._rounds.every,
+            "backups": {fqn: backup.detach() for fqn, backup in self._backups.items()},
+            "outer": self._outer_state(),
+            "groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.outer.param_groups
+            ],
+        }
+        if self._rounds.delay:
+            state["sent"] = {}
+            for message in self._messages:
+                flat = (
+                    torch.zeros_like(message.backup) if message.flight is None else message.land()
+                )
+                for member, backup, view in zip(
+                    message.members, message.backups, message.cut(flat), strict=True
+                ):
+                    state["sent"][member.fqn] = gradient_like(view, backup)
+        return state
+
+    def _outer_state(self) -> dict[str, dict[str, Any]]:
+        """The outer optimizer's state, by FQN.
+
+        Before its first step it has none, and a checkpoint is read into tensors that are there.
+        Then it is that of a copy, which steps copies of the backups by zeros.
+        """
+        if self.outer.state:
+            return {fqn: dict(self.outer.state[backup]) for fqn, backup in self._backups.items()}
+        kind, copies = type(self.outer), dict[int, Any]()
+        twin = kind.__new__(kind)
+        groups = deepcopy(self.outer.param_groups, copies)
+        vars(twin).update(vars(self.outer), state=defaultdict(dict), param_groups=groups)
+        for backup in self._backups.values():
+            copies[id(backup)].grad = torch.zeros_like(backup)
+        kind.step(twin)  # a schedule may have put another `step` on the object
+        return {fqn: dict(twin.state[copies[id(each)]]) for fqn, each in self._backups.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called, with the same `every` and `delay`.
+
+        Load the model and the inner optimizer, too.
+
+        Args:
+            state_dict: what `state_dict` returned, sharded in any way over the same ranks.
+
+        Raises:
+            KeyError: names are missing, or unknown.
+        """
+        saved = state_dict["backups"]
+        differ = sorted(saved.keys() ^ self._backups.keys())
+        if differ:
+            raise KeyError(
+                f"{_CALLER}: {few([*map(repr, differ)])} is in only one of the state dict and"
+                " the model"
+            )
+        self.steps = int(state_dict["steps"])
+        outer_state: dict[Tensor, Any] = {}
+        for fqn, backup in self._backups.items():
+            _local(backup).copy_(_local(_like(saved[fqn], backup)))
+            if state_dict["rounds"]:
+                outer_state[backup] = {
+                    key: _like(value, backup) for key, value in state_dict["outer"][fqn].items()
+                }
+        self.outer.state.clear()
+        self.outer.state.update(outer_state)
+        for group, values in zip(self.outer.param_groups, state_dict["groups"], strict=True):
+            group.update(values)
+        in_flight = self.steps % self._rounds.every >= self._rounds.every - self._rounds.delay
+        for message in self._messages:
+            if message.flight is not None:
+                message.land()
+            message.flight = None
+            if in_flight:
+                sent = [
+                    _local(_like(state_dict["sent"][m.fqn], b)).reshape(-1)
+                    for m, b in zip(message.members, message.backups, strict=True)
+                ]
+                message.flight = torch.cat(sent), DONE
+
+
+def _version(gradient: Tensor) -> int:
+    return _local(gradient)._version
+
+
+def _before_any_step(steps: ref[LocalSteps], optimizer: Optimizer, *_: Any) -> None:
+    found = steps()
+    if found is not None and not is_stand_in(optimizer):
+        found.refuse_behind(optimizer)
+
+
+def _like(value: Any, backup: nn.Parameter) -> Any:
+    """A copy of a value, which is sharded as `backup` if it has its shape."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == backup.shape and isinstance(backup, DTensor):
+        value = PLAIN.shard_like(value, backup, local_of(backup).device)
+    return value.detach().clone()
+
+
+def _is_trained(each: Managed) -> bool:
+    return each.param.at_rest.requires_grad
+
+
+def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
+    """The mesh info of a unit whose gradients are not reduced over the replicas in `comm`."""
+    around, own = mesh_info_around(unit), unit.spec.mesh_info
+    if comm.size == 1 or comm.group is None or own.mesh is None:
+        return own
+    ranks = dist.get_process_group_ranks(comm.group)
+    replicas = around.replicate.group if around.replicate is not None else None
+    if replicas is not None and dist.get_process_group_ranks(replicas) == ranks:
+        within = around.shard
+        reduces = around is not own and within.size > 1  # a replicated unit next to hybrid shards
+        return replace(own, all=within, replicate=within if reduces else None)
+    if len(set(own.mesh.mesh.flatten().tolist()).intersection(ranks)) == 1:
+        # they are other islands, and the unit's gradients have not been reduced over them
+        return own
+    raise MeshError(
+        f"{_CALLER}: over={over!r} has ranks {few(list(map(str, ranks)))}, which are only some of"
+        f" the replicas that unit '{unit.name}' is reduced over. Pass the whole dimension that"
+        " replicates, or ranks outside of the unit's mesh"
+    )
+
+
+@untraced
+@torch.no_grad()
+def local_steps(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    every: int,
+    *,
+    over: Over = REPLICAS,
+    outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    delay: int = 0,
+    keep: float = 0.0,
+    offload: bool = False,
+) -> LocalSteps:
+    """Let replicas train apart, and step an outer optimizer after every `every` steps (DiLoCo).
+
+    The outer optimizer steps by the mean of what the replicas did. From here on gradients are
+    reduced inside a replica only: over the shard dimension of a hybrid mesh, and not at all for a
+    `replicate`d model. Nothing travels between replicas until `optimizer` has stepped `every`
+    times: then one message per unit, of the size of its shards. Call it when all replicas have the
+    same parameters, on all ranks together, between two steps.
+
+    Each replica is a job of its own in the meantime: clipping, checks and exports are a replica's.
+    Replicas must step alike: a `GradScaler` skips steps of one replica, so train in bfloat16.
+    Buffers stay a replica's until `remove()`. Parameters that are frozen here are not sent.
+
+    Args:
+        model: a model that is replicated, or sharded over one dimension of a mesh of two.
+        optimizer: the inner one, or a list of all that step the model. Steps are counted by hooks:
+            one when each of them has stepped. Those of `apply_optimizer_in_backward` step at the
+            end of a backward that reduces, together.
+        every: its steps in a round.
+        over: the replicas, as for `average_parameters`: the whole dimension that replicates, or
+            ranks outside of the mesh that the model is annotated with, which then trains by itself
+            on each of them.
+        outer: makes the outer optimizer of the backups of all trained parameters. By default SGD
+            with a learning rate of 0.7 and Nesterov momentum of 0.9.
+        delay: steps before the end of a round at which the message is sent; it travels while these
+            compute.
+        keep: what is left of a replica's own parameters where the round ends, from 0 to 1. With a
+            `delay`, 0 gives up what the steps after the message did; streaming DiLoCo keeps 0.5.
+        offload: backups and the outer optimizer's state are on the host.
+
+    Returns:
+        An object with a state dict. `remove()`, or the end of its context, averages the replicas
+        and makes training synchronous.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        AnnotationError: every is below 1; delay is not from 0 to every - 1; keep is not from 0 to
+            1; nothing is trained; a communication hook makes the reduction over the replicas.
+        AlreadyAnnotatedError: the replicas train apart already.
+        MeshError: a unit has no replicas, is sharded over these ranks, or is replicated over more
+            of them.
+        PhaseError: not between two steps.
+        OptimizerError: no optimizer. Later: an optimizer that was not passed steps by gradients of
+            a round that has ended.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard"))
+        >>> fully_shard(model, mesh=mesh)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> local_steps(
+        ...     model,
+        ...     optimizer,
+        ...     every=50,
+        ...     outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True),
+        ... )
+
+    Source: DiLoCo, https://arxiv.org/abs/2311.08105; sent early: https://arxiv.org/abs/2501.18512.
+    """
+    model = unwrapped(model)
+    if every < 1:
+        raise AnnotationError(f"{_CALLER}: every must be at least 1, got {every}")
+    if not 0 <= delay < every:
+        raise AnnotationError(
+            f"{_CALLER}: delay must be from 0 to every - 1 = {every - 1}, got {delay}"
+        )
+    if not 0 <= keep <= 1:
+        raise AnnotationError(f"{_CALLER}: keep must be from 0 to 1, got {keep}")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    if not optimizers:
+        raise OptimizerError(
+            f"{_CALLER}: the list of optimizers is empty, so no step would be counted. Pass those"
+            " that step the model"
+        )
+    infos: dict[Unit, MeshInfo] = {}
+    comms: dict[Unit, Comm] = {}
+    for unit in units_in(_CALLER, model):
+        comms[unit] = comm_over(_CALLER, unit, over)
+        infos[unit] = _info_inside(unit, comms[unit], over)
+        if unit.mesh_info is not unit.spec.mesh_info:
+            raise AlreadyAnnotatedError(
+                f"{_CALLER}: the replicas of unit '{unit.name}' train apart already. Call remove()"
+                " on what the former call returned"
+            )
+        hook = hooks_of(unit.gradients).get(ALL_REDUCE)
+        if hook is not None and infos[unit] is not unit.mesh_info:
+            raise AnnotationError(
+                f"{_CALLER}: unit '{unit.name}' has the communication hook '{hook.name}' for the"
+                " reduction over the replicas, which are not reduced over any more. Remove the"
+                " hook first"
+            )
+        refuse_moment(_CALLER, unit)
+    members: dict[tuple[Unit, torch.dtype, torch.device], list[Managed]] = {}
+    for each in managed_in(_CALLER, model):
+        if _is_trained(each):
+            local = _local(each.param.at_rest)
+            members.setdefault((each.unit, local.dtype, local.device), []).append(each)
+    if not members:
+        raise AnnotationError(
+            f"{_CALLER}: no parameter of a unit in this {type(model).__name__} requires a gradient"
+        )
+    messages = [
+        _Message(each, comms[unit], offload=offload) for (unit, *_), each in members.items()
+    ]
+    stepper = (outer or _nesterov)([backup for message in messages for backup in message.backups])
+    return LocalSteps(
+        model, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos
+    )

@@ -1,0 +1,314 @@
+"""The `forecast` command: a model by its name, or by a configuration of transformers."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from composable.errors import ComposableError, few, first_line
+from composable.extras.forecast.devices import DEVICES
+from composable.extras.forecast.forecast import forecast
+from composable.extras.forecast.plans import Plan, compare, device_with, repeated, suggest
+
+UNITS: Final = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
+DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
+TOKENS: Final = 2048
+PROGRAM: Final = "python -m composable forecast"
+
+MakeBatch = Callable[[], Any]
+
+
+class Refused(Exception):
+    """Something was asked for that cannot be done; says what, in a line."""
+
+
+def add_model(parser: argparse.ArgumentParser, dtype: str) -> None:
+    """What names a model.
+
+    Args:
+        dtype: of the parameters, where neither the user nor a configuration names one; in words.
+    """
+    parser.add_argument("model", nargs="?", help="package.module:function that makes the model")
+    parser.add_argument("--hf", type=Path, help="config.json of a transformers model, instead")
+    parser.add_argument("--ranks", type=number(int, 1), required=True, help="of the world")
+    parser.add_argument("--policy", help="class name of the units (default: what repeats most)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help=f"of the parameters (default: what the configuration names, else {dtype})",
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "bfloat16")
+    parser.add_argument("--batch", type=number(int, 1), help="sequences per rank (default: 1)")
+    parser.add_argument("--tokens", type=number(int, 1), help=f"per sequence (default: {TOKENS})")
+    parser.add_argument(
+        "--inputs",
+        nargs="+",
+        type=input_of,
+        metavar="NAME=SIZES",
+        help="what a rank passes to the model instead of tokens, by name, e.g."
+        " pixel_values=8x3x224x224 labels=8:int64 (default: of the parameters' dtype)",
+    )
+    parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)}")
+    parser.add_argument("--memory", type=bytes_of, help="of the device, e.g. 80GB")
+    parser.add_argument("--plot", type=Path, help="a picture, e.g. forecast.png")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", action="store_true", help="recompute every unit")
+    which.add_argument("--compare", action="store_true", help="the usual plans, side by side")
+    which.add_argument("--suggest", action="store_true", help="search for the fastest that fits")
+
+
+def bytes_of(text: str) -> int:
+    """Read sizes like 80GB or 40GiB."""
+    found = re.fullmatch(r"(\d+\.?\d*)\s*([A-Za-z]+)", text.strip())
+    size = 0 if found is None else int(float(found[1]) * UNITS.get(found[2].upper(), 0))
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a size like 80GB or 40GiB")
+    return size
+
+
+def number(
+    kind: type[int] | type[float], least: float, most: float | None = None
+) -> Callable[[str], float]:
+    """Return what reads numbers within bounds."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            found = kind(text)
+            if found >= least and (most is None or found <= most):
+                return found
+        what = "a whole number" if kind is int else "a number"
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"needs {what} {bounds}, got {text!r}")
+
+    return parse
+
+
+def input_of(text: str) -> tuple[str, list[int], str]:
+    """Read a tensor's name, sizes and dtype, which may be empty, of `labels=8x128:int64`."""
+    found = re.fullmatch(r"(\w+)=([1-9]\d*(?:x[1-9]\d*)*)(?::(\w+))?", text)
+    dtype = found and getattr(torch, found[3] or "int64", None)
+    if found is None or not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write a name, sizes and, unless it is that of the parameters, a dtype, like"
+            " labels=8x128:int64"
+        )
+    return found[1], list(map(int, found[2].split("x"))), found[3] or ""
+
+
+def run(options: Any) -> int:
+    """Print what was asked for; returns the exit status."""
+    try:
+        if options.plot is not None:
+            _check_picture(options.plot)
+        if options.inputs and (options.batch or options.tokens):
+            raise Refused("--inputs has the sizes of whole tensors: leave --batch and --tokens out")
+        check_one_model(options)
+        make, make_batch = _of_function(options) if options.hf is None else _of_config(options)
+    except Refused as refused:
+        print(f"{PROGRAM}: {refused}", file=sys.stderr)
+        return 2
+    try:
+        found = _found(options, make, make_batch)
+    except (ComposableError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+        if options.hf is None:  # the program's own: its traceback says where
+            raise
+        print(f"{PROGRAM}: the model does not run: {first_line(error)}", file=sys.stderr)
+        return 1
+    print(found)
+    if options.plot is not None:
+        drawn = found.comparison if options.suggest else found
+        drawn.plot(options.plot)
+        print(f"picture: {options.plot}")
+    return 0
+
+
+def check_one_model(options: Any) -> None:
+    if (options.model is None) == (options.hf is None):
+        raise Refused("name a function that makes the model, or --hf config.json")
+
+
+def _found(options: Any, make: Callable[[], nn.Module], make_batch: MakeBatch) -> Any:
+    device = device_with(options.memory, options.device)
+    shared: dict[str, Any] = {"ranks": options.ranks, "device": device, "progress": _say}
+    with torch.device("meta"):
+        blocks = blocks_of(make(), options.policy)
+    if options.suggest:
+        return suggest(make, make_batch, block=blocks[0] if options.policy else None, **shared)
+    if options.compare:
+        return compare(make, _plans(blocks), make_batch, **shared)
+
+    plan = Plan("fully_shard", blocks, recomputed=(1 << 20) if options.checkpoint else 0)
+    return forecast(make, plan.annotate, make_batch, **shared)
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def _check_picture(path: Path) -> None:
+    """Before the forecast, which takes its time."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as error:
+        raise Refused(
+            "--plot: matplotlib is missing; pip install 'torch-composable[demo]' brings it"
+        ) from error
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise Refused(f"--plot {path}: the name must end like .png; known are {', '.join(kinds)}")
+    if not path.parent.is_dir():
+        raise Refused(f"--plot {path}: there is no directory {path.parent}")
+
+
+def _plans(blocks: tuple[type[nn.Module], ...]) -> dict[str, Callable[..., object]]:
+    plans = {
+        "replicate": Plan("replicate", blocks),
+        "fully_shard, kept": Plan("fully_shard", blocks, keep=True),
+        "fully_shard": Plan("fully_shard", blocks),
+        "fully_shard, all recomputed": Plan("fully_shard", blocks, recomputed=1 << 20),
+    }
+    return {name: plan.annotate for name, plan in plans.items()}
+
+
+def _batch_of(options: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What `--inputs` names."""
+    return {
+        name: torch.zeros(sizes, dtype=getattr(torch, given) if given else dtype)
+        for name, sizes, given in options.inputs
+    }
+
+
+def function_of(text: str, default: str) -> Callable[..., Any]:
+    """Import `package.module:function`; `default` is the function's name where none is given."""
+    module, _, name = text.partition(":")
+    if "/" in module or module.endswith(".py"):
+        raise Refused(
+            f"{text}: name the module as Python imports it, as in"
+            f" {Path(module).stem}:{name or default}, from the directory in which it is"
+        )
+    sys.path.insert(0, "")  # as `python -m` of the user's own programs
+    try:
+        function: Callable[..., Any] = getattr(import_module(module), name or default)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise Refused(first_line(error)) from error
+    return function
+
+
+def maker_of(options: Any, dtype: torch.dtype | None) -> Callable[[], nn.Module]:
+    """The function that makes the model, in `dtype` unless the user names one."""
+    function = function_of(options.model, "make_model")
+    if not callable(function):
+        raise Refused(f"{options.model} is no function that makes the model")
+    try:
+        signature(function).bind()
+    except TypeError as error:
+        raise Refused(
+            f"{options.model} is called without arguments, and there is {first_line(error)}; name a"
+            " function that passes them"
+        ) from error
+    except ValueError as error:
+        raise Refused(first_line(error)) from error
+    chosen = getattr(torch, options.dtype) if options.dtype else dtype
+
+    def make() -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(chosen or before)
+        try:
+            model: nn.Module = function()
+        finally:
+            torch.set_default_dtype(before)
+        return model
+
+    return make
+
+
+def _of_function(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
+    dtype = getattr(torch, options.dtype or "bfloat16")
+
+    def make_batch() -> Any:
+        if options.inputs:
+            return _batch_of(options, dtype)
+        return torch.zeros(options.batch or 1, options.tokens or TOKENS, dtype=torch.int64)
+
+    return maker_of(options, dtype), make_batch
+
+
+def configured(options: Any) -> tuple[Any, Any, torch.dtype]:
+    """A class of transformers, that the configuration names, else a causal one; the configuration;
+    and the dtype of the parameters.
+    """
+    path = options.hf / "config.json" if options.hf.is_dir() else options.hf
+    if not path.is_file():
+        raise Refused(f"--hf {options.hf}: there is no such file")
+    try:
+        transformers = import_module("transformers")
+        config = transformers.AutoConfig.from_pretrained(str(path))
+    except (OSError, ImportError, ValueError, KeyError) as error:
+        raise Refused(f"--hf {options.hf}: {first_line(error)}") from error
+    config.use_cache = False
+    dtype = getattr(torch, options.dtype) if options.dtype else config.dtype or torch.bfloat16
+    names = list(config.architectures or ())
+    kind = next((found for name in names if (found := getattr(transformers, name, None))), None)
+    if kind is None:
+        mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        if type(config) not in mapping:
+            what = ", ".join(names) or type(config).__name__
+            raise Refused(
+                f"--hf {options.hf}: transformers has no model {what} that predicts tokens; name"
+                ' the class in "architectures" of the configuration'
+            )
+        kind = mapping[type(config)]
+    return kind, config, dtype
+
+
+def made_of_config(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    model: nn.Module = kind._from_config(config, dtype=dtype)
+    return model.train()
+
+
+def _of_config(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
+    kind, config, dtype = configured(options)
+    make = partial(made_of_config, kind, config, dtype)
+    if options.inputs:
+        return make, lambda: _batch_of(options, dtype)
+    wanted = signature(kind.forward).parameters
+    if missing := [name for name in ("input_ids", "labels") if name not in wanted]:
+        raise Refused(
+            f"{kind.__name__} takes no {' and no '.join(missing)}: say by --inputs what it is"
+            " trained on, e.g. --inputs pixel_values=8x3x224x224 labels=8:int64. It takes"
+            f" {few([name for name in wanted if name not in ('self', 'kwargs')])}"
+        )
+    most = getattr(config, "max_position_embeddings", None) or TOKENS
+    sizes = options.batch or 1, options.tokens or min(TOKENS, most)
+
+    def make_batch() -> dict[str, Tensor]:
+        tokens = torch.zeros(sizes, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return make, make_batch
+
+
+def blocks_of(model: nn.Module, name: str | None) -> tuple[type[nn.Module], ...]:
+    if name is None:
+        return repeated(model)
+    kinds = {type(module).__name__: type(module) for module in model.modules()}
+    if name not in kinds:
+        raise ValueError(f"--policy {name}: the model has {few(sorted(kinds), 20)}")
+    return (kinds[name],)

@@ -1,0 +1,112 @@
+"""The `describe` command: how a model would rest on the ranks of a world, without the ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from composable.api.fully_shard import fully_shard
+from composable.errors import ComposableError, ForecastError
+from composable.extras.forecast.command import (
+    Refused,
+    add_model,
+    blocks_of,
+    check_one_model,
+    configured,
+    function_of,
+    made_of_config,
+    maker_of,
+)
+from composable.extras.forecast.forecast import pretended_model
+from composable.extras.forecast.plans import Plan
+from composable.report.describe import describe
+
+PROGRAM: Final = "python -m composable describe"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, "what the function makes")
+    parser.add_argument(
+        "--annotate",
+        help="package.module:function that annotates the model, and may take the mesh (default:"
+        " fully_shard with the units of --policy; the model as one unit if nothing repeats)",
+    )
+    parser.add_argument(
+        "--mesh",
+        nargs="+",
+        type=dimension_of,
+        metavar="NAME=SIZE",
+        help="dimensions, e.g. replicate=4 shard=16 (default: one over all ranks)",
+    )
+    parser.add_argument("--by", choices=("parameter", "unit"), default="parameter")
+    parser.add_argument("--json", action="store_true", help="plain values in place of a table")
+
+
+def dimension_of(text: str) -> tuple[str, int]:
+    """Read `shard=16`."""
+    found = re.fullmatch(r"(\w+)=([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a name and a size, like shard=16")
+    return found[1], int(found[2])
+
+
+def run(options: Any) -> int:
+    """Print the description; returns the exit status."""
+    try:
+        check_one_model(options)
+        if options.annotate and options.policy:
+            raise Refused("--annotate picks the units itself: leave --policy out")
+        if options.hf is None:
+            make = maker_of(options, None)
+        else:
+            make = partial(made_of_config, *configured(options))
+        annotate = function_of(options.annotate, "annotate") if options.annotate else None
+    except Refused as refused:
+        print(f"{PROGRAM}: {refused}", file=sys.stderr)
+        return 2
+    mesh = dict(options.mesh) if options.mesh else None
+    try:
+        annotate = annotate or _plan_of(make, options.policy)
+        with pretended_model(make, annotate, ranks=options.ranks, mesh=mesh) as model:
+            found = describe(model, by=options.by)
+    except (ComposableError, ValueError) as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
+    try:
+        _show(json.dumps(found.to_dict()) if options.json else found)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, as `head` does, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _plan_of(make: Callable[[], nn.Module], policy: str | None) -> Callable[..., object]:
+    with torch.device("meta"):
+        model = make()
+    try:
+        return Plan("fully_shard", blocks_of(model, policy)).annotate
+    except ForecastError:  # nothing repeats
+        return lambda model, mesh: fully_shard(model, mesh=mesh)
+
+
+def _show(found: object) -> None:
+    """Print a table, in a terminal as one of rich where it is installed; or text as it is."""
+    if sys.stdout.isatty() and not isinstance(found, str):
+        try:
+            console = import_module("rich.console").Console()
+        except ModuleNotFoundError:
+            pass
+        else:
+            console.print(found)
+            return
+    print(found)

@@ -1,0 +1,549 @@
+"""One rank of a pretended world trains for a few steps, and what it takes is told."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from math import prod
+from time import perf_counter
+from typing import Any, Final, NoReturn
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.optim.optimizer as torch_optimizer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import composable.api.tensor_parallel as tensor_parallel
+import composable.engine.params.sharded as sharded
+import composable.engine.step.root as engine_root
+import composable.features.activations as activations
+import composable.memory.elastic as elastic
+import composable.optim.clip as clip
+from composable.api.mesh import Spread
+from composable.comm import Comm, comms_wrapped_by
+from composable.contract.contract import registry
+from composable.engine.gradients.grad_bucket import GradBucket
+from composable.engine.gradients.reduction import Reduction
+from composable.engine.step.unit import units_below
+from composable.errors import ForecastError
+from composable.extras.forecast.devices import Device, device_of
+from composable.extras.forecast.machine import (
+    COMPUTE,
+    Kind,
+    Machine,
+    VirtualComm,
+    form_group,
+    is_unknown,
+    note_unknown,
+    tensors_in,
+    traits_of,
+)
+from composable.extras.forecast.result import Collective, Forecast, Subject, by_name
+from composable.extras.forecast.tensors import Functions, NoValues
+from composable.extras.matrices.matrix_steps import MatrixStepping
+from composable.features.offloaded import OffloadedGroup
+from composable.fsdp2.module import TORCHS
+from composable.memory.elastic import with_own_storage
+from composable.state.materialize import give_memory
+from composable.torch_private import forget_meshes, local_tensor
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+NOT_SEEN: Final = (
+    "whose messages and streams are not seen here. Annotate by composable's fully_shard or"
+    " replicate, or by composable.fsdp2"
+)
+PACE: Final = 5.0  # seconds between two words of progress
+
+
+def forecast(
+    make_model: Callable[[], nn.Module],
+    annotate: Callable[..., object],
+    make_batch: Callable[[], Any],
+    *,
+    ranks: int,
+    mesh: Mapping[str, int] | None = None,
+    device: str | Device = "h100",
+    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW,
+    loss: Loss | None = None,
+    steps: int = 2,
+    progress: Callable[[str], object] | None = None,
+) -> Forecast:
+    """Say what training takes, without the devices: memory, messages and time of one rank's step.
+
+    The program runs as it is, as rank 0 of `ranks`; nothing is computed, and no more memory is used
+    than for the names of things. Where it ran out of memory on a device, or what it waits for, is
+    seen on one's own computer.
+
+    Args:
+        make_model: makes the model; its parameters are on the meta device, whatever it says.
+        annotate: what your program calls on the model: `fully_shard`, `replicate`, `checkpoint`. It
+            gets the model, and the mesh if it takes two arguments.
+        make_batch: one rank's input of one step. A dict is passed to the model by name, a tuple by
+            position.
+        ranks: of the world.
+        mesh: names and sizes of the dimensions of the mesh, e.g. `{"replicate": 4, "shard": 16}`.
+            None: one dimension over all ranks.
+        device: a name in `DEVICES`, or a `Device`.
+        optimizer: makes the optimizer of the parameters; None: forward and backward only. Its state
+            has the dtype of the parameters, unless it says otherwise.
+        loss: of the model and a batch, a scalar. None: `.loss` of what the model returns, else the
+            sum of its first tensor.
+        steps: the last one counts. Orders are recorded in the first.
+        progress: is told every few seconds what runs.
+
+    Raises:
+        ForecastError: the program reads a value of a tensor, in the message with the module; it
+            annotates by torch's FSDP or DDP; or a process group is there already.
+        ValueError: an argument makes no sense.
+
+    Example:
+        >>> print(
+        ...     forecast(
+        ...         lambda: Llama(config),
+        ...         lambda model: fully_shard(model, policy={Block}),
+        ...         lambda: torch.zeros(1, 4096, dtype=torch.int64),
+        ...         ranks=64,
+        ...     )
+        ... )
+
+    The idea is that of `torch.distributed._tools` (memory and run-time estimation over fake
+    tensors), with the library's own streams and messages.
+    """
+    check_functions(
+        make_model=make_model,
+        annotate=annotate,
+        make_batch=make_batch,
+        optimizer=optimizer,
+        loss=loss,
+    )
+    found = device_of(device)
+    sizes = _sizes_of(mesh, ranks, steps)
+    machine = machine_of(found, progress, steps)
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        value = (loss or _loss)(model, batch)
+        machine.phase = "backward"
+        value.backward()
+        return value
+
+    with running(machine, make_model, annotate, sizes) as model:
+        return train(machine, model, sizes, make_batch(), optimizer, run, steps)
+
+
+def machine_of(device: Device, progress: Callable[[str], object] | None, steps: int) -> Machine:
+    """A machine that tells `progress` what runs."""
+    machine = Machine(device)
+    if progress is not None:
+        machine.heard = _paced(machine, progress, steps)
+    return machine
+
+
+@contextmanager
+def running(
+    machine: Machine,
+    make_model: Callable[[], nn.Module],
+    annotate: Callable[..., object],
+    sizes: Mapping[str, int],
+    rank: int = 0,
+) -> Iterator[nn.Module]:
+    """Inside, there is the annotated model of a rank, and operations run on the machine.
+
+    Args:
+        sizes: of the dimensions of the mesh, by name.
+    """
+    with _world(machine, prod(sizes.values()), rank), ExitStack() as stack:
+        stack.enter_context(_pretended(machine))
+        if machine.device.accelerator:
+            stack.enter_context(_copies_to_the_host(machine))
+        model = _annotated(make_model, annotate, sizes)
+        if machine.device.accelerator:
+            _refuse_offloaded_shards(model)
+        values = NoValues(machine, model)
+        stack.enter_context(values)
+        stack.enter_context(Functions(values))
+        give_memory(model, torch.device("cpu"))
+        note_unknown(*map(local_tensor, (*model.parameters(), *model.buffers())))
+        stack.enter_context(_places(machine, model))
+        yield model
+
+
+@contextmanager
+def pretended_model(
+    make_model: Callable[[], nn.Module],
+    annotate: Callable[..., object],
+    *,
+    ranks: int,
+    mesh: Mapping[str, int] | None = None,
+) -> Iterator[nn.Module]:
+    """Inside, there is the model as rank 0 of `ranks` hosts has annotated it, on the meta device.
+
+    Args:
+        make_model, annotate, ranks, mesh: as of `forecast`.
+    """
+    machine, sizes = Machine(device_of("cpu")), _sizes_of(mesh, ranks, 1)
+    with _world(machine, ranks), _pretended(machine):
+        yield _annotated(make_model, annotate, sizes)
+
+
+def _annotated(
+    make_model: Callable[[], nn.Module], annotate: Callable[..., object], sizes: Mapping[str, int]
+) -> nn.Module:
+    model = _made(make_model)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    annotated = annotate(model, mesh) if takes_mesh(annotate) else annotate(model)
+    if isinstance(annotated, nn.Module):
+        model = annotated
+    _refuse_torchs_shards(model)
+    return model
+
+
+def takes_mesh(annotate: Callable[..., object]) -> bool:
+    """Whether it must have a second argument; verbs have one that may be left out."""
+    parameters = list(inspect.signature(annotate).parameters.values())
+    return len(parameters) > 1 and parameters[1].default is inspect.Parameter.empty
+
+
+_FUNCTIONS: Final = {
+    "make_model": "a function that makes the model, e.g. lambda: Model(config)",
+    "make_stage": "a function that makes a stage by its number, e.g. lambda index: Part(index)",
+    "annotate": "a function that annotates the model it gets, e.g. fully_shard",
+    "make_batch": "a function that makes one rank's batch",
+    "make_target": "a function that makes what the loss gets beside the last stage's output",
+    "optimizer": "what makes an optimizer of parameters, e.g. torch.optim.AdamW",
+    "loss": "a function that returns a scalar",
+}
+_MAY_BE_NONE: Final = ("make_target", "optimizer", "loss")
+
+
+def check_functions(**given: object) -> None:
+    """Refuse a model or an optimizer that is there already, and what is no function."""
+    for name, value in given.items():
+        if value is None and name in _MAY_BE_NONE:
+            continue
+        made = name in ("make_model", "make_stage") and isinstance(value, nn.Module)
+        if made or not callable(value):
+            raise ValueError(
+                f"forecast: {name} must be {_FUNCTIONS[name]}; got an object of"
+                f" {type(value).__name__}"
+            )
+
+
+def _sizes_of(mesh: Any, ranks: Any, steps: Any) -> dict[str, int]:
+    """The dimensions of the mesh, if they and the numbers make sense."""
+    if not all(isinstance(number, int) and number >= 1 for number in (ranks, steps)):
+        raise ValueError(
+            f"forecast: ranks={ranks!r} and steps={steps!r} must be whole numbers of at least 1"
+        )
+    sizes = {"ranks": ranks} if mesh is None else mesh
+    if not (isinstance(sizes, Mapping) and all(isinstance(size, int) for size in sizes.values())):
+        raise ValueError(
+            f"forecast: mesh={mesh!r} must be names of dimensions with their sizes, as in"
+            ' {"replicate": 4, "shard": 16}'
+        )
+    if (product := prod(sizes.values())) != ranks:
+        raise ValueError(f"forecast: mesh={dict(sizes)} has {product} ranks, not ranks={ranks}")
+    return dict(sizes)
+
+
+def _paced(machine: Machine, progress: Callable[[str], object], steps: int) -> Callable[[], None]:
+    """What the machine calls at every operation: tells `progress` now and then where it is."""
+    last = perf_counter()
+
+    def heard() -> None:
+        nonlocal last
+        if (now := perf_counter()) - last >= PACE:
+            last = now
+            progress(f"step {machine.step} of {steps}, {machine.place}")
+
+    return heard
+
+
+@contextmanager
+def _world(machine: Machine, ranks: int, rank: int = 0) -> Iterator[None]:
+    if dist.is_initialized():
+        raise ForecastError(
+            "forecast: this process has a process group already. A forecast makes a pretended one:"
+            " call it before init_process_group(), or in a process of its own (python -m composable"
+            " forecast)"
+        )
+    # torch's group puts its rank before uncaught errors, once more for each group that there was
+    with mock.patch.object(sys, "excepthook", sys.excepthook):
+        form_group(machine, ranks, rank)
+        try:
+            yield
+        finally:
+            gc.collect()  # what holds the group
+            forget_meshes()
+            dist.destroy_process_group()
+
+
+@contextmanager
+def _pretended(machine: Machine) -> Iterator[None]:
+    """The library as it is on the device: messages laid out for it, over the machine's clocks."""
+    device = machine.device
+
+    @cache
+    def on_group(group: dist.ProcessGroup) -> Comm:
+        return VirtualComm(group, machine, traits_of(device, group.size()))
+
+    def virtual(comm: Comm) -> Comm:
+        return comm if comm.group is None else on_group(comm.group)
+
+    foreach = (lambda: ["cpu"]) if device.accelerator else (lambda: ["cuda"])
+    with (
+        comms_wrapped_by(virtual),
+        mock.patch.object(elastic, "CAN_SWAP", False),  # storages are resized, as accelerators'
+        mock.patch.object(tensor_parallel, "joint_mesh", cache(_joint_mesh)),
+        mock.patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", foreach),
+        mock.patch.object(sharded, "with_own_storage", _with_own_storage),
+        # all ranks have the gradients that this one has, and no message says so
+        mock.patch.object(Reduction, "_compare"),
+        mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
+        mock.patch.object(engine_root, "release_idle_memory", machine.release_idle),
+        mock.patch.object(clip, "changes_nothing", return_value=False),
+        mock.patch.object(DistributedDataParallel, "__init__", _refuse_torchs),
+        mock.patch.object(FullyShardedDataParallel, "__init__", _refuse_torchs),
+        mock.patch.object(MatrixStepping, "__init__", _refuse_matrices),
+    ):
+        yield
+
+
+@contextmanager
+def _copies_to_the_host(machine: Machine) -> Iterator[None]:
+    """`offload_activations` as on an accelerator, on the machine's streams."""
+    with (
+        mock.patch.object(activations, "any_has_streams", return_value=True),
+        mock.patch.object(activations, "has_streams", lambda device: device.type == "cpu"),
+        mock.patch.object(activations, "streams_of", return_value=machine),
+        mock.patch.object(activations, "copies_of", cache(activations.HostCopies)),
+    ):
+        yield
+
+
+def _refuse_torchs(module: nn.Module, *_: object, **__: object) -> NoReturn:
+    """Instead of the constructors of torch's wrappers, and of what is built upon them."""
+    raise ForecastError(f"forecast: annotate() calls torch's {type(module).__name__}, {NOT_SEEN}")
+
+
+def _refuse_matrices(_: MatrixStepping, optimizer: Optimizer, *__: object) -> NoReturn:
+    """Instead of what hands matrices to their owners, which are other ranks."""
+    raise ForecastError(
+        f"forecast: optimizer= calls step_on_matrices for {type(optimizer).__name__}. A step of"
+        " whole matrices, each on another rank, and its exchanges among all are not forecast. Leave"
+        " step_on_matrices out for the forecast: ranks then have about as much state, in shards"
+    )
+
+
+def _refuse_torchs_shards(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, TORCHS):
+            raise ForecastError(
+                f"forecast: module '{name or '(root)'}' was annotated by torch's fully_shard,"
+                f" {NOT_SEEN}"
+            )
+
+
+def _refuse_offloaded_shards(model: nn.Module) -> None:
+    for unit in units_below([model]):
+        if unit.spec.grouping.on_host:
+            raise ForecastError(
+                f"forecast: unit '{unit.name}' has an offload_policy; how long an optimizer takes"
+                " on the host of an accelerator is not known. Leave the policy out: the device"
+                " then needs its part of parameters, gradients and optimizer state more"
+            )
+
+
+def _joint_mesh(_: str, own: DeviceMesh, spread: Spread, device: torch.device) -> DeviceMesh:
+    """As `joint_mesh`, whose ranks tell each other where they are. Here all meshes are parts of one
+    grid, of which this rank is the first: numbers of ranks, counted from it, add up.
+    """
+    mesh = spread.mesh
+    ranks = own.mesh.view(*own.shape, *[1] * mesh.ndim) + mesh.mesh - dist.get_rank()
+    groups = [*map(own.get_group, range(own.ndim)), *map(mesh.get_group, range(mesh.ndim))]
+    names = (*(own.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
+    return DeviceMesh.from_group(
+        groups, "cpu", mesh=ranks, mesh_dim_names=names if len(set(names)) == ranks.ndim else None
+    )
+
+
+def _with_own_storage(shard: Tensor) -> Tensor:
+    """As `with_own_storage`; what is noted of the shard's storage holds for the other one, too."""
+    own = with_own_storage(shard)
+    if is_unknown(shard):
+        note_unknown(own)
+    return own
+
+
+def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        model = make_model()
+    found: object = model
+    if not isinstance(found, nn.Module):
+        raise ValueError(
+            f"forecast: what makes the model returned no module: {type(found).__name__}"
+        )
+    made: dict[int, Any] = {}  # what is tied stays tied, unlike by `Module.to`
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                on_meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), on_meta)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))
+    return model
+
+
+@contextmanager
+def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
+    """Keep `machine.place`: the unit that computes, by what is annotated."""
+    names = {module: name or "(root)" for name, module in model.named_modules()}
+    units = {module for module in names if registry(module)}
+    around: list[tuple[str, str]] = []  # of each module whose forward runs, innermost last
+
+    def enter(module: nn.Module, _: Any) -> None:
+        around.append((machine.module, machine.unit))
+        machine.module = names.get(module, type(module).__name__)
+        if module in units:
+            machine.unit = machine.module
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        machine.module, machine.unit = around.pop()
+        tensor = next((t for t in tensors_in(output) if t.grad_fn is not None), None)
+        if module in units and tensor is not None:
+            tensor.register_hook(lambda _: setattr(machine, "unit", names[module]))
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _label_resting(machine: Machine, model: nn.Module) -> None:
+    for unit in units_below([model]):
+        for group in unit.groups:
+            if group.shard is not None and not isinstance(group, OffloadedGroup):
+                machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)
+            for buffer in () if group.gather is None else group.gather.buffers:
+                machine.hold_for(buffer.tensor.untyped_storage(), Kind.UNSHARDED)
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage = local_tensor(tensor).untyped_storage()
+        if machine.kind_of(storage) is not None:  # else it is a part of the unit's shards
+            machine.hold_for(storage, Kind.PARAMETERS)
+
+
+def train(
+    machine: Machine,
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    batch: Any,
+    optimizer: Callable[..., torch.optim.Optimizer] | None,
+    run: Callable[[nn.Module, Any], object],
+    steps: int,
+) -> Forecast:
+    """Train for some steps, of which the last one counts.
+
+    Args:
+        run: forward and backward; what it returns lives until the optimizer has stepped.
+    """
+    stepping = None if optimizer is None else optimizer(model.parameters())
+    for machine.step in range(1, steps + 1):
+        model.zero_grad()
+        _label_resting(machine, model)  # the first forward moves them
+        machine.phase, machine.module, machine.unit = "forward", "", "(root)"
+        start, at_rest = machine.begin_step(), machine.held
+        kept = run(model, batch)
+        machine.phase = "optimizer"
+        if stepping is not None:
+            stepping.step()
+            for state in stepping.state.values():
+                for tensor in tensors_in(state):
+                    machine.hold_for(local_tensor(tensor).untyped_storage(), Kind.OPTIMIZER)
+        end = machine.end_step()
+        del kept
+    subject = _subject_of(model, batch, stepping)
+    return _told(machine, subject, mesh, at_rest, start, end)
+
+
+def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Subject:
+    def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for tensor in tensors:
+            counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        return dict(counts.most_common())
+
+    states = () if optimizer is None else optimizer.state.values()
+    leaves = batch.items() if isinstance(batch, Mapping) else (("", each) for each in (batch,))
+    return Subject(
+        model=type(model).__name__,
+        parameters=by_dtype(model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        optimizer=None if optimizer is None else type(optimizer).__name__,
+        # without counters of steps
+        state=by_dtype(t for state in states for t in tensors_in(state) if t.ndim),
+        batch=tuple((name, tuple(t.shape)) for name, tree in leaves for t in tensors_in(tree)),
+    )
+
+
+def _told(
+    machine: Machine,
+    subject: Subject,
+    mesh: Mapping[str, int],
+    at_rest: Sequence[int],
+    start: float,
+    end: float,
+) -> Forecast:
+    spans = [replace(s, start=s.start - start, end=s.end - start) for s in machine.spans]
+
+    def taken(*, computing: bool) -> float:
+        return sum(s.end - s.start for s in spans if (s.stream == COMPUTE) is computing)
+
+    return Forecast(
+        subject=subject,
+        device=machine.device,
+        mesh=mesh,
+        peak=machine.peak.total,
+        at_peak=by_name(machine.peak.by_kind),
+        where=machine.peak.where,
+        on_host=machine.on_host[1],
+        at_rest=by_name(at_rest),
+        seconds=end - start,
+        computing=taken(computing=True),
+        communicating=taken(computing=False),
+        exposed=machine.exposed,
+        host=machine.host - start,
+        collectives=tuple(
+            Collective(*key, len(sizes), sum(sizes)) for key, sizes in machine.messages.items()
+        ),
+        memory=tuple((moment - start, sizes) for moment, sizes in machine.samples),
+        streams=tuple(spans),
+    )
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    if isinstance(batch, Mapping):
+        found = model(**batch)
+    elif isinstance(batch, tuple):
+        found = model(*batch)
+    else:
+        found = model(batch)
+    said = getattr(found, "loss", None)
+    return tensors_in(found)[0].sum() if said is None else said

@@ -1,0 +1,398 @@
+"""Each stage of a pipeline trains for some steps by torch's schedule, and what it takes is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.tensor import DTensor
+
+from composable.errors import ForecastError
+from composable.extras.forecast.devices import Device, amount, device_of, milliseconds, unit_for
+from composable.extras.forecast.forecast import (
+    check_functions,
+    machine_of,
+    running,
+    takes_mesh,
+    train,
+)
+from composable.extras.forecast.machine import Machine, note_unknown, tensors_in
+from composable.extras.forecast.result import Forecast, aligned
+
+SCHEDULES: Final = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+POINT_TO_POINT: Final = ("send", "receive")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What `forecast_stages` found.
+
+    Attributes:
+        schedule: "GPipe" or "1F1B".
+        micro_batches: of a step.
+        stages: a rank's step of each stage, in order, without what it waits for other stages:
+            what it receives is there when it wants it.
+        forwards: seconds of one micro-batch on each stage, with what it waits for messages.
+        backwards: the same of backward.
+    """
+
+    schedule: str
+    micro_batches: int
+    stages: tuple[Forecast, ...]
+    forwards: tuple[float, ...]
+    backwards: tuple[float, ...]
+
+    @property
+    def largest(self) -> int:
+        """The number of the stage that needs the most memory; of equal ones the first."""
+        return max(range(len(self.stages)), key=lambda index: self.stages[index].peak)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage does."""
+        return all(stage.fits for stage in self.stages)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: all micro-batches pass the stages; then gradients are reduced, and the
+        optimizers step.
+        """
+        busy = map(self._busy, range(len(self.stages)))
+        return self._passing + max(
+            stage.seconds - each for stage, each in zip(self.stages, busy, strict=True)
+        )
+
+    @property
+    def bubble(self) -> float:
+        """The part of forwards and backwards in which the slowest stage waits for others:
+        (stages - 1) / (micro-batches + stages - 1), where all stages take equal times.
+        """
+        return 1 - max(map(self._busy, range(len(self.stages)))) / self._passing
+
+    def _busy(self, index: int) -> float:
+        return self.micro_batches * (self.forwards[index] + self.backwards[index])
+
+    @property
+    def _passing(self) -> float:
+        """When the last backward is over, if each stage follows the order of the schedule, and
+        waits for what its neighbours give it.
+        """
+        stages, count = range(len(self.stages)), self.micro_batches
+        orders = []
+        for index in stages:
+            # forwards before the first backward, of as many micro-batches as are kept at a time
+            first = count if self.schedule == "GPipe" else min(len(stages) - index, count)
+            order = [(True, at) for at in range(first)]
+            for at in range(count):
+                order.append((False, at))
+                if first + at < count:
+                    order.append((True, first + at))
+            orders.append(order)
+        free = [0.0 for _ in stages]
+        done: dict[tuple[int, bool, int], float] = {}
+        while any(orders):
+            for index, order in enumerate(orders):
+                if not order:
+                    continue
+                forward, at = order[0]
+                neighbour = index - 1 if forward else index + 1
+                given = done.get((neighbour, forward, at)) if neighbour in stages else 0.0
+                if given is not None:
+                    took = (self.forwards if forward else self.backwards)[index]
+                    free[index] = done[index, forward, at] = max(free[index], given) + took
+                    order.pop(0)
+        return max(free)
+
+    def __str__(self) -> str:
+        first = self.stages[0]
+        size, unit = unit_for(self.stages[self.largest].peak)
+        rows = [("stage", "parameters", f"peak, {unit}", "busy, ms", "sends, receives", "")]
+        for index, stage in enumerate(self.stages):
+            moved = sum(each.nbytes for each in stage.collectives if each.kind in POINT_TO_POINT)
+            notes = ["the most memory"] * (index == self.largest)
+            notes += ["does not fit"] * (not stage.fits)
+            rows.append(
+                (
+                    str(index), f"{sum(stage.subject.parameters.values()):,}",
+                    amount(stage.peak, (size, unit)).split()[0],
+                    milliseconds(stage.seconds, first.seconds), amount(moved), ", ".join(notes),
+                )
+            )  # fmt: skip
+        verdict = "fits" if self.fits else "DOES NOT FIT"
+        step = milliseconds(self.seconds, self.seconds)
+        return "\n".join(
+            [
+                f"{self.schedule}, {self.micro_batches} micro-batches on {first.place}: {verdict}",
+                *aligned(rows),
+                f"a step takes {step} ms; the bubble is {self.bubble:.0%} of forward and backward",
+            ]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `json`; the stages as `Forecast.to_dict` has them."""
+        return {
+            "schedule": self.schedule,
+            "micro_batches": self.micro_batches,
+            "seconds": self.seconds,
+            "bubble": self.bubble,
+            "largest": self.largest,
+            "fits": self.fits,
+            "stages": [stage.to_dict() for stage in self.stages],
+        }
+
+
+def forecast_stages(
+    make_stage: Callable[[int], nn.Module],
+    annotate: Callable[[nn.Module, DeviceMesh], object],
+    make_batch: Callable[[], Any],
+    *,
+    mesh: Mapping[str, int],
+    micro_batches: int,
+    schedule: str = "1F1B",
+    make_target: Callable[[], Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
+    device: str | Device = "h100",
+    optimizer: Callable[..., torch.optim.Optimizer] | None = torch.optim.AdamW,
+    steps: int = 2,
+    progress: Callable[[str], object] | None = None,
+) -> Pipeline:
+    """Say what each stage of a pipeline takes, without the devices.
+
+    A stage is run as `forecast` runs a model, by torch's own stage and schedule, in place of the
+    first of its data-parallel ranks: with the activations of as many micro-batches as the schedule
+    keeps, torch's buffers for what is received, and messages to the neighbours. If your program
+    calls `composable.fsdp2.install()`, call it before: gradients are then reduced once per step,
+    and else in every micro-batch, as in training.
+
+    Args:
+        make_stage: makes a stage by its number; its parameters are on the meta device, whatever it
+            says.
+        annotate: what your program calls on a stage. It gets the stage and the mesh, e.g.
+            `lambda part, mesh: fully_shard(part, mesh=mesh["dp"])`.
+        make_batch: the first stage's input of one step on one rank, a tensor or a tuple of tensors.
+            The schedule splits their first dimension into micro-batches.
+        mesh: names and sizes of the dimensions, that of the stages first, e.g.
+            `{"pp": 4, "dp": 16}`.
+        micro_batches: of a step.
+        schedule: "GPipe" or "1F1B".
+        make_target: the target of one step on one rank. None: the loss gets none.
+        loss: of the last stage's output, and of the target if there is one, a scalar. None: the sum
+            of the output.
+        device, optimizer, steps, progress: as for `forecast`.
+
+    Raises:
+        ForecastError: as from `forecast`; or a stage returns something other than tensors.
+        ValueError: an argument makes no sense.
+
+    Example:
+        >>> print(
+        ...     forecast_stages(
+        ...         lambda index: Part(config, index),
+        ...         lambda part, mesh: fully_shard(part, mesh=mesh["dp"], policy={Block}),
+        ...         lambda: torch.zeros(8, 4096, dtype=torch.int64),
+        ...         mesh={"pp": 4, "dp": 16},
+        ...         micro_batches=8,
+        ...     )
+        ... )
+
+    Schedules are those of `torch.distributed.pipelining`: GPipe (arXiv:1811.06965) and 1F1B
+    (PipeDream-Flush, arXiv:2006.09503), where the bubble's part is from.
+    """
+    check_functions(
+        make_stage=make_stage,
+        annotate=annotate,
+        make_batch=make_batch,
+        make_target=make_target,
+        loss=loss,
+        optimizer=optimizer,
+    )
+    if not takes_mesh(annotate):
+        raise ValueError(
+            "forecast_stages: annotate must take the stage and the mesh, and pass the dimensions of"
+            ' the stage on, e.g. lambda part, mesh: fully_shard(part, mesh=mesh["dp"])'
+        )
+    _check_numbers(mesh, micro_batches, steps)
+    (name, kind), on_device = _schedule_of(schedule), device_of(device)
+    dimension, count = next(iter(mesh.items()))
+    stages: list[Forecast] = []
+    passes: list[tuple[float, float]] = []
+    received: tuple[Tensor, ...] = ()  # by the next stage; on the meta device
+    groups: list[dist.ProcessGroup] = []
+
+    def annotated(stage: nn.Module, whole: DeviceMesh) -> object:
+        groups.append(whole.get_group(dimension))
+        return annotate(stage, whole)
+
+    for index in range(count):
+        said = progress and partial(_say, progress, index)
+        machine = machine_of(on_device, said, steps)
+        rank = index * (prod(mesh.values()) // count)
+        with running(machine, partial(make_stage, index), annotated, mesh, rank) as model:
+            batch = () if index else _batch_of(make_batch, micro_batches)
+            inputs = _described(tuple(t.chunk(micro_batches)[0] for t in batch)) or received
+            machine.phase = "forward"
+            received = _described(_outputs_of(model, index, inputs))
+            stage = _Stage(machine, model, index, count, inputs, received, groups.pop())
+            if index < count - 1:
+                target = None
+            elif make_target is None:
+                target = torch.zeros(micro_batches)
+            else:
+                target = make_target()
+            loss_fn = (loss or _sum) if make_target else partial(_without_target, loss or _sum)
+            made = kind(stage, micro_batches, loss_fn)
+            run = partial(_step, stage, made, target)
+            stages.append(train(machine, model, mesh, batch, optimizer, run, steps))
+            passes.append((stage.seconds["forward"], stage.seconds["backward"]))
+    forwards, backwards = (
+        tuple(s / micro_batches for s in all) for all in zip(*passes, strict=True)
+    )
+    return Pipeline(name, micro_batches, tuple(stages), forwards, backwards)
+
+
+class _Stage(PipelineStage):
+    """Tells the machine where it is.
+
+    Attributes:
+        seconds: of the last step's forwards and backwards, with waiting for their messages.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        module: nn.Module,
+        index: int,
+        count: int,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(
+            module, index, count, torch.device("cpu"), input_args=inputs, output_args=outputs,
+            group=group,
+        )  # fmt: skip
+        self._machine = machine
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._ended = self._machine.now
+        self.seconds = {"forward": 0.0, "backward": 0.0}
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        self._machine.phase = "forward"
+        output = super().forward_one_chunk(*args, **kwargs)
+        self._end_chunk()
+        return output
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        self._machine.phase = "backward"
+        super().backward_one_chunk(*args, **kwargs)
+        self._end_chunk()
+        self._machine.unit = "(root)"  # it sends what this gave
+
+    def _end_chunk(self) -> None:
+        machine = self._machine
+        self.seconds[machine.phase] += machine.now - self._ended
+        self._ended = machine.now
+
+
+def _say(progress: Callable[[str], object], index: int, text: str) -> None:
+    progress(f"stage {index}, {text}")
+
+
+def _step(
+    stage: _Stage,
+    schedule: PipelineScheduleSingle,
+    target: Tensor | None,
+    _: nn.Module,
+    batch: tuple[Tensor, ...],
+) -> None:
+    stage.begin_step()
+    schedule.step(*batch, target=target)
+
+
+def _schedule_of(given: object) -> tuple[str, type[PipelineScheduleSingle]]:
+    for name, kind in SCHEDULES.items():
+        if str(given).lower() == name.lower():
+            return name, kind
+    raise ValueError(
+        f'forecast_stages: schedule={given!r} must be "GPipe" or "1F1B", which have one stage on'
+        " each rank"
+    )
+
+
+def _check_numbers(mesh: object, *numbers: object) -> None:
+    """Refuse what are no sizes of dimensions, and numbers of micro-batches and steps below one."""
+
+    def is_count(number: object) -> bool:
+        return isinstance(number, int) and number >= 1
+
+    if not (isinstance(mesh, Mapping) and mesh and all(map(is_count, mesh.values()))):
+        raise ValueError(
+            f"forecast_stages: mesh={mesh!r} must be names of dimensions with their sizes, that of"
+            ' the stages first, as in {"pp": 4, "dp": 16}'
+        )
+    if not all(map(is_count, numbers)):
+        raise ValueError(
+            f"forecast_stages: micro_batches={numbers[0]!r} and steps={numbers[1]!r} must be whole"
+            " numbers of at least 1"
+        )
+
+
+def _batch_of(make_batch: Callable[[], Any], micro_batches: int) -> tuple[Tensor, ...]:
+    made = make_batch()
+    batch = made if isinstance(made, tuple) else (made,)
+    for tensor in batch:
+        if not isinstance(tensor, Tensor) or not tensor.ndim:
+            raise ValueError(
+                "forecast_stages: make_batch must return a tensor with rows, or a tuple of them, as"
+                f" torch's stages take by position; it returned {type(made).__name__}"
+            )
+        if len(tensor) % micro_batches:
+            raise ValueError(
+                f"forecast_stages: {micro_batches} micro-batches do not divide the {len(tensor)}"
+                " rows that make_batch returned, and torch's stages receive equal ones"
+            )
+    return batch
+
+
+def _outputs_of(model: nn.Module, index: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a stage makes of a micro-batch, without values."""
+    given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in inputs]
+    note_unknown(*given)
+    made = model(*(to.requires_grad_(t.requires_grad) for to, t in zip(given, inputs, strict=True)))
+    outputs = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+    for output in outputs:
+        if not isinstance(output, Tensor) or isinstance(output, DTensor):
+            raise ForecastError(
+                f"forecast_stages: stage {index} returns a {type(output).__name__}; torch's stages"
+                " pass on tensors, one or a tuple of them, and no DTensors without further settings"
+            )
+    return outputs
+
+
+def _described(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same on the meta device."""
+    return tuple(
+        torch.empty_strided(
+            t.shape, t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad
+        )
+        for t in tensors
+    )
+
+
+def _sum(output: Any, *_: Any) -> Tensor:
+    return tensors_in(output)[0].sum()
+
+
+def _without_target(loss: Callable[..., Tensor], output: Any, _: Tensor) -> Tensor:
+    return loss(output)

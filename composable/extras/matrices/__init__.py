@@ -1,0 +1,1 @@
+"""Optimizers that need whole matrices, over shards (`step_on_matrices`)."""

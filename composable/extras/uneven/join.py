@@ -1,0 +1,746 @@
+"""Uneven inputs: a rank without data follows the ranks that have some, through torch's `Join`.
+
+`Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one
+number, and a rank without data adds 0. The model has many, so behind such a sum the rank with data
+that comes first, the source, says what it does: which units it enters and leaves
+(`narration.py`), and which functions and optimizers it calls. The others do the same
+without computing. They are told each time, and not by a record of an earlier step: so a rank may
+have no data at all, and steps may differ. While all ranks have data, nothing but the sums is sent.
+
+Other joinables of the same `Join` have collectives of their own. They announce them by
+`Join.notify_join_context`, which is taken as a forward is: the source says which joinable it is,
+and the others call its hook.
+
+| a rank       | when                                                                   | adds |
+|--------------|------------------------------------------------------------------------|------|
+| has data     | a forward, or the turn of another joinable, begins                     | 1    |
+| has data     | anything else begins, and some ranks have no data: a backward, a step  | 1    |
+| has none     | it has done what was announced; in `Join.__exit__`                     | 0    |
+
+So a rank that leaves the scope finds its first sum wherever the others are. A sum of 0 ends all.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial, wraps
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from composable.api.scopes import units_in
+from composable.comm import Comm, is_distributed, notification_sum
+from composable.engine.edits.written import written
+from composable.engine.gradients.unreduced import SyncMode
+from composable.engine.params.dtensors import is_unreduced
+from composable.engine.params.param_hooks import hook_gradients
+from composable.engine.step import root as roots
+from composable.engine.step.buffers import broadcast_buffers
+from composable.engine.step.observer import DECISIONS, HEARERS, follow_steps, open_scope
+from composable.engine.step.root import Root
+from composable.engine.step.unit import Unit, unit_of
+from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
+from composable.extras.uneven.narration import Event, Narrator, shadow
+from composable.optim.clip import clip_grad_norm_
+from composable.optim.in_backward import stepped_in_backward
+from composable.optim.scaler import unscale_gradients
+from composable.torch_private import in_backward, join_hooks, locals_of
+
+_BYTES: Final = 1024  # of a message; longer ones are followed by another
+
+
+class _LostStepError(Exception):
+    """The ranks with data gave up a step."""
+
+
+class ModelJoinable(Joinable):
+    """What `joinable` returns: models, with what is stepped and carried along with them."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], carried: Sequence[Any]
+    ) -> None:
+        super().__init__()
+        _hear_of_joins()
+        self.models = list(models)
+        self.optimizers = list(optimizers)
+        self.carried = list(carried)
+        self.units = [unit for model in models for unit in units_in("joinable", model)]
+        self.comm = self.units[0].mesh_info.all
+        _refuse_several_meshes(self.units)
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """Nothing: `_Scope` is the hook of all of these of one `Join`."""
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` makes its sums."""
+        return self.comm.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Over which ranks."""
+        mesh = self.units[0].mesh_info.mesh
+        return self.comm.group or (dist.group.WORLD if mesh is None else mesh.get_group(0))
+
+
+def _refuse_several_meshes(units: Sequence[Unit]) -> None:
+    first, device = _ranks_of(units[0].mesh_info.all), units[0].mesh_info.device
+    for unit in units:
+        ranks = _ranks_of(unit.mesh_info.all)
+        if ranks != first or not unit.on_one_mesh or unit.mesh_info.device != device:
+            raise MeshError(
+                f"joinable: unit '{unit.name}' is on ranks"
+                f" {ranks}{' and others' * (not unit.on_one_mesh)} of {unit.mesh_info.device}, and"
+                f" unit '{units[0].name}' on ranks {first} of {device}. A rank without data can"
+                " stand in for units on the same ranks and device only; annotate the models on one"
+                " mesh, or open a scope for each"
+            )
+
+
+def _ranks_of(comm: Comm) -> list[int]:
+    if comm.group is None:
+        return [dist.get_rank() if is_distributed() else 0]
+    return dist.get_process_group_ranks(comm.group)
+
+
+class _Scope(JoinHook):
+    """One `Join`: on a rank with data it says what is done, on a rank without data it does that.
+
+    Args:
+        members: the models' joinables.
+        others: the other joinables of the same `Join`, and their hooks.
+        throws: all ranks raise when one has run out.
+
+    Attributes:
+        source: the rank that says it; buffers follow it.
+        narrates: this rank has data, and others have none.
+        shadows: this rank has no data any more.
+        running: the ranks that had data in the last forward.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[ModelJoinable],
+        others: Mapping[Joinable, JoinHook],
+        *,
+        throws: bool,
+    ) -> None:
+        self.source = 0
+        self.narrates = self.shadows = False
+        self._first, self._others, self._throws = members[0], others, throws
+        self._comm = members[0].comm
+        self.running = self._comm.size
+        self._optimizers = [each for member in members for each in member.optimizers]
+        self._carried = [each for member in members for each in member.carried]
+        self._units = list(dict.fromkeys(unit for member in members for unit in member.units))
+        self._indices = {unit: index for index, unit in enumerate(self._units)}
+        self._phase = ""  # what the source does now: "forward", "backward" or nothing
+        self._said: list[tuple[int, int, int, bool]] = []  # and was not sent yet
+        self._zeroed: set[int] = set()  # ids of parameters
+        # Only `Join` holds the scope: one that raised is dropped without a word.
+        self._undo = ExitStack()
+        self._undo.callback(follow_steps(self))
+        self._undo.callback(
+            register_optimizer_step_pre_hook(lambda *args: open_scope().step(*args)).remove
+        )
+        self._undo.callback(HEARERS.add(Narrator()))
+        self._undo.callback(
+            DECISIONS.answer(
+                source=lambda: open_scope().source,
+                by_arrival=lambda: not (open_scope().narrates or open_scope().shadows),
+            )
+        )
+        for member in members:
+            owners: list[nn.Module | Optimizer] = [*member.models, *member.optimizers]
+            for owner in owners:
+                self._undo.callback(_hear_of_zeros(owner))
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def divide_by_running(self) -> None:
+        """Make the mean over the ranks that have data, where the library divides by all of them."""
+
+        def scaled(gradient: Tensor) -> Tensor:
+            scope: _Scope = open_scope()
+            if scope.running == scope._comm.size:
+                return gradient
+            return gradient * (scope._comm.size / scope.running)
+
+        for unit in self._units:
+            for undo in hook_gradients([param.compute for param in unit.params], scaled):
+                self._undo.callback(undo)
+
+    # --- sums and messages -----------------------------------------------------------------------
+
+    def _sum(self, mine: float) -> float:
+        """Take part in one of the sums that `Join` knows of."""
+        return notification_sum(mine, self._first.join_process_group, self._comm.device)
+
+    def _meet(self) -> bool:
+        """Find the source: the first rank that has data. Returns whether some have none."""
+        rows = self._comm.all_gather_ints(
+            [int(not self.shadows)], "exchange of which ranks have data"
+        )
+        self.source = rows.index([1])
+        return [0] in rows
+
+    def _exchange(self, value: Any = None) -> Any:
+        """Hear the source's value, which is no number, on all ranks."""
+        sent = pickle.dumps(value)
+        heard = self._broadcast(sent if len(sent) <= _BYTES else pickle.dumps(len(sent)), _BYTES)
+        return self._broadcast(sent, heard) if isinstance(heard, int) else heard
+
+    def _broadcast(self, sent: bytes, size: int) -> Any:
+        padded = bytearray(sent[:size].ljust(size, b"\0"))  # nothing behind a pickle is read
+        message = torch.frombuffer(padded, dtype=torch.uint8).to(self._comm.device)
+        self._comm.broadcast([message], "message to ranks without data", self.source)
+        return pickle.loads(bytes(message.tolist()))
+
+    # --- a rank with data ------------------------------------------------------------------------
+
+    def _announce(self, *what: Any) -> None:
+        """Count the ranks that have data, and say to the others what begins."""
+        if self._phase:  # it was given up
+            self.tell(Event.LOST, self._units[0], now=True)
+            self._phase = ""
+        self.running = int(self._sum(1.0))
+        self.narrates = self.running < self._comm.size
+        if self.narrates:
+            self._meet()
+            self._exchange(what)
+
+    def _call(self, *what: Any) -> None:
+        """Between forwards and backwards: say that something is called."""
+        if self.narrates:
+            self._announce(*what)
+
+    def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
+        if not (self.narrates and self._phase):
+            return
+        if unit not in self._indices:  # of this rank alone
+            return
+        self._said.append((event.value, self._indices[unit], detail, torch.is_grad_enabled()))
+        if now:
+            said, self._said = self._said, []
+            self._exchange(said)
+        ends = event is Event.END and not detail
+        if ends or (event is Event.LEAVE and now and self._phase == "forward"):
+            self._phase = ""
+
+    def begin(self, root: Root) -> None:
+        """A forward of `root` is about to begin."""
+        if self.shadows:
+            return
+        if in_backward():  # reentrant checkpoints run it again: a part of the backward
+            if self.narrates and self._phase != "backward":
+                self._call_backward()
+            return
+        if self._throws:
+            Join.notify_join_context(self._first)
+            return
+        unknown = [unit for unit in root.units if unit not in self._indices]
+        if len(unknown) == len(root.units) and all(
+            unit.mesh_info.all.size == 1 for unit in unknown
+        ):
+            return
+        self._said.clear()
+        if unknown:
+            problem = _foreign(root, unknown)
+            self._announce("raise", problem)
+            raise problem
+        self._announce("forward", self._trains())
+        if self.narrates:
+            self._phase = "forward"
+
+    def turn(self, other: Joinable) -> bool:
+        """Take note that another joinable is about to communicate.
+
+        Returns whether it is one of this scope's `Join`. If so, the scope announces it itself.
+        """
+        if self._throws or other not in self._others:
+            return False
+        if not self.shadows:
+            self._announce("turn", list(self._others).index(other))
+        return True
+
+    def open(self, root: Root) -> None:
+        """A backward has begun in `root`."""
+        if self.shadows or root.units[0] not in self._indices:
+            return
+        if self._phase != "backward":
+            self._refuse_unstepped(root)
+            if self.narrates:
+                self._call_backward()
+            else:
+                self._zeroed.clear()
+        self.tell(Event.OPEN, root.units[0])
+
+    def _call_backward(self) -> None:
+        modes = [unit.gradients.accumulation.now for unit in self._units]
+        self._call("backward", self._trains(), modes, *self._cleared())
+        self._phase = "backward"
+
+    def call(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        """A function is about to communicate over gradients."""
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        known = [numbers[id(parameter)] for parameter in parameters if id(parameter) in numbers]
+        if self.shadows or not known:
+            return
+        if what == "unscale":
+            scaler, inverse_scale, allow_fp16 = args
+            if scaler not in self._carried:
+                raise OptimizerError(
+                    f"join: {type(scaler).__name__} scales gradients of a model in the scope, and"
+                    " is not known to it. Pass it, so that ranks without data go on with its"
+                    " scale: join(model, optimizer, scaler), or joinable(model, optimizer, scaler)"
+                )
+            args = (float(inverse_scale), allow_fp16) if self.narrates else ()
+        self._call(what, known, *args)
+
+    def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`optimizer` is about to step."""
+        if self.shadows or optimizer not in self._optimizers:
+            return
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise OptimizerError(
+                f"join: {type(optimizer).__name__}.step was called with a closure, which ranks"
+                " without data do not have. Run forward and backward before the step"
+            )
+        self._call("step", self._optimizers.index(optimizer), _options_of(optimizer))
+
+    def _refuse_unstepped(self, root: Root) -> None:
+        """Every rank steps its own shards: a rank without data needs to know the optimizer."""
+        stepped = self._stepped()
+        for unit in root.units:
+            for param in unit.params if unit.is_sharded else ():
+                at_rest = param.at_rest
+                if (
+                    at_rest.requires_grad
+                    and id(at_rest) not in stepped
+                    and stepped_in_backward([at_rest]) is None
+                ):
+                    problem = OptimizerError(
+                        f"join: parameter '{param.fqn}' of unit '{unit.name}' is trained by no"
+                        " optimizer that the scope knows. A rank without data goes on to hold its"
+                        " shard, and has to step it: join(model, optimizer), or joinable(model,"
+                        " optimizer)"
+                    )
+                    self._call("raise", problem)
+                    raise problem
+
+    # --- what all ranks know ---------------------------------------------------------------------
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [param.at_rest for unit in self._units for param in unit.params]
+
+    def _stepped(self) -> set[int]:
+        """The parameters that optimizers of the scope step, by id."""
+        return {id(p) for each in self._optimizers for p in _parameters_of(each)}
+
+    def _trains(self) -> bytes:
+        """Which parameters are not frozen."""
+        return bytes(parameter.requires_grad for parameter in self._parameters)
+
+    def _freeze(self, trains: bytes) -> None:
+        for parameter, flag in zip(self._parameters, trains, strict=True):
+            if parameter.requires_grad != bool(flag):
+                parameter.requires_grad_(bool(flag))
+
+    def note_zeroed(self, parameters: Sequence[Tensor]) -> None:
+        """`zero_grad(set_to_none=False)` was called."""
+        self._zeroed.update(map(id, parameters))
+
+    def _cleared(self) -> tuple[list[int], list[int]]:
+        """Find the parameters whose gradients are None, and those whose gradients are zeroed.
+
+        The latter were set to zero since the last backward.
+        """
+        parameters = self._parameters
+        zeroed, self._zeroed = self._zeroed, set()
+        none = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+        return none, [
+            number for number, parameter in enumerate(parameters) if id(parameter) in zeroed
+        ]
+
+    def _clear(self, none: list[int], zeroed: list[int]) -> None:
+        """Drop the gradients that the source does not have.
+
+        Of a unit that accumulates under `no_sync`, a single parameter may have one here only: the
+        source did not use it.
+        """
+        parameters, numbers, first = self._parameters, set(none), 0
+        for unit in self._units:
+            mine = range(first, first + len(unit.params))
+            first = mine.stop
+            for number, param in zip(mine, unit.params, strict=True):
+                if number in numbers and (
+                    numbers.issuperset(mine) or not is_unreduced(param.at_rest.grad)
+                ):
+                    param.at_rest.grad = None
+        with torch.no_grad():
+            for gradient in locals_of(
+                [g for number in zeroed if (g := parameters[number].grad) is not None]
+            ):
+                gradient.zero_()
+
+    # --- a rank without data ---------------------------------------------------------------------
+
+    def main_hook(self) -> None:
+        self.shadows, self.narrates = True, False
+        grad = torch.is_grad_enabled()
+        try:
+            while True:
+                self._meet()
+                try:
+                    self._perform(*self._exchange())
+                except _LostStepError:
+                    roots.reset([module for unit in self._units for module in unit.modules])
+                if not self._sum(0.0):
+                    return
+        finally:
+            torch.set_grad_enabled(grad)
+
+    def _perform(self, what: str, *args: Any) -> None:
+        match what:
+            case "raise":
+                raise args[0]
+            case "forward":
+                self._freeze(*args)
+                self._follow(in_backward=False)
+            case "backward":
+                self._follow_backward(*args)
+            case "turn":
+                list(self._others.values())[args[0]].main_hook()
+            case "step":
+                optimizer, options = self._optimizers[args[0]], args[1]
+                _set_options(optimizer, options)
+                with torch.enable_grad():
+                    optimizer.step()
+            case _:
+                known = self._parameters
+                self._communicate(what, [known[number] for number in args[0]], *args[1:])
+
+    def _communicate(self, what: str, parameters: list[Tensor], *args: Any) -> None:
+        match what:
+            case "reduce":
+                roots.reduce_held(list(dict.fromkeys(filter(None, map(unit_of, parameters)))))()
+            case "clip":
+                with suppress(NonFiniteError):
+                    clip_grad_norm_(parameters, *args[:-1], error_if_nonfinite=args[-1])
+            case "unscale":
+                scale, allow_fp16 = args
+                inverse = torch.tensor(scale, dtype=torch.float32, device=self._comm.device)
+                unscale_gradients(parameters, inverse, allow_fp16)
+
+    def _follow(self, *, in_backward: bool) -> None:
+        """Do what the source tells, until its forward or backward has ended."""
+        depth = 0  # of the forwards that this rank follows
+        while True:
+            for number, unit, detail, grad in self._exchange():
+                event = Event(number)
+                torch.set_grad_enabled(grad)
+                if event is Event.LOST:
+                    raise _LostStepError
+                if event is Event.END and not detail:
+                    return
+                shadow(self._units[unit], event, detail)
+                depth += (event is Event.ENTER) - (event is Event.LEAVE)
+            if not depth and not in_backward:
+                return
+
+    def _follow_backward(
+        self, trains: bytes, modes: list[SyncMode], none: list[int], zeroed: list[int]
+    ) -> None:
+        self._freeze(trains)
+        self._clear(none, zeroed)
+        scope = object()
+        for unit, mode in zip(self._units, modes, strict=True):
+            unit.gradients.accumulation.open_scope(scope, mode)
+        try:
+            # In autograd's engine, which calls the end of backward.
+            with torch.enable_grad():
+                anchor = torch.zeros((), device=self._comm.device, requires_grad=True)
+                outcome = _Shadow.apply(anchor, partial(self._follow, in_backward=True))  # type: ignore[no-untyped-call]
+                outcome.backward()
+        finally:
+            for unit in self._units:
+                unit.gradients.accumulation.close_scope(scope)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        if is_last_joiner and self.running < self._comm.size:
+            self._sum(0.0)  # ranks that left the scope earlier wait in `Join`, and not in this hook
+        if self._meet():
+            self._take_over()
+        self.close()
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """Let ranks without data take over what is not trained by gradients."""
+        state = (
+            self._trains(),
+            self._cleared(),
+            [_options_of(each) for each in self._optimizers],
+            [each.state_dict() for each in self._carried],
+        )
+        trains, cleared, options, states = self._exchange(state)
+        broadcast_buffers(self._units, self.source, saved=False)
+        stepped = self._stepped()
+        unknown = [
+            param.at_rest
+            for unit in self._units
+            for param in unit.params
+            if not unit.is_sharded
+            and id(param.at_rest) not in stepped
+            and stepped_in_backward([param.at_rest]) is None
+        ]
+        self._comm.broadcast(locals_of(unknown), "broadcast of parameters after join", self.source)
+        written([unit for unit in self._units if not unit.is_sharded])
+        if self.shadows:
+            self._freeze(trains)
+            self._clear(*cleared)
+            for optimizer, option in zip(self._optimizers, options, strict=True):
+                _set_options(optimizer, option)
+            for each, its_state in zip(self._carried, states, strict=True):
+                each.load_state_dict(its_state)
+
+
+def _foreign(root: Root, unknown: Sequence[Unit]) -> Exception:
+    """What is wrong with a root that has units that the scope does not know."""
+    if len(unknown) < len(root.units):
+        return PhaseError(
+            f"unit '{unknown[0].name}' was annotated inside of a join scope, and ranks without"
+            " data do not know it. Annotate the whole model before the scope"
+        )
+    return PhaseError(
+        f"unit '{root.name}' of another model ran inside of a join scope, and ranks without"
+        " data do not take part in it. Pass the model to the scope: join(model, other,"
+        " optimizer)"
+    )
+
+
+class _AtTheEnd(JoinHook):
+    """The hook of another joinable, without what the scope calls."""
+
+    def __init__(self, hook: JoinHook) -> None:
+        self.post_hook = hook.post_hook  # type: ignore[method-assign]
+
+
+@cache
+def _hear_of_joins() -> None:
+    """Let a scope know of the other joinables of its `Join`, and of what they say to it."""
+    make, notify = Join.__init__, Join.notify_join_context
+
+    @wraps(make)
+    def made(
+        join: Join,
+        joinables: list[Joinable],
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        members = [each for each in joinables if isinstance(each, ModelJoinable)]
+        if members and open_scope() is not None:
+            raise PhaseError(
+                "joinable: a join scope is open already. Scopes do not nest: pass all models to"
+                " one, join(model, other, optimizer)"
+            )
+        if members:
+            _refuse_several_meshes([unit for member in members for unit in member.units])
+        make(join, joinables, enable, throw_on_early_termination, **kwargs)
+        if not members or not enable:
+            return
+        hooks = join_hooks(join)
+        pairs = zip(joinables, hooks, strict=True)
+        others = {each: hook for each, hook in pairs if not isinstance(each, ModelJoinable)}
+        scope = _Scope(members, others, throws=throw_on_early_termination)
+        if not kwargs.get("divide_by_initial_world_size", True):
+            scope.divide_by_running()
+        # The scope calls those of other joinables when the source says so. In the end they are
+        # called after its own.
+        hooks[:] = [scope, *map(_AtTheEnd, others.values())]
+
+    @wraps(notify)
+    def notified(joinable: Joinable) -> Any:
+        scope: _Scope | None = open_scope()
+        if scope is not None and scope.turn(joinable):
+            return None
+        return notify(joinable)
+
+    Join.__init__ = made  # type: ignore[method-assign, assignment]
+    Join.notify_join_context = staticmethod(notified)  # type: ignore[method-assign]
+
+
+def _hear_of_zeros(owner: nn.Module | Optimizer) -> Callable[[], None]:
+    """Let the scope hear of `zero_grad(set_to_none=False)`; returns what ends it.
+
+    After other calls the gradients are None, which can be seen afterwards.
+    """
+    before, of_instance = owner.zero_grad, "zero_grad" in vars(owner)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        before(set_to_none)
+        if not set_to_none:
+            open_scope().note_zeroed(_parameters_of(owner))
+
+    owner.zero_grad = zero_grad  # type: ignore[method-assign]
+    if of_instance:
+        return partial(setattr, owner, "zero_grad", before)
+    return partial(delattr, owner, "zero_grad")
+
+
+class _Shadow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, follow: Callable[[], None]) -> Tensor:
+        ctx.follow = follow
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
+        ctx.follow()
+        return None, None
+
+
+def _parameters_of(owner: nn.Module | Optimizer) -> Sequence[Tensor]:
+    if isinstance(owner, nn.Module):
+        return list(owner.parameters())
+    return [parameter for group in owner.param_groups for parameter in group["params"]]
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The learning rate and the like."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
+    for group, option in zip(optimizer.param_groups, options, strict=True):
+        group.update(option)
+
+
+def joinable(model: nn.Module, *others: Any) -> Joinable:
+    """Make a model known to torch's `Join`, so that ranks may have different numbers of batches.
+
+    A rank that has left the scope takes part in what the others do: it gathers and reduces with
+    zeros for gradients, and follows them in `optimizer.step()`, `zero_grad`, `no_sync`,
+    `reduce_gradients`, `clip_grad_norm_` and `GradScaler`. So all ranks have the same parameters
+    and the same states of optimizers in the end. Buffers of replicated models follow a rank that
+    has data. `join(model, optimizer)` is the short form.
+
+    Other joinables may stand before or behind it in the list, and be called before or after it: a
+    `ZeroRedundancyOptimizer` over a replicated model, a `DistributedDataParallel`, one of your own
+    that calls `Join.notify_join_context` before its collectives. Keyword arguments of `Join`:
+    `divide_by_initial_world_size`, see `join`.
+
+    Args:
+        model: annotated, all of it on the same ranks.
+        others: more models that run in the scope; the optimizers, which are needed for sharded
+            models that are trained; and objects with `state_dict` and `load_state_dict`, such as a
+            `GradScaler` or a scheduler, whose state is taken over from a rank that had data to the
+            end. A rank without data steps with the options (learning rates) of the others.
+
+    Raises:
+        NotAnnotatedError: no annotated module in a model.
+        MeshError: units are on different ranks or devices.
+        OptimizerError: one of `others` is none of these.
+
+    Example:
+        >>> with Join([joinable(model, optimizer)]):
+        ...     for batch in batches:
+        ...         optimizer.zero_grad()
+        ...         loss_of(model, batch).backward()
+        ...         optimizer.step()
+    """
+    models, optimizers, carried = [model], [], []
+    for other in others:
+        if isinstance(other, nn.Module):
+            models.append(other)
+        elif isinstance(other, Optimizer):
+            optimizers.append(other)
+        elif callable(getattr(other, "state_dict", None)) and callable(
+            getattr(other, "load_state_dict", None)
+        ):
+            carried.append(other)
+        else:
+            raise OptimizerError(
+                f"joinable: a {type(other).__name__} is neither a model nor an optimizer, and has"
+                " no state_dict() and load_state_dict() to carry to ranks without data. Pass other"
+                " joinables to Join([joinable(model), other])"
+            )
+    return ModelJoinable(models, optimizers, carried)
+
+
+@contextmanager
+def join(
+    model: nn.Module,
+    *others: Any,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """Let ranks run out of data at different times: `Join([joinable(model, *others)], ...)`.
+
+    Inside the scope every rank trains, or evaluates, on as many batches as it has. All ranks enter
+    and leave it. Before each forward of a model the ranks exchange one number; once a rank has run
+    out, one more message per unit is sent.
+
+    A rank leaves the scope right after its last batch. Collectives that the library does not see,
+    such as `dist.all_reduce` of a loss, `SyncBatchNorm` and torch's own `clip_grad_norm_`, must not
+    be called inside. What changes gradients between backward and step, and what has to happen on
+    every rank after a step, belongs in hooks of the optimizer (`register_step_pre_hook`), which
+    ranks without data call, too.
+
+    Args:
+        model: annotated, all of it on the same ranks.
+        others: as for `joinable`: more models, the optimizers, a `GradScaler`, schedulers.
+        divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by
+            the number of those that had data in the last forward.
+        enable: False if no rank can run out: nothing is exchanged.
+        throw_on_early_termination: raise on all ranks when one has run out.
+
+    Raises:
+        NotAnnotatedError, MeshError, OptimizerError: as for `joinable`.
+        PhaseError: a model ran inside that was not passed, or was annotated inside.
+        OptimizerError: a sharded parameter is trained by no optimizer that was passed.
+
+    Example:
+        >>> with join(model, optimizer):
+        ...     for batch in batches:  # of this rank
+        ...         optimizer.zero_grad()
+        ...         loss_of(model, batch).backward()
+        ...         optimizer.step()
+
+    After PyTorch's `Join` (pytorch #61555).
+    """
+    if not is_distributed():  # one process alone
+        yield
+        return
+    scope = Join(
+        [joinable(model, *others)],
+        enable=enable,
+        throw_on_early_termination=throw_on_early_termination,
+        divide_by_initial_world_size=divide_by_initial_world_size,
+    )
+    try:
+        with scope:
+            yield
+    finally:
+        left: _Scope | None = open_scope()
+        if left is not None:
+            left.close()  # also after an exception

@@ -1,0 +1,544 @@
+"""`together`: a step that one rank loses is lost on all ranks, and the job goes on.
+
+All ranks launch the same collectives in every step. So a rank whose step has raised knows what the
+others wait for: what the last whole step launched, behind what this one has. It gives the step up,
+and makes these launches: it gathers its own shards, so that the others compute with true values,
+and sends zeros in place of gradients. At the end of the scope all ranks vote, and one that lost its
+step says why.
+
+| a rank       | in the scope                             | at its end                         |
+|--------------|------------------------------------------|------------------------------------|
+| has raised   | `reset`, then the launches that are left | votes "lost", and says why         |
+|              | of the step before                       |                                    |
+| has not      | nothing; its gradients get zeros         | votes; if the step is lost, puts   |
+|              |                                          | buffers back                       |
+
+Launches are heard where all are made (`comm/base.py`); nothing in the engine knows of this file.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, NamedTuple, NoReturn, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from composable.api.scopes import units_in
+from composable.comm import Comm
+from composable.comm.base import LAUNCHED, Again, compare_launches
+from composable.comm.ledger import ledger_of
+from composable.comm.supplied import SuppliedComm
+from composable.compilation import unwrapped
+from composable.engine.params.param import labels_of
+from composable.engine.params.param_group import version_of
+from composable.engine.step import root as roots
+from composable.engine.step.observer import HEARERS, SWAPPED_BACK, SWAPS, Observer, open_scope
+from composable.engine.step.root import Root
+from composable.engine.step.unit import Unit, UnitCall
+from composable.errors import (
+    CommunicationError,
+    PhaseError,
+    RanksDisagreeError,
+    StepLostError,
+    UnsupportedError,
+    first_line,
+)
+from composable.features.hook_stages import hooks_of
+from composable.optim.in_backward import stepped_in_backward
+from composable.optim.shared import parameters_of
+from composable.torch_private import as_tensors, in_backward
+
+# With COMPOSABLE_DEBUG=1, at the end of a backward: what a launch by these labels is.
+_COMPARISONS: Final = {"comparison of launches": "compare", "comparison of forwards": "forwards"}
+# Before the reductions of `reduce_gradients`; a rank that has lost the step says what it said in
+# the step before.
+_COUNTS: Final = "comparison of accumulated backwards"
+_VOTE: Final = "vote on the step"
+# What may begin in the scope: a rank that gives the step up is as far with it as one that does not.
+_IN_STEPS: Final = (
+    "together", "no_sync", "reduce_gradients", "unshard", "reshard", "keep_unsharded", "reset",
+)  # fmt: skip
+
+
+class _Launch(NamedTuple):
+    """One launch of a step, as far as another step's is the same.
+
+    Attributes:
+        kind: "gather", of a group of parameters; "reduce_scatter", "all_reduce", "broadcast";
+            "compare", "forwards", "counts"; "" of one that cannot be made again.
+        sizes: of the tensors: numbers of elements and dtypes.
+        group: for "gather", indices of the unit and of its group.
+        source: for "broadcast", the rank that sends.
+    """
+
+    kind: str
+    label: str
+    scale: float = 1.0
+    sizes: tuple[tuple[tuple[int, torch.dtype], ...], ...] = ()
+    group: tuple[int, int] | None = None
+    source: int = 0
+
+
+# With the comm, and what the launch had at hand: the pairs of a gather, the message of a broadcast,
+# the numbers that were sent.
+_Heard = tuple[Comm, _Launch, Any]
+
+
+@dataclass(eq=False)
+class _Record:
+    """What is known of the steps of one model.
+
+    Attributes:
+        launches: of the last whole step.
+        lost: steps that were lost since.
+    """
+
+    launches: Sequence[_Heard] = ()
+    lost: int = 0
+
+
+_RECORDS: Final[WeakKeyDictionary[Unit, _Record]] = WeakKeyDictionary()  # by the first unit
+_OPEN: Final[list[together]] = []
+
+
+class _Where(Observer):
+    """Follows what the step does, to say where it raised."""
+
+    def __init__(self, scope: together) -> None:
+        self.now = ""  # where this rank is, in words
+        self.raised: BaseException | None = None  # in a forward, and where
+        self.place = ""
+        self._backward = ""
+        self._scope = scope
+
+    @override
+    def enters(self, root: Root, call: UnitCall) -> None:
+        self._scope.refuse_stranger(root)
+        forward = "forward" if call.root is root else "recomputation"
+        self.now = f"in the {forward} of unit '{call.unit.name}'"
+
+    @override
+    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+        outer = root.step.running[:-1] if call.root is root else []
+        self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
+
+    @override
+    def raises(self, root: Root, call: UnitCall, error: BaseException) -> None:
+        if error is not self.raised:  # from the innermost unit outwards
+            self.raised, self.place = error, self.now
+        outer = [unit for unit in root.step.running if unit is not call.unit]
+        self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
+
+    @override
+    def comes_back(self, root: Root, call: UnitCall) -> None:
+        # or behind it, in what is around it: nobody tells when autograd has left a unit
+        self.now = self._backward = f"in backward, near unit '{call.unit.name}'"
+
+    @override
+    def ends_backward(self, root: Root) -> None:
+        self.now = self._backward = "at the end of backward"
+
+    @override
+    def gradients_landed(self) -> None:
+        self.now = self._backward = ""
+
+    @override
+    def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        if what == "unscale":
+            self._scope.refuse("GradScaler.unscale_() or step()")
+
+    @override
+    def calls(self, what: str) -> None:
+        if what == SWAPS:
+            self._scope.look_for_writes()
+        elif what == SWAPPED_BACK:
+            self._scope.note_versions()  # the values are those from before
+        elif what not in _IN_STEPS:
+            self._scope.refuse(what)
+
+
+class together:
+    """Lose a step on all ranks if it raises on one, and go on with the next one.
+
+    In the scope is all of a step up to the last reduction: all micro-batches, forwards and
+    backwards. The optimizer's step, its scaler and scheduler belong behind it: what writes in the
+    scope is refused by name, on all ranks. A rank whose step
+    raises gives it up and makes the launches that the other ranks wait for, with its own shards and
+    zeros for gradients; the exception is not raised. At the end the ranks vote, by one message of
+    two integers, for which the host waits.
+
+    After a lost step gradients are of no use: call `zero_grad()` on all ranks. Buffers of the model
+    are as they were before the step, on all ranks; random number generators are not.
+
+    Raised as without the scope are: an error on all ranks, so that a mistake does not skip every
+    step; an exception that is no `Exception`, such as `KeyboardInterrupt`; a collective that
+    failed; and an exception in a step that cannot be followed, with a note that says so. That is a
+    step that launches something else than the one before it: the first two, since ranks agree on
+    orders in the first; one with another number of forwards, with another branch of the model, or
+    with parameters frozen since. The other ranks wait for their timeout then.
+
+    Args:
+        model: an annotated model.
+        give_up_after: how many steps in a row may be lost; the last of them is an error.
+
+    Attributes:
+        lost: the step was lost, on all ranks alike. Known when the scope has ended.
+        why: what ranks raised, and where; the same on all ranks.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        PhaseError: the scope is inside of another one, of `join`, or of a step; another annotated
+            model is called in it; or an optimizer steps in it, or something else writes.
+        UnsupportedError: the model has collectives that are not the library's, or what cannot be
+            given up: tensor-parallel parameters, units over different ranks (experts),
+            communication hooks, synchronised batch norms, sparse gradients, optimizers in backward,
+            replicas that train apart, `reshard_after_forward` with a number.
+        StepLostError: `give_up_after` steps in a row were lost, on all ranks.
+
+    Example:
+        >>> for batch in loader:
+        ...     with composable.together(model) as step:
+        ...         loss_of(model, batch).backward()
+        ...     if step.lost:  # on all ranks alike
+        ...         print(step.why)
+        ...     else:
+        ...         optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+
+    def __init__(self, model: nn.Module, *, give_up_after: int = 3) -> None:
+        self.lost, self.why = False, ""
+        self._refused: PhaseError | None = None  # what all ranks raise that come there
+        self._model, self._give_up_after = unwrapped(model), give_up_after
+        self._units = units_in("together", model)
+        self._comm = self._units[0].mesh_info.all
+        self._refuse()
+
+    def _refuse(self) -> None:
+        for unit in self._units:
+            if unit.gradients.has_unreduced or in_backward():
+                raise PhaseError(
+                    f"together: unit '{unit.name}' is in a backward, or has accumulated gradients"
+                    " under no_sync. Open the scope before the first forward of a step: it holds"
+                    " all micro-batches"
+                )
+            if why := _obstacle(unit, self._comm):
+                raise UnsupportedError(
+                    f"together: unit '{unit.name}' has {why}: the other ranks would wait for what"
+                    " a rank that gave up its step cannot do. Leave the scope out; a step that one"
+                    " rank alone loses ends the job then"
+                )
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UnsupportedError(
+                    f"together: '{name}' is a SyncBatchNorm, whose collectives are torch's: the"
+                    " other ranks would wait for what a rank that gave up its step cannot do. Use"
+                    " a norm without collectives, or leave the scope out"
+                )
+
+    def refuse_stranger(self, root: Root) -> None:
+        """Raise if a forward is not of the scope's model."""
+        if not {*self._units}.issuperset(root.units):
+            raise PhaseError(
+                f"together: a forward of unit '{root.units[0].name}' of another annotated model was"
+                " called in the scope, which knows one model. Pass a module that contains both, or"
+                " call the other model before the scope"
+            )
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise, as the other ranks do that come here: none has stepped, or written, yet.
+
+        Args:
+            what: was called.
+        """
+        self._refused = PhaseError(
+            f"together: {what} was called in the scope. A rank that loses the step does not come"
+            " there, and would be left with other values than the ranks that do. Call it behind the"
+            " scope, where all ranks know step.lost"
+        )
+        raise self._refused
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        mine = {id(parameter) for parameter in self._model.parameters()}
+        parameters = parameters_of(optimizer)
+        if any(labels_of(parameters)) or not mine.isdisjoint(map(id, parameters)):
+            self.refuse(f"{type(optimizer).__name__}.step()")
+
+    def __enter__(self) -> Self:
+        if _OPEN or open_scope() is not None:
+            raise PhaseError(
+                f"together: the scope was opened inside of {'another one' if _OPEN else 'join'}."
+                " One scope holds one whole step; ranks without data are followed by join, and"
+                " cannot stand in for one that raises as well"
+            )
+        self._refuse()  # what has changed since it was made
+        self.lost, self.why = False, ""
+        self._refused = None
+        self._record = _RECORDS.setdefault(self._units[0], _Record())
+        self._launched: list[_Heard] = []
+        self._where = _Where(self)
+        # `keep_unsharded` may show casts of buffers in their place
+        own = {id(cast): buffer for unit in self._units for cast, buffer in unit.buffers_shown()}
+        buffers = [
+            (module, name, own.get(id(buffer), buffer))
+            for module in self._model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._buffers = [(*each, each[-1].detach().clone()) for each in buffers]
+        self._wrote = 0
+        self.note_versions()
+        self._undo = ExitStack()
+        _OPEN.append(self)
+        self._undo.callback(_OPEN.clear)
+        self._undo.callback(HEARERS.add(self._where))
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+        LAUNCHED.append(self._hear)
+        self._undo.callback(LAUNCHED.remove, self._hear)
+        self._undo.callback(self._launched.clear)
+        return self
+
+    def _hear(self, comm: Comm, label: str, args: Sequence[Any]) -> None:
+        held: object = None
+        match args:
+            case (Again() as held, str()):
+                launch = _Launch("gather", label)
+            case ("reduce_scatter" | "all_reduce" as kind, str(), float() as scale, *tensors):
+                sizes = tuple(tuple((t.numel(), t.dtype) for t in each) for each in tensors)
+                launch = _Launch(kind, label, scale, sizes)
+            case (Tensor() as held, int() as source):
+                launch = _Launch("broadcast", label, source=source)
+            case ("all_gather", str(), float(), (Tensor(),), (Tensor() as sent,)) if (
+                label.startswith(_COUNTS)
+            ):
+                launch, held = _Launch("counts", label), sent.tolist()
+            case _:
+                launch = _Launch(_COMPARISONS.get(label, ""), label)
+        self._launched.append((comm, launch, held))
+
+    def _launches(self) -> list[_Heard]:
+        """List what this step has launched.
+
+        Gathers are told by the indices of their groups, which are built anew when users move
+        parameters.
+        """
+        groups = {
+            id(getattr(group.gather, "pairs", None)): (index, number)
+            for index, unit in enumerate(self._units)
+            for number, group in enumerate(unit.groups)
+        }
+        launches: list[_Heard] = []
+        for comm, launch, held in self._launched:
+            if launch.kind == "gather":
+                # one that was built anew since is not known
+                known = groups.get(id(held))
+                launch, held = launch._replace(kind="gather" if known else "", group=known), None
+            launches.append((comm, launch, held))
+        return launches
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        launched = self._launches()
+        self._undo.close()
+        if error is not None:
+            roots.reset([self._model])
+            if not isinstance(error, Exception) or isinstance(
+                error, (CommunicationError, RanksDisagreeError)
+            ):
+                return False
+            if (why := self._cannot_follow(launched)) and error is self._refused:
+                return False  # all ranks raise it
+            if why:
+                error.add_note(
+                    f"together: this step was not given up together with the other ranks, since"
+                    f" {why}. Ranks that did not raise wait for this one until their timeout"
+                )
+                return False
+            told = "".join(traceback.format_exception(error))
+            error.add_note(f"together: this error was raised so:\n{told}")
+            del trace
+            _drop_frames(error)
+            self._end_unshard()
+        try:
+            for each in self._record.launches[len(launched) :] if error is not None else ():
+                self._again(*each)
+            mine = [int(error is not None), self.look_for_writes()]
+            self._at_rest.clear()
+            (everywhere, fewest), (anywhere, most) = self._comm.min_max(mine, _VOTE)
+        except CommunicationError as failure:
+            if error is not None:
+                failure.add_note(
+                    f"together: this rank had raised {type(error).__name__}:"
+                    f" {first_line(error)}. It followed the step before, and the other ranks may"
+                    " have been in one of another kind"
+                )
+            raise
+        buffers, self._buffers = self._buffers, []
+        if anywhere and fewest != most:  # in a good step all ranks have written, or may go on so
+            self._refuse_written(most - 1, error)
+        if not anywhere:
+            self._record.launches, self._record.lost = launched, 0
+            return False
+        self._end_unshard()
+        _put_back(buffers)
+        return self._lose(error, everywhere=bool(everywhere))
+
+    def _end_unshard(self) -> None:
+        """Free what `unshard()` has gathered.
+
+        Some ranks have used it in the lost step, and some have not come to gather it.
+        """
+        for unit in self._units:
+            unit.hide()
+            unit.free()
+
+    def look_for_writes(self) -> int:
+        """The number, from 1, of the first parameter that was written to in the scope; else 0."""
+        if not self._wrote:
+            with as_tensors():
+                now = map(version_of, self._at_rest)
+                pairs = enumerate(zip(self._versions, now, strict=True), start=1)
+                changed = (number for number, (before, after) in pairs if before != after)
+                self._wrote = next(changed, 0)
+        return self._wrote
+
+    def note_versions(self) -> None:
+        """Writes count from now on."""
+        self._at_rest = [param.at_rest for unit in self._units for param in unit.params]
+        with as_tensors():
+            self._versions = [*map(version_of, self._at_rest)]
+
+    def _refuse_written(self, number: int, error: BaseException | None) -> NoReturn:
+        names = [(param.fqn, unit.name) for unit in self._units for param in unit.params]
+        fqn, unit = names[number]
+        raise PhaseError(
+            f"together: parameter '{fqn}' of unit '{unit}' was written to in the scope by some"
+            " ranks, and the step was lost before others came to that: they have other values now."
+            " Load a checkpoint, and write to parameters behind the scope, where all ranks know"
+            " step.lost"
+        ) from error
+
+    def _cannot_follow(self, launched: Sequence[_Heard]) -> str:
+        """Why it is not known what the other ranks go on to launch; empty if it is."""
+        before = _told(self._record.launches)
+        if not before:
+            return "no step before it was whole"
+        once = next((each.label for each in before if not each.kind), "")
+        if once:  # as ranks agree, or are compared, in the first step
+            return f"the step before it made the {once}, which others do not make"
+        if _told(launched) != before[: len(launched)]:
+            return "it launched something else than the step before"
+        return ""
+
+    @torch.no_grad()
+    def _again(self, comm: Comm, launch: _Launch, held: Any) -> None:
+        """Make a launch that the other ranks wait for, and wait for it."""
+        kind, label, scale, sizes, group_at, source = launch
+        zeros = [
+            [torch.zeros(numel, dtype=dtype, device=comm.device) for numel, dtype in each]
+            for each in sizes
+        ]
+        match kind:
+            case "gather":
+                assert group_at is not None
+                unit = self._units[group_at[0]]
+                group = unit.groups[group_at[1]]
+                group.unshard()
+                group.wait_for_unshard()
+                unit.free()
+            case "reduce_scatter":
+                comm.reduce_scatter(list(zip(*zeros, strict=True)), label, scale).wait()
+            case "all_reduce":
+                comm.all_reduce(zeros[0], label, scale).wait()
+            case "broadcast":
+                comm.broadcast([held], label, source)
+            case "counts":
+                comm.all_gather_ints(held, label)
+            case "forwards":  # a rank that counts none agrees with every count
+                comm.all_gather_ints([0, 0], label)
+            case _:
+                assert comm.group is not None
+                compare_launches(ledger_of(comm.group), comm)
+
+    def _lose(self, error: BaseException | None, *, everywhere: bool) -> bool:
+        """Some rank has lost the step. Returns whether the exception of this rank is not raised."""
+        self.lost = True
+        seen = self._where
+        where = (seen.place if error is seen.raised else seen.now) or "outside of all units"
+        seen.raised = None
+        mine = error and f"{type(error).__name__} {where}: {first_line(error)}"
+        said = self._comm.all_gather_objects(mine, "exchange of why the step is lost")
+        self.why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+        for hear in HEARERS.loses:
+            hear(self._units)
+        if everywhere:
+            return False
+        self._record.lost += 1
+        if self._record.lost >= self._give_up_after:
+            raise StepLostError(
+                f"together: {self._record.lost} steps in a row were lost. The last one: {self.why}."
+                " Look at what that rank does, or allow more by give_up_after="
+            ) from error
+        return True
+
+
+@torch.no_grad()
+def _put_back(buffers: Sequence[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    for module, name, buffer, before in buffers:
+        if buffer.shape == before.shape:
+            buffer.copy_(before)
+        module._buffers[name] = buffer if buffer.shape == before.shape else before
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Free activations: frames hold them, by closures of torch's also when cleared."""
+    errors: list[BaseException | None] = [error]
+    for each in errors:
+        if each is not None and each.__traceback__ is not None:
+            each.__traceback__ = None
+            errors += [each.__cause__, each.__context__]
+
+
+def _told(launches: Sequence[_Heard]) -> list[_Launch]:
+    return [launch for _, launch, _ in launches]
+
+
+def _obstacle(unit: Unit, comm: Comm) -> str:
+    """Why a step with this unit cannot be given up by one rank; empty if it can."""
+    params = unit.params
+    obstacles: list[tuple[Callable[[], object], str]] = [
+        (lambda: not all(p.info.form.is_whole for p in params), "tensor-parallel parameters"),
+        (
+            lambda: unit.mesh_info.all is not comm or not unit.on_one_mesh,
+            "parameters over other ranks than the rest of the model",
+        ),
+        (
+            lambda: unit.mesh_info is not unit.spec.mesh_info,
+            "replicas that train apart, by local_steps",
+        ),
+        (lambda: hooks_of(unit.gradients), "a communication hook"),
+        (lambda: unit.gradients.sparse, "sparse gradients"),
+        (
+            lambda: unit.mesh_info.post_forward,
+            "reshard_after_forward with a number of ranks",
+        ),
+        (
+            lambda: isinstance(unit.mesh_info.shard, SuppliedComm),
+            "messages in memory that somebody supplies",
+        ),
+        (lambda: stepped_in_backward([p.at_rest for p in params]), "an optimizer in backward"),
+    ]
+    return next((text for is_there, text in obstacles if is_there()), "")

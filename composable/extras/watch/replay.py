@@ -1,0 +1,271 @@
+"""`python -m composable replay FOLDER`: the unit of an incident runs again, in one process.
+
+Each rank's call is repeated, one after the other, with the parameters that the shards of all ranks
+make together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from composable.api.sync_module_states import digests
+from composable.contract.values import tensors_in
+from composable.errors import ReplayError, first_line
+from composable.extras.watch.calls import are_apart, as_called, by_index
+from composable.extras.watch.checks import is_finite, range_of
+from composable.extras.watch.incident import FORMAT
+
+COLUMNS: Final = ("shard", "gather", "inputs", "forward", "backward", "reduction")
+_SOUND: Final = "sound"
+_UNKNOWN: Final = "-"
+File = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("folder", type=Path, help="what `watch(model, folder=...)` has written")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
+    try:
+        print(replay(options.folder))
+    except ReplayError as error:
+        print(f"python -m composable replay: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def replay(folder: Path) -> str:
+    """Run the unit of an incident again, and say where it first goes wrong.
+
+    Args:
+        folder: of one incident, with a file of each rank.
+
+    Returns:
+        What was found, a table with a row per rank, and the first thing that is not sound.
+
+    Raises:
+        ReplayError: the folder is not whole, or of another version, or its model cannot be
+            imported.
+    """
+    files = _read(folder)
+    table = _run(files)
+    width = max(len(text) for row in table.values() for text in (*row.values(), *COLUMNS)) + 2
+    head = "rank  " + "".join(f"{column:<{width}}" for column in COLUMNS)
+    lines = [files[0]["finding"], "", head.rstrip()]
+    for rank, row in table.items():
+        cells = "".join(f"{row.get(column, _UNKNOWN):<{width}}" for column in COLUMNS)
+        lines.append(f"{rank:<6}{cells}".rstrip())
+    return "\n".join([*lines, "", f"first: {_verdict(table, files[0])}"])
+
+
+def _verdict(table: dict[int, dict[str, str]], file: File) -> str:
+    if file["why"]:
+        return f"not looked for, since {file['why']}"
+    for column in COLUMNS:
+        for rank, row in table.items():
+            if row.get(column, _UNKNOWN) not in (_SOUND, _UNKNOWN):
+                return f"{column} of rank {rank}: {row[column]}"
+    if not any("forward" in row for row in table.values()):
+        return "not found: no call of the unit was kept that could be run again"
+    several = f", in the one call of {file['calls']} that ran again" if file["calls"] > 1 else ""
+    return f"nothing is wrong here: what was found does not come again{several}"
+
+
+def _read(folder: Path) -> list[File]:
+    paths = sorted(folder.glob("rank-*.pt")) if folder.is_dir() else []
+    if not paths:
+        raise ReplayError(
+            f"{folder} has no file of a rank (rank-0.pt). Pass the folder of one incident, below"
+            " the one that was given to watch(model, folder=...)"
+        )
+    files: list[File] = []
+    for path in paths:
+        try:
+            files.append(torch.load(path, map_location="cpu", weights_only=True))
+        except Exception as error:  # zip files that were cut off raise several kinds
+            raise ReplayError(
+                f"{path} cannot be read: {first_line(error)}. Copy it again from its rank"
+            ) from error
+        if files[-1].get("format") != FORMAT:
+            raise ReplayError(
+                f"{path} was written by another version of composable"
+                f" (format {files[-1].get('format')}, this one reads {FORMAT}). Use that version:"
+                f" {files[-1].get('versions')}"
+            )
+    if any(each["ranks"] != files[0]["ranks"] for each in files):
+        raise ReplayError(
+            f"{folder} has files of several runs, on other numbers of ranks. Delete the older"
+            " ones, and give each run a folder of its own"
+        )
+    there = [each["rank"] for each in files]
+    missing = sorted(set(files[0]["ranks"]) - set(there))
+    if missing:
+        raise ReplayError(
+            f"{folder} is not whole: rank {', '.join(map(str, missing))} has no file there. Copy"
+            " the files of all ranks into it"
+        )
+    return sorted(files, key=lambda each: each["rank"])
+
+
+def _run(files: Sequence[File]) -> dict[int, dict[str, str]]:
+    table: dict[int, dict[str, str]] = {each["rank"]: {} for each in files}
+    if "parameters" not in files[0]:
+        return table
+    made: dict[int, list[Tensor | None]] = {}
+    for file in files:
+        row = table[file["rank"]]
+        bad = [each["fqn"] for each in file["parameters"] if not is_finite(each["shard"])]
+        row["shard"] = _not_finite(bad[0]) if bad else _SOUND
+        row["gather"] = _gather(file, _peers(file, files))
+        if "module" not in file:
+            continue
+        made[file["rank"]] = _compute(file, _peers(file, files), row)
+    once = all(each["calls"] == 1 and each["averaged"] for each in files)
+    if len(made) == len(files) and once:
+        for file in files:
+            table[file["rank"]]["reduction"] = _reduction(file, made)
+    return table
+
+
+def _peers(file: File, files: Sequence[File]) -> list[File]:
+    """The ranks whose shards make its parameters, in their order."""
+    same = [each for each in files if each["replica"] == file["replica"]]
+    return sorted(same, key=lambda each: each["shard"])
+
+
+def _whole(number: int, peers: Sequence[File]) -> Tensor:
+    rows = [peer["parameters"][number] for peer in peers]
+    first = rows[0]
+    shards = [each["shard"] for each in rows]
+    cut = first["cut"] is not None and not first["whole"]
+    whole: Tensor = torch.cat(shards, first["cut"]) if cut else shards[0]
+    return whole.to(first["dtype"])
+
+
+def _gather(file: File, peers: Sequence[File]) -> str:
+    """Whether what was gathered is what the ranks have."""
+    if not file["gathered"]:
+        return _UNKNOWN
+    for peer in peers:
+        for each in peer["parameters"]:
+            key = f"{each['name']} (in forward) {peer['shard']}"
+            sent = by_index(digests([each["shard"].to(each["dtype"])]))
+            if sent and sent[0] != file["gathered"].get(key, sent[0]):
+                return f"other rows of {each['fqn']} than rank {peer['rank']} has"
+    return _SOUND
+
+
+def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Tensor | None]:
+    """Run forward and backward as this rank has; returns the gradients of the parameters."""
+    module = _unpickled(file["module"], "the model")
+    args, kwargs = _unpickled(file["inputs"], "its inputs")
+    parameters = [
+        nn.Parameter(_whole(number, peers), requires_grad=each["trains"])
+        for number, each in enumerate(file["parameters"])
+    ]
+    named = {each["name"]: p for each, p in zip(file["parameters"], parameters, strict=True)}
+    for fqn, name, key in file["places"]:
+        setattr(module.get_submodule(fqn), name, named[key])
+    row["inputs"] = _first_bad("input", tensors_in((args, kwargs)))
+    generator = file["generator"] if file["device"] == "cpu" else torch.get_rng_state()
+    try:
+        with as_called(torch.device("cpu"), generator, file["autocast"]):
+            output = module(*args, **kwargs)
+    except Exception as error:  # code of the model, in a process without a group
+        row["forward"] = f"raised {type(error).__name__}: {first_line(error)}"
+        return [None] * len(parameters)
+    outputs = tensors_in(output)
+    row["forward"] = _first_bad("output", outputs)
+    if row["forward"] == _SOUND and _comparable(file):
+        for index, number in by_index(digests([each.detach() for each in outputs])).items():
+            if file["outputs"].get(index, number) != number:
+                row["forward"] = f"output {index} has other bits"
+    ends = [(outputs[index], g) for index, g in file["gradients"].items() if index < len(outputs)]
+    ends = [(tensor, gradient) for tensor, gradient in ends if tensor.requires_grad]
+    if not ends:
+        return [None] * len(parameters)
+    apart = are_apart([each for each, _ in ends])
+    torch.autograd.backward([each for each, _ in ends], [gradient for _, gradient in ends])
+    gradients = [each.grad for each in parameters]
+    row["backward"] = _first_bad("gradient of output", [gradient for _, gradient in ends])
+    for each, gradient in zip(file["parameters"], gradients, strict=True):
+        if row["backward"] == _SOUND and gradient is not None and not is_finite(gradient):
+            row["backward"] = _not_finite(f"gradient of {each['fqn']}")
+    for tensor in tensors_in((args, kwargs)):
+        if row["backward"] == _SOUND and tensor.grad is not None and not is_finite(tensor.grad):
+            row["backward"] = _not_finite("gradient of an input")
+    return gradients if apart else [None] * len(parameters)
+
+
+def _reduction(file: File, made: dict[int, list[Tensor | None]]) -> str:
+    """Whether the gradients that landed are the means of those that the ranks have made again.
+
+    Up to one factor, since gradients may have been clipped.
+    """
+    pairs = []
+    for number, each in enumerate(file["parameters"]):
+        terms = [gradients[number] for gradients in made.values()]
+        if each["gradient"] is None or any(term is None for term in terms):
+            continue
+        mean = torch.stack([term.double() for term in terms if term is not None]).mean(0)
+        if each["cut"] is not None and not each["whole"]:
+            size = mean.shape[each["cut"]]
+            chunk = -(-size // file["shards"])
+            start = min(file["shard"] * chunk, size)
+            mean = mean.narrow(each["cut"], start, min(chunk, size - start))
+        if mean.numel():
+            pairs.append((each["fqn"], mean, each["gradient"].double()))
+    if not pairs:
+        return _UNKNOWN
+    for fqn, mean, landed in pairs:
+        if is_finite(mean) and not is_finite(landed):
+            return _not_finite(f"the sum of {fqn}")
+    pairs = [each for each in pairs if is_finite(each[1])]
+    squares = sum(mean.square().sum().item() for _, mean, _ in pairs)
+    factor = sum((mean * landed).sum().item() for _, mean, landed in pairs) / (squares or 1.0)
+    for fqn, mean, landed in pairs:
+        wrong = (landed - factor * mean).abs().max().item()
+        if wrong > abs(factor) * (1e-2 * mean.abs().max().item() + 1e-6):
+            return f"{fqn} is not the mean over the ranks"
+    return _SOUND
+
+
+def _unpickled(value: Any, what: str) -> Any:
+    if isinstance(value, str):
+        raise ReplayError(f"{what} was not written: {value}")
+    try:
+        return torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
+    except (ImportError, AttributeError) as error:
+        raise ReplayError(
+            f"{what} cannot be imported: {first_line(error)}. Run the command where its code can be"
+            " imported, with PYTHONPATH set as for the training"
+        ) from error
+
+
+def _comparable(file: File) -> bool:
+    """Bits are those of one device and one version of torch, and of a call that can be repeated."""
+    same = file["device"] == "cpu" and file["versions"]["torch"] == str(torch.__version__)
+    return bool(same and file["exact"])
+
+
+def _first_bad(kind: str, tensors: Sequence[Tensor]) -> str:
+    for index, tensor in enumerate(tensors):
+        low, high = range_of(tensor)
+        if math.isnan(low) or high == math.inf:
+            return _not_finite(f"{kind} {index}")
+    return _SOUND
+
+
+def _not_finite(what: str) -> str:
+    return f"{what} is not finite"

@@ -1,0 +1,369 @@
+"""`watch`: what goes wrong in a step is named before it spreads.
+
+A step, from `watch` to a finding: `events.py` tells `Sight` of forwards, backwards and messages,
+which looks at values (`checks.py`) and digests (`agreement.py`). Before the optimizer steps, which
+all ranks do, `Watch.end_step` exchanges what each rank has seen first: two integers, and the words
+(`findings.py`) only where there is something to say. Operators of a unit run again at
+once (`repeat.py`); calls that are kept (`calls.py`) run again from a folder (`incident.py`,
+`replay.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, Self
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from composable.api.scopes import units_in
+from composable.comm import is_distributed
+from composable.compilation import unwrapped
+from composable.contract.tree import names_below
+from composable.engine.step.observer import HEARERS, open_scope
+from composable.engine.step.unit import Unit
+from composable.errors import (
+    AlreadyAnnotatedError,
+    AnnotationError,
+    NonFiniteError,
+    NotReproducedError,
+    RanksDisagreeError,
+    unit_name,
+)
+from composable.extras.watch import events, incident
+from composable.extras.watch.findings import (
+    HINT,
+    Finding,
+    hint,
+    not_finite,
+    not_reproduced,
+    overflow,
+)
+from composable.extras.watch.repeat import Repeat
+from composable.extras.watch.sight import Sight
+from composable.optim.in_backward import stepped_in_backward
+from composable.state.whole import comms_of_model
+
+logger = logging.getLogger("composable")
+
+VARIABLE: Final = "COMPOSABLE_WATCH"
+AGREE: Final = 100  # steps from one comparison of digests to the next
+_MODES: Final = ("warn", "raise")
+_NEVER: Final = (1 << 62) - 1  # later than every clock
+_LABEL: Final = "exchange of what watch has found"
+# A scaler that begins at 2 ** 16 and halves is at 1 by then: infinities are not the scale's.
+_EXPECTED_IN_A_ROW: Final = 24
+_ERRORS: Final[dict[str, type[RuntimeError]]] = {
+    "not finite": NonFiniteError,
+    "ranks differ": RanksDisagreeError,
+    "not reproduced": NotReproducedError,
+}
+
+
+def watch(
+    model: nn.Module,
+    every: int = 1,
+    on: str = "warn",
+    *,
+    agree: int = AGREE,
+    folder: str | os.PathLike[str] | None = None,
+    repeat: bool = False,
+) -> Watch:
+    """Name what goes wrong in a step, before it spreads: rank, unit, phase, tensor, step.
+
+    Two things are looked for: the first value that is not finite, and ranks that differ in what
+    must be equal.
+
+    Values that are not finite: looked at are parameters before a step, inputs and outputs of units,
+    their gradients, and gradients of parameters on their rank, before they are reduced. Nothing
+    waits for the device until the optimizer steps: then the ranks exchange what each has seen
+    first. Every `every` steps that costs one read of what is looked at, and a small message.
+
+    An infinity in gradients that a loss scaler has scaled is expected: it is counted, and said
+    once. Infinities below zero in inputs and outputs, such as those of masks, are named only if a
+    NaN follows from them.
+
+    Ranks that differ: every `agree` steps the ranks compare digests of parameters and landed
+    gradients of replicas, of gathered parameters with the rank whose rows they are, of buffers that
+    the program does not write to, and the optimizers' hyper-parameters that are plain values. If
+    dropout drops the same places on all ranks, a hint says so. Units with communication hooks, and
+    replicas that `local_steps` keeps apart, are not compared.
+
+    Under a pipeline schedule call it after the first step, in which torch runs stages on memory
+    that was never written to.
+
+    All ranks call it, between two steps, when the model is annotated. `COMPOSABLE_WATCH=1` in the
+    environment of all ranks watches every annotated model, `COMPOSABLE_WATCH=raise` as `on="raise"`
+    does.
+
+    Args:
+        model: an annotated module, or one that contains some.
+        every: look at one step in so many.
+        on: "warn" logs each finding once, "raise" also raises it on all ranks before the optimizer
+            steps. Hints are logged only.
+        agree: compare the ranks every so many steps; 0 for never.
+        folder: where each rank writes what `python -m composable replay` needs to run the unit of
+            a finding again, once for each kind of finding. Until the optimizer steps, the inputs
+            of units and the gradients of their outputs stay in memory for it.
+        repeat: in each step one unit, in turn, computes each operator of its forward and backward
+            again at once, on the same tensors, and the bits are compared. It finds a machine that
+            computes wrongly, at the cost of a unit. Where kernels are not deterministic a hint
+            says so. Python runs once, and so do modules, hooks and random generators. Left out are
+            units with units inside, tensor-parallel and compiled ones; operators that are not
+            torch's own, or on tensors of subclasses; and what runs under a `TorchDispatchMode`,
+            such as selective checkpointing.
+
+    Returns:
+        The watch, with its `findings` and `hints`. `close()` ends it; it is also a context.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        AlreadyAnnotatedError: it is watched already.
+        AnnotationError: `every` is less than 1, or `on` is unknown.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> watch(model, on="raise")
+    """
+    if every < 1:
+        raise AnnotationError(f"watch: every must be at least 1, got {every}")
+    if on not in _MODES:
+        raise AnnotationError(f"watch: on must be 'warn' or 'raise', got {on!r}")
+    model = unwrapped(model)
+    units = units_in("watch", model)
+    for unit in units:
+        if events.watch_of(unit) is not None:
+            raise AlreadyAnnotatedError(
+                f"watch: unit '{unit.name}' is watched already; call close() on what the first"
+                f" watch returned, or leave {VARIABLE} out of the environment"
+            )
+    fqns = names_below(model)
+    names = {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}
+    sight = Sight(names, every, agree, keeps=folder is not None, repeat=repeat)
+    return Watch(names, sight, on, folder)
+
+
+class Watch:
+    """What `watch` returns, which makes it.
+
+    Args:
+        names: the FQNs of the units that are watched.
+        sight: what this rank sees of them.
+        on, folder: see `watch`.
+
+    Attributes:
+        findings: all of them, the same on every rank.
+        hints: something to know, and no fault: what a loss scaler or a seed does, and why a unit
+            cannot be compared.
+        overflows: steps in which gradients had infinities because a loss scaler had scaled them.
+        sight: what this rank sees.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[Unit, str],
+        sight: Sight,
+        on: str,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.findings: list[Finding] = []
+        self.hints: list[Finding] = []
+        self.overflows = 0
+        self.sight = sight
+        # also while `local_steps` keeps replicas apart
+        units = list(names)
+        self._comms = [units[0].spec.mesh_info.all, *comms_of_model(units)[1:]]
+        self._on = on
+        self._folder = None if folder is None else Path(folder)
+        self._written: set[str] = set()  # kinds of findings
+        self._ranks: list[int] = []  # all that have a part of the model, from the last exchange
+        # numbers, which are never given again: one rank may keep what is not used any more
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._numbers = count()
+        self._in_a_row = 0  # overflows
+        self._reported: set[tuple[str, ...]] = set()
+        self._not_repeatable: set[str] = set()  # units of which that was said
+        events.begin(self)
+
+    @property
+    def step(self) -> int:
+        """The number of the step that is under way: of steps of the optimizer since `watch`."""
+        return self.sight.step
+
+    def close(self) -> None:
+        """End it, on all ranks, between two steps."""
+        events.end(self)
+        self.sight.lose_step()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what ends a step ------------------------------------------------------------------------
+
+    def note(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step parameters of the model."""
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = next(self._numbers)
+        if self.sight.compares:
+            self.sight.agreement.note_options(self._optimizers[optimizer], optimizer)
+
+    def unscales(self) -> None:
+        """A scaler is about to look for infinities: it may skip the step of the optimizer."""
+        self.sight.scaled = True
+        if open_scope() is None:  # in `join` ranks without data are told when optimizers step
+            self.end_step()
+
+    def landed(self) -> None:
+        """A backward has landed its gradients; an optimizer in backward has stepped, too."""
+        if self.sight.ran and open_scope() is None:
+            params = (param.at_rest for unit in self.sight.places for param in unit.params)
+            if stepped_in_backward(params) is not None:
+                self.end_step()
+
+    def end_step(self) -> None:
+        """Exchange what the ranks have found; all of them call it.
+
+        Optimizers do before they step. Call it by hand where a step is given up.
+
+        Raises:
+            NonFiniteError: a value is not finite, with `on="raise"`.
+            RanksDisagreeError: ranks differ, with `on="raise"`.
+            NotReproducedError: an operator that ran again computed other bits, with `on="raise"`.
+        """
+        sight = self.sight
+        if not sight.ran:
+            return
+        found: list[Finding] = []
+        if sight.looks:
+            found += self._first_not_finite()
+        if sight.compares:
+            found += self._first_difference()
+        if sight.repeat is not None and sight.repeat.unit in sight.ran:
+            found += self._run_again(sight.repeat)
+        self._write(found)
+        sight.end_step()
+        self._report(found)
+
+    def evaluate_again(self, step: int) -> None:
+        """An optimizer calls its closure once more in a step, whose number this was."""
+        self.sight.evaluate_again(step)
+
+    def evaluated(self, step: int) -> None:
+        """It has called it."""
+        self.sight.evaluated(step)
+
+    # --- the exchange ----------------------------------------------------------------------------
+
+    def _first_not_finite(self) -> Iterator[Finding]:
+        scaled = self.sight.scaled
+        expected = scaled and self._in_a_row < _EXPECTED_IN_A_ROW
+        first, in_gradients = self.sight.first_not_finite(scaled=expected)
+        mine = [_NEVER if first is None else first.seen.clock, -int(in_gradients and scaled)]
+        clock, overflows = self._lowest(mine)
+        self._in_a_row = self._in_a_row + 1 if overflows else 0
+        if overflows:
+            self.overflows += 1
+            if self.overflows == 1 and clock == _NEVER:
+                yield overflow(self.step)
+        if clock != _NEVER:
+            yield not_finite(self.step, self._said(first))
+
+    def _first_difference(self) -> list[Finding]:
+        found = self.sight.agreement.compare(self.step, self.sight.named)
+        # ranks of other replicas and shards hear of it, too
+        if self._lowest([-len(found)]) == [0]:
+            return []
+        said = [each for _, some in self._said(found) for each in some]
+        hints = [each for each in said if each.kind == HINT]
+        return [*[each for each in said if each.kind != HINT][:1], *hints[:1]]
+
+    def _run_again(self, repeat: Repeat) -> list[Finding]:
+        name = self.sight.places[repeat.unit].name
+        differs, why = repeat.found
+        if self._lowest([-int(bool(differs or why))]) == [0]:
+            return []
+        said = self._said((differs, why))
+        wrong = {rank: text for rank, (text, _) in said if text}
+        if wrong:
+            return [not_reproduced(self.step, name, wrong)]
+        reasons = {rank: text for rank, (_, text) in said if text}
+        if name in self._not_repeatable:
+            return []
+        self._not_repeatable.add(name)
+        what = f"unit '{name}' is not repeatable: {next(iter(reasons.values()))}"
+        return [hint(self.step, list(reasons), what, unit=name)]
+
+    def _lowest(self, values: Sequence[int]) -> list[int]:
+        """The lowest over all ranks, one by one."""
+        lowest = list(values)
+        for comm in self._comms:
+            lowest, _ = comm.min_max(lowest, _LABEL)
+        return lowest
+
+    def _said(self, mine: Any) -> list[tuple[int, Any]]:
+        """What each rank says, by its number among all."""
+        said = [(_rank(), mine)]
+        for comm in self._comms:
+            said = [each for some in comm.all_gather_objects(said, _LABEL) for each in some]
+        self._ranks = [rank for rank, _ in said]
+        return said
+
+    # --- what becomes of findings ----------------------------------------------------------------
+
+    def _write(self, found: Sequence[Finding]) -> None:
+        """Write the first finding of each kind to the folder."""
+        for finding in found:
+            if self._folder is None or finding.kind in (*self._written, HINT):
+                continue
+            self._written.add(finding.kind)
+            sight = self.sight
+            names = {unit: name for name, unit in sight.named}
+            unit = next((each for each, name in names.items() if name == finding.unit), None)
+            gathered = sight.agreement.gathered if sight.compares else {}
+            more = {
+                "ranks": self._ranks,
+                "gathered": {f"{k.unit} {k.name} {k.owner}": v for k, v in gathered.items()},
+            }
+            calls = sight.calls.get(finding.unit, [])
+            try:
+                incident.write(self._folder, finding, _rank(), unit, calls, names, more)
+            except (OSError, RuntimeError) as error:  # of this rank alone
+                logger.warning("watch: rank %d has written no incident: %s", _rank(), error)
+
+    def _report(self, found: Sequence[Finding]) -> None:
+        self.findings += [finding for finding in found if finding.kind != HINT]
+        self.hints += [finding for finding in found if finding.kind == HINT]
+        for finding in found:
+            if finding.place not in self._reported:
+                self._reported.add(finding.place)
+                if all(comm.rank == 0 for comm in self._comms):  # of those that have the model
+                    logger.warning("%s", finding)
+        errors = [finding for finding in found if finding.kind in _ERRORS]
+        if errors and self._on == "raise":
+            raise _ERRORS[errors[0].kind](str(errors[0]))
+
+
+def _rank() -> int:
+    return dist.get_rank() if is_distributed() else 0
+
+
+# --- the environment -----------------------------------------------------------------------------
+
+
+def _watch_units(units: Sequence[Unit], on: str) -> Watch:
+    names = {unit: "" if unit.name == unit_name("") else unit.name for unit in units}
+    return Watch(names, Sight(names, 1, AGREE, keeps=False, repeat=False), on)
+
+
+if (_wanted := os.environ.get(VARIABLE, "0").strip()) not in ("", "0"):
+    _on = "raise" if _wanted == "raise" else "warn"
+    HEARERS.add(events.WatchAll(lambda units: _watch_units(units, _on)))

@@ -1,0 +1,24 @@
+"""Will it fit, what is sent, how long does a step take: answered without the devices."""
+
+from composable.extras.forecast.devices import DEVICES, Device, calibrate
+from composable.extras.forecast.forecast import forecast
+from composable.extras.forecast.plans import Comparison, Plan, Suggestion, compare, suggest
+from composable.extras.forecast.result import Collective, Forecast, Subject
+from composable.extras.forecast.stages import Pipeline, forecast_stages
+
+__all__ = [
+    "DEVICES",
+    "Collective",
+    "Comparison",
+    "Device",
+    "Forecast",
+    "Pipeline",
+    "Plan",
+    "Subject",
+    "Suggestion",
+    "calibrate",
+    "compare",
+    "forecast",
+    "forecast_stages",
+    "suggest",
+]

@@ -1,0 +1,687 @@
+"""Every use of a part of torch that is not public, except those of torch.compile
+(`composable/compilation.py`).
+
+Each name says why the public interface does not do. All of them exist in torch 2.11.0, 2.13.0 and
+2.14.1, except where a fallback says that one does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial, wraps
+from itertools import repeat
+from operator import attrgetter, is_
+from traceback import walk_stack
+from typing import Any, Final, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import profiler
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
+from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composable.compilation import untraced
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Classes of tensors whose operations become operations on the plain tensors in them.
+WRAPPERS: Final = frozenset({DTensor, AsyncCollectiveTensor})
+
+# A work that is done, which process groups in Python must return (`composable.extras.forecast`).
+DoneWork: Final = FakeWork
+
+
+def name_of_group(group: dist.ProcessGroup) -> Any:
+    """As torch knows it; a process group in Python does not have its name itself."""
+    return str(dist.distributed_c10d._world.pg_names[group])
+
+
+def group_named(name: Any) -> Any:
+    """The process group that an operation of functional collectives was given, mostly by name."""
+    if isinstance(name, dist.ProcessGroup):
+        return name
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined]
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+# The number of the backward pass that this thread runs, -1 outside of one. A nested pass has a
+# number of its own. No public call tells a recomputation inside a backward from an ordinary
+# forward.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def accumulates() -> bool:
+    """Whether autograd runs the node that accumulates a gradient; no public call tells the node."""
+    node: Any = torch._C._current_autograd_node()  # None outside of backward
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return backward_id() != -1
+
+
+# `on_backward_end(callback)`: the engine calls `callback` when the running backward pass ends
+# without an error. If backward raises, the engine drops it without a call, so an object whose
+# `__del__` cleans up learns of the error: on a host before the caller of backward sees the error,
+# on an accelerator, where a thread of the engine holds the pass, up to a few milliseconds later.
+# DDP and FSDP2 queue their callbacks in the same way.
+on_backward_end: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+
+# The number of the next autograd node that this thread makes; backward runs the highest numbers
+# first. Tells which nodes a forward has made from those of its inputs.
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def made_since(number: int, node: torch.autograd.graph.Node) -> bool:
+    """Whether this thread made `node` after `next_node()` returned `number`."""
+    return node._sequence_nr() >= number
+
+
+def current_node() -> int:
+    """The number of the node that this thread's backward runs."""
+    return torch._C._current_autograd_node()._sequence_nr()
+
+
+# Sets the version counter of each tensor. torch has a context that restores counters with it, which
+# FSDP2 uses.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+
+# Hooks of a parameter: None or an ordered dict. Autograd calls them when it accumulates a gradient;
+# the engine calls those of at-rest parameters, on which autograd never accumulates. Getters made in
+# C, because they run per parameter and backward.
+gradient_hooks: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter("_backward_hooks")
+hooks_after_accumulation: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+
+
+def take_hooks(source: Tensor, target: Tensor) -> None:
+    """Let `target` share the hooks of `source`. They share the dictionaries, because the handle
+    that removes a hook refers to the dictionary that it was added to.
+    """
+    if (hooks := gradient_hooks(source)) is not None:
+        target._backward_hooks = hooks
+    if (hooks := hooks_after_accumulation(source)) is not None:
+        target._post_accumulate_grad_hooks = hooks
+
+
+# Non-reentrant checkpointing as a generator: code before the first yield runs before forward, the
+# rest after it. `torch.utils.checkpoint.checkpoint` calls the function itself, which forward hooks
+# cannot do.
+checkpoint_generator: Callable[..., Any] = (
+    torch.utils.checkpoint._checkpoint_without_reentrant_generator
+)
+
+
+# --- torch.func ---------------------------------------------------------------------------------
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The tensor inside the wrappers of `torch.func`'s transforms (`grad`, `vmap`, ...), which have
+    no storage of their own.
+    """
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
+# Whether a transform of `torch.func` is active. Asking for the stack of transforms would create one
+# for this thread, which every autograd node copies from then on: 2 % of the instructions of a small
+# model's step.
+is_transformed: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_included,
+    torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
+)
+
+
+def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """Hide `function` from the transforms of `torch.func` that it is called in. They refuse
+    in-place writes to tensors from outside of the transformed function, and the full buffers are
+    such tensors.
+    """
+
+    @wraps(function)
+    def hidden(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_transformed():
+            return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return hidden
+
+
+# --- memory and copies --------------------------------------------------------------------------
+
+# `chunk_cat(tensors, dim, num_chunks, out=)` cuts each tensor into `num_chunks` chunks, pads them,
+# and writes chunk i of all tensors to row i of `out`. Public operations need one or two views and a
+# copy per tensor: 16 us for the 12 parameters of a transformer block in place of 5. FSDP2 uses it.
+chunk_cat: Callable[..., Tensor] = torch._chunk_cat
+
+
+# Swaps the memory of two storages, so that all views of one see the memory of the other; torch 2.11
+# cannot. `resize_(0)` and back returns memory to the system and faults every page in again: about 8
+# ms for 32 MiB.
+CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
+
+
+# Within `with no_views():` operations that make views make tensors of their own on the same memory,
+# each with its own version counter. Autograd refuses writes, in grad mode, to views that were made
+# outside of it, and writes to one view mark the others. `detach` would take longer per view, and
+# shares the counter.
+no_views: Callable[[], AbstractContextManager[None]] = partial(
+    torch._C._ExcludeDispatchKeyGuard,
+    torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView),
+)
+
+# The method of a module that `Module.to`, `half`, `to_empty` and others call, of children first.
+CONVERT: Final = "_apply"
+
+
+def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Exchange all parameters, gradients and buffers for what `function` makes of them, as
+    `Module.to` does, which takes one dtype for all.
+    """
+    getattr(module, CONVERT)(function)
+
+
+def view_without_memory(
+    start: Tensor, shape: Sequence[int], strides: Sequence[int]
+) -> Tensor | None:
+    """A view of a storage that may be empty now, from the offset of `start`, an empty tensor.
+    Public views check the size of the storage. None if the device does not implement it.
+    """
+    try:
+        return torch.ops.aten._reshape_alias(start, shape, strides)  # type: ignore[no-any-return]
+    except NotImplementedError:
+        return None
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The storage's identity, the same for all of its views, with and without memory. `data_ptr()`
+    of a fake tensor's is 0.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+# Whether `parameter.data = tensor` is possible: not from a host to every device. `nn.Module.to`
+# asks the same.
+can_take_data: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
+
+
+# Whether a profiler runs in this process. A label costs 2 us even if no profiler reads it. Made in
+# C, because it is asked at every launch and every wait.
+profiled: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A view as pairs of real numbers if `tensor` is complex: the process group's own methods take
+    real numbers.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class _Reached(BaseException):
+    """A collective would have been launched."""
+
+
+class _NoCollectives(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise _Reached
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def up_to_collectives() -> Iterator[None]:
+    """Run the body up to its first collective, which is not launched; then leave it.
+
+    There is no public call that hears of the collectives that a tensor subclass launches.
+    """
+    try:
+        with _NoCollectives():  # type: ignore[no-untyped-call]
+            yield
+    except _Reached:
+        pass
+
+
+# A dispatch mode between two hooks: a `with` statement cannot begin in one and end in another. In
+# backward the engine puts back a thread's modes behind each node, also behind one that has raised.
+enter_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
+
+
+def leave_mode(mode: TorchDispatchMode) -> None:
+    """Leave one that was entered, whatever was entered since and not left."""
+    others = []
+    while torch._C._len_torch_dispatch_stack():
+        top = torch._C._pop_torch_dispatch_stack(None)
+        if top is mode:
+            break
+        others.append(top)
+    for other in reversed(others):
+        enter_mode(other)
+
+
+def modes_are_on() -> bool:
+    """Whether operators of this thread go to a dispatch mode."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+# --- DTensor ------------------------------------------------------------------------------------
+
+# The local tensor itself. `to_local()` makes an alias, or an autograd node, at every call.
+local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, and another tensor as it is."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
+    """The local tensors of DTensors, and other tensors as they are. A loop in C."""
+    return list(map(getattr, tensors, repeat("_local_tensor"), tensors))
+
+
+# Placements that cut a dimension. transformers spreads weights that hold several ("packed", as the
+# gate and the up projection of experts) by the second one, and torch has no public name for it.
+SHARDS: Final = (Shard, _StridedShard)
+
+
+def cut_by(placement: Placement, cut: Callable[..., Tensor], whole: Tensor) -> Tensor:
+    """`cut(whole, dim=...)` along the dimension of one of `SHARDS`: all of it, or each of the parts
+    into which a `_StridedShard` divides it first, side by side.
+    """
+    dim, parts = placement.dim, getattr(placement, "split_factor", 1)  # type: ignore[attr-defined]
+    if parts == 1:
+        return cut(whole, dim=dim)
+    return torch.cat([cut(part, dim=dim) for part in whole.chunk(parts, dim)], dim)
+
+
+def forget_meshes() -> None:
+    """Let torch forget what it found for operations on DTensors. Their results keep the mesh of the
+    first ones; one with equal ranks, made after its process groups were destroyed, is taken for it.
+    """
+    from torch.distributed.tensor import debug  # noqa: PLC0415, it imports the compiler
+
+    debug._clear_sharding_prop_cache()
+
+
+def waited_for(tensor: Tensor) -> Tensor:
+    """`tensor`, or what is in it if a collective that a DTensor has launched still writes to it."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def placed_alike(tensors: Collection[Tensor], others: Collection[Tensor]) -> bool:
+    """Whether tensors are DTensors with the same placements pairwise, or plain. Most share their
+    `_spec`, which is quicker.
+    """
+
+    def told(name: str) -> list[list[Any]]:
+        return [list(map(getattr, each, repeat(name), repeat(None))) for each in (tensors, others)]
+
+    specs, others_specs = told("_spec")
+    if all(map(is_, specs, others_specs)):
+        return True
+    placements, others_placements = told("placements")
+    return placements == others_placements
+
+
+def set_local(tensor: DTensor, local: Tensor) -> None:
+    """Exchange the local tensor of a `DTensor` that keeps its identity, because optimizers and
+    users hold it.
+    """
+    tensor._local_tensor = local
+
+
+# Inside of this context attributes of a `DTensor` are looked up without
+# `DTensor.__torch_function__`, which does not override them, in 60 ns in place of 110. No code of
+# the user may run inside.
+as_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+
+
+def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter on the mesh object of `tensor`.
+
+    `nn.Parameter` detaches its argument, and DTensor's caches may give the result of an operation
+    an equal mesh that was made earlier, whose process groups are destroyed or differ.
+    """
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    parameter._spec = tensor._spec  # type: ignore[attr-defined]
+    return parameter
+
+
+def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = None) -> DTensor:
+    """A `DTensor` around `local` with the mesh, placements and global shape of `like`, whose local
+    tensor has the same shape, strides and dtype. `device` is what it reports, if that is not the
+    device of `local`.
+
+    `DTensor.from_local` computes in 50 us what `like` knows; this takes 5 us.
+    """
+    with torch.inference_mode(False):
+        stand_in = local.new_empty(0, device=local.device if device is None else device)
+        (made,) = dtensors_around([local], [like._spec], stand_in)
+        return made
+
+
+def spec_of(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Any:
+    """The `_spec` of a DTensor. Public is only `DTensor.from_local`, which moves a local tensor to
+    the device of the mesh, and is an operation to autograd.
+    """
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+# `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a
+# construction.
+_new_dtensor: Callable[..., DTensor] = partial(DTensor.__new__, DTensor, requires_grad=False)
+
+
+def dtensors_around(
+    locals_: Sequence[Tensor], specs: Iterable[Any], stand_in: Tensor
+) -> list[DTensor]:
+    """`dtensor_like` for many tensors: 2 us each.
+
+    Args:
+        specs: of each, the `_spec` of a DTensor whose local tensor has the shape, strides and dtype
+            of that one.
+        stand_in: an empty tensor of that dtype and device; a `DTensor` takes over the storage
+            offset of what it is made around.
+    """
+    made = list(map(_new_dtensor, repeat(stand_in), specs))
+    for tensor, local in zip(made, locals_, strict=True):
+        tensor._local_tensor = local
+    return made
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+def step_hooks(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """The pre-hooks and post-hooks of an optimizer's `step`, in the order in which they run. The
+    public calls only append.
+    """
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # type: ignore[return-value]
+
+
+# What is in containers and what the containers are, apart, for other ranks to build them again.
+# torch has no public module for it.
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = pytree.tree_flatten
+tree_unflatten: Callable[[Iterable[Any], Any], Any] = pytree.tree_unflatten
+
+
+_CHECKPOINTS: Final = {
+    f"torch.distributed.checkpoint.{name}"
+    for name in ("state_dict", "state_dict_saver", "state_dict_loader")
+}
+
+
+def called_by_checkpoints() -> bool:
+    """Whether a state dict is made for `torch.distributed.checkpoint`, whose functions all ranks
+    call. They call `optimizer.state_dict()` as anybody does, and say nothing of it.
+    """
+    names = (frame.f_globals.get("__name__") for frame, _ in walk_stack(None))
+    return any(name in _CHECKPOINTS for name in names)
+
+
+# --- process groups -----------------------------------------------------------------------------
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout of the group's collectives on `device`; None where torch does not tell. There is
+    no public getter.
+    """
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store through which the group's ranks found each other, which works also after a
+    collective failed; None if the group was destroyed.
+    """
+    return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
+
+
+# By operator, which of its arguments is of as many bytes on all ranks; None where ranks differ.
+_COLLECTIVES: Final[dict[str, int | None]] = {
+    "allreduce_": 0,
+    "allreduce_coalesced_": 0,
+    "broadcast_": 0,
+    "reduce_": 0,
+    "allgather_": 0,
+    "_allgather_base_": 0,
+    "allgather_coalesced_": 0,
+    "allgather_into_tensor_coalesced_": 0,
+    "reduce_scatter_": 1,
+    "_reduce_scatter_base_": 1,
+    "reduce_scatter_tensor_coalesced_": 1,
+    "alltoall_": None,
+    "alltoall_base_": None,
+    "gather_": None,
+    "scatter_": None,
+    "barrier": None,
+}
+_collectives: Final = torch.library.Library("c10d", "IMPL")
+
+
+def on_collectives(note: Callable[[dist.ProcessGroup, str, int | None], None]) -> None:
+    """Call `note(group, kind, bytes)` before every collective of this process, also of torch's own,
+    from here on. Messages between two ranks are none.
+
+    Nothing public is called for all of them: the functional collectives, which DTensor uses, do not
+    pass the methods of process groups. All are operators, though. `BackendSelect` comes right
+    before their kernels, also in inference mode and below autograd, and nothing else is there.
+    """
+    for name, counted in _COLLECTIVES.items():
+        operator = getattr(torch.ops.c10d, name).default
+        _collectives.impl(name, _noted(operator, counted, note), "BackendSelect", with_keyset=True)
+
+
+def _noted(operator: Any, counted: int | None, note: Callable[..., None]) -> Any:
+    kind = operator._schema.name.removeprefix("c10d::").strip("_")
+    arguments = [argument.name for argument in operator._schema.arguments]
+    group_at = arguments.index("process_group")
+
+    @untraced  # a graph must not take it in, where a compiled function runs a part as it is
+    def noted(keyset: Any, *args: Any) -> Any:
+        if not keyset.has(torch._C.DispatchKey.Meta):  # of a graph that is traced
+            size = None if counted is None else bytes_in(args[counted])
+            note(dist.ProcessGroup.unbox(args[group_at]), kind, size)
+        # without the interpreter lock, which threads of the backend may need
+        return operator.redispatch(keyset.remove(torch._C.DispatchKey.BackendSelect), *args)
+
+    return noted
+
+
+def bytes_in(values: Any) -> int:
+    """Of the tensors in lists and tuples, at any depth."""
+    if isinstance(values, Tensor):
+        # of sparse tensors ranks may have other numbers of rows
+        return values.nbytes if values.layout is torch.strided else 0
+    return sum(map(bytes_in, values)) if isinstance(values, (list, tuple)) else 0
+
+
+def choose_symmetric_memory() -> None:
+    """Let symmetric memory be NCCL's, for this process. torch documents the module under a name
+    that is private.
+
+    Raises:
+        RuntimeError: torch was built without it; AttributeError by a version that has no pool.
+    """
+    symmetric.set_backend("NCCL")
+    _ = symmetric.get_mem_pool
+
+
+def symmetric_tensor(
+    size: Sequence[int], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> Tensor:
+    """A tensor that all ranks of `group`, which make it together, have mapped. Its memory is of a
+    pool of torch's, which keeps what was mapped.
+    """
+    with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+        made = torch.empty(size, dtype=dtype, device=device)
+    symmetric.rendezvous(made, group.group_name)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """How a group launches one kind of collective: names of its own methods, and their options.
+
+    `getattr(group, single)(output, input, options)` returns a work, or None if there is nothing to
+    wait for; `coalesced` takes lists of outputs and inputs, launches all at once, and takes
+    `coalesced_options`. Complex tensors go in as `as_real`. The all-reduce has no outputs: both
+    methods take a list of tensors that they reduce in place, `single` a list of one.
+    """
+
+    single: str
+    coalesced: str
+    options: Any
+    coalesced_options: Any
+
+
+# The options of one collective, and of several at once.
+_OPTIONS: Final = {
+    "all_gather": (AllgatherOptions, AllgatherOptions),
+    "reduce_scatter": (ReduceScatterOptions, ReduceScatterOptions),
+    "all_reduce": (AllreduceOptions, AllreduceCoalescedOptions),
+}
+
+
+def launchers(
+    group: dist.ProcessGroup, *, asynchronous: bool, mean: bool = False
+) -> dict[str, Launcher]:
+    """The group's own collectives by kind. With `mean`, which gloo does not know, reductions divide
+    the sum.
+
+    torch's public functions end in these methods, after 9 us of Python checks that give the same
+    result at every call. The only public way to several collectives in one launch is a context,
+    which stays open if an exception ends its body.
+    """
+    if hasattr(group, "all_gather_single"):  # not in torch 2.11
+        gathers = ("all_gather_single", "all_gather_single_coalesced")
+        scatters = ("reduce_scatter_single", "reduce_scatter_single_coalesced")
+    else:
+        gathers = ("_allgather_base", "allgather_into_tensor_coalesced")
+        scatters = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
+    methods = {
+        "all_gather": gathers,
+        "reduce_scatter": scatters,
+        "all_reduce": ("allreduce", "allreduce_coalesced"),
+    }
+    found = {}
+    for kind, (single, coalesced) in _OPTIONS.items():
+        options: list[Any] = [single(), coalesced()]
+        for each in options:
+            each.asyncOp = asynchronous
+            if mean and kind != "all_gather":
+                each.reduceOp = dist.ReduceOp.AVG
+        found[kind] = Launcher(*methods[kind], *options)
+    return found
+
+
+def cannot_coalesce(error: RuntimeError) -> bool:
+    """Whether a backend says by `error` that it cannot launch several collectives at once, and has
+    launched none.
+    """
+    return "does not support" in str(error) or "No backend type associated" in str(error)
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of one dimension over the ranks of a slice of a larger one.
+
+    No public call makes one that the larger mesh knows by its name, so that `mesh[name]` and a
+    second call return the same object, with the same process group.
+    """
+    return mesh._flatten(name)
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a slice was taken of; no public attribute has it."""
+    return mesh._get_root_mesh()
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The `DistributedDataParallel` whose forward is running."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def classes_of_fsdp2() -> list[str]:
+    """The classes that torch's own `fully_shard` gave to modules of this process. Nothing public
+    tells whether there are any.
+    """
+    return [cls.__name__ for cls in get_cls_to_fsdp_cls().values()]
+
+
+# what schedules of several stages compute, but for halves of backwards
+_WHOLE: Final = {"FORWARD", "FULL_BACKWARD", "OVERLAP_F_B"}
+
+
+def split_backward_schedule() -> str:
+    """The pipeline schedule that is running, by its class, if it splits backwards into those of
+    inputs and of weights; or "".
+
+    Nothing public tells which actions a schedule has. Those of all ranks are looked at, so that all
+    ranks get one answer. A schedule whose actions another version of torch keeps elsewhere, or
+    calls by other names, counts as one that splits.
+    """
+    module = sys.modules.get("torch.distributed.pipelining.schedules")
+    if module is None:
+        return ""
+    for frame, _ in walk_stack(None):
+        schedule = frame.f_locals.get("self") if frame.f_code.co_name in ("step", "eval") else None
+        if isinstance(schedule, module.PipelineScheduleMulti):
+            orders = getattr(schedule, "pipeline_order", {})
+            found = [action for order in orders.values() for action in order if action is not None]
+            found += [part for action in found for part in getattr(action, "sub_actions", ()) or ()]
+            kinds = [getattr(action, "computation_type", None) for action in found]
+            names = {getattr(kind, "name", "") for kind in kinds}
+            return "" if names and names <= _WHOLE else type(schedule).__name__
+    return ""
+
+
+# The hooks that a `Join` calls on ranks without data, in order.
+join_hooks: Callable[[Join], list[JoinHook]] = attrgetter("_join_hooks")
