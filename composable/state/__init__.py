@@ -1,4 +1,4 @@
-"""Initialise, look into, edit, save, load and average annotated models.
+"""Initialise, look into, edit, save and load annotated models.
 
 This package must not know how a step runs.
 """

@@ -11,7 +11,6 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
-from composable.algorithms import traced
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.fx_passes.bucketing import bucket_all_reduce
@@ -34,6 +33,7 @@ from composable import (
     skipped,
 )
 from composable.errors import DifferentiationError, PhaseError
+from composable.features import traced
 from composable.features.traced import TracedReduction
 from tests.helpers.battery.case import mean_square
 from tests.helpers.compare import full_gradients

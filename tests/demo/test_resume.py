@@ -39,7 +39,7 @@ Run = tuple[Path, str]  # where it wrote, what it printed
 
 def demo(out: Path, *options: str) -> str:
     """Run the demo as a person would; returns what it printed."""
-    command = [sys.executable, "-m", "composable", "demo", *TINY, "--out", str(out), *options]
+    command = [sys.executable, "-m", "examples.demo", *TINY, "--out", str(out), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -47,7 +47,7 @@ def demo(out: Path, *options: str) -> str:
 
 def demo_on(pool: Pool, ranks: int, out: Path, *options: str) -> str:
     """The same without a launcher: what the ranks do that it would have started."""
-    return launched(pool, ranks, "composable", "demo", *TINY, "--out", str(out), *options)
+    return launched(pool, ranks, "examples.demo", *TINY, "--out", str(out), *options)
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -119,8 +119,7 @@ def test_an_interrupted_run_says_in_a_line_how_to_go_on(interrupted: Path, tmp_p
     command = [
         sys.executable,
         "-m",
-        "composable",
-        "demo",
+        "examples.demo",
         *TINY[:-1],
         "--out",
         str(out),
