@@ -10,7 +10,7 @@ import torch
 from rich.table import Column, Table
 
 from composable.comm import Comm, Work
-from composable.extras.forecast import forecast
+from composable.forecast import forecast
 from examples.demo.memory import MemoryTrace
 from examples.demo.model import ADAMW, loss_of, shapes
 from examples.demo.options import Options
