@@ -123,5 +123,5 @@ def test_the_missing_extra_is_named_with_what_brings_it() -> None:
     assert done.returncode == 1
     assert_expected_inline(
         done.stderr.strip(),
-        """python -m examples.demo: rich is missing; pip install -e '.[demo]' in a checkout brings it""",
+        """python -m examples.demo: rich is missing; pip install -e '.[demo]' in a checkout brings it""",  # noqa: E501
     )
