@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import profiler
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
@@ -39,10 +40,12 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     ReduceScatterOptions,
 )
 from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.compilation import untraced
@@ -685,3 +688,93 @@ def split_backward_schedule() -> str:
 
 # The hooks that a `Join` calls on ranks without data, in order.
 join_hooks: Callable[[Join], list[JoinHook]] = attrgetter("_join_hooks")
+
+
+# --- what is exchanged in torch -----------------------------------------------------------------
+
+# Nothing else of this package sets an attribute of a module or class that is not its own.
+
+_PIPELINING: Final = (
+    "torch.distributed.pipelining.stage",
+    "torch.distributed.pipelining.schedules",
+)
+_UNSCALE: Final = "_unscale_grads_"
+
+
+def wrap_unscaling(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let gradient scalers unscale the gradients of an optimizer by what `wrap` makes of torch's
+    method, from here on.
+
+    The scaler's only method that knows the optimizer, and so all parameters. An operation that
+    torch lets DTensors handle knows the gradients of one device and dtype only, of which ranks may
+    have different ones. There is no public hook.
+    """
+    for kind in (GradScaler, ShardedGradScaler):
+        setattr(kind, _UNSCALE, wrap(vars(kind)[_UNSCALE]))
+
+
+def wrap_join(
+    made: Callable[[Callable[..., None]], Callable[..., None]],
+    notified: Callable[[Callable[[Joinable], Any]], Callable[[Joinable], Any]],
+) -> None:
+    """Make `Join(...)` and `Join.notify_join_context` by what these make of torch's, from here on.
+
+    A joinable hears neither of the other joinables of its `Join`, nor of what they announce.
+    """
+    Join.__init__ = made(Join.__init__)  # type: ignore[method-assign]
+    notifies: Any = staticmethod(notified(Join.notify_join_context))
+    Join.notify_join_context = notifies  # type: ignore[method-assign]
+
+
+def on_zero_grad(
+    owner: nn.Module | Optimizer, hear: Callable[[bool], object]
+) -> Callable[[], None]:
+    """Call `hear(set_to_none)` after each `owner.zero_grad()`; returns what ends it.
+
+    torch has no hook for it, and gradients that are zero may have been so before.
+    """
+    before, of_instance = owner.zero_grad, "zero_grad" in vars(owner)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        before(set_to_none)
+        hear(set_to_none)
+
+    owner.zero_grad = zero_grad  # type: ignore[method-assign]
+    if of_instance:
+        return partial(setattr, owner, "zero_grad", before)
+    return partial(delattr, owner, "zero_grad")
+
+
+def exchange_in_pipelining(name: str, torchs: object, ours: object) -> None:
+    """Let torch's pipeline stages and schedules find `ours` by a name that they have imported, if
+    they still have `torchs` there. They have no other way to know a module that is no FSDP2's.
+    """
+    for each in _PIPELINING:
+        module = sys.modules.get(each)
+        if module is not None and getattr(module, name, None) is torchs:
+            setattr(module, name, ours)
+
+
+def modules_with(wanted: Mapping[int, Any]) -> list[str]:
+    """The imported modules that have one of these objects, by `id`, as an attribute."""
+    return [
+        name
+        for name in sorted(sys.modules)
+        if any(id(value) in wanted for value in _attributes(name).values())
+    ]
+
+
+def exchange_in_modules(names: Iterable[str], by_id: Mapping[int, Any]) -> None:
+    """Exchange objects in imported modules: who has imported one by name reads it there.
+
+    Args:
+        by_id: what takes its place, by the `id` of an object.
+    """
+    for name in names:
+        attributes = _attributes(name)
+        for key, value in attributes.items():
+            attributes[key] = by_id.get(id(value), value)
+
+
+def _attributes(name: str) -> dict[str, Any]:
+    return getattr(sys.modules[name], "__dict__", None) or {}

@@ -197,6 +197,12 @@ class Again(list[tuple[Tensor, Tensor]]):
         self.columns: tuple[Sequence[Tensor], ...] = tuple(zip(*pairs, strict=True))
         self.plans: dict[object, Any] = {}
 
+    def plan_of(self, comm: object, make: Callable[[Pairs], Any]) -> Any:
+        """What `comm` makes of the pairs, once."""
+        if comm not in self.plans:
+            self.plans[comm] = make(self)
+        return self.plans[comm]
+
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that serves tensors on `device`, e.g. "gloo"; "undefined" where none does."""

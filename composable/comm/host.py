@@ -128,9 +128,7 @@ class PointToPointComm(GenericComm):
 
     @override
     def _start_again(self, pairs: Again, label: str) -> Work:
-        if self not in pairs.plans:
-            pairs.plans[self] = self._gathers(pairs)
-        return self._all_gather(pairs.plans[self], label)
+        return self._all_gather(pairs.plan_of(self, self._gathers), label)
 
     def _gathers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> _Gathers:
         split = [(whole.split(shard.numel()), shard) for whole, shard in pairs if shard.numel()]

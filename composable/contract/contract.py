@@ -144,6 +144,15 @@ class Annotation:
             # previous one.
             vars(module)[_RECORDS] = {**vars(module).get(_RECORDS, {}), self.name: self}
 
+    def undo_by(self, callback: Callable[[], object], *, last: bool = False) -> None:
+        """Have `callback` called, too, when the annotation is removed: `on_undo`, after the verb.
+
+        Args:
+            callback: undoes one thing.
+            last: after all others; else before them.
+        """
+        self.callbacks.insert(0 if last else len(self.callbacks), callback)
+
     def undo(self) -> None:
         """Run the callbacks, the last one first; all of them, also if one raises."""
         with ExitStack() as stack:

@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 from composable.errors import ClashError
 from composable.fsdp2.module import FSDPModule
 from composable.fsdp2.verb import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from composable.torch_private import classes_of_fsdp2
+from composable.torch_private import classes_of_fsdp2, exchange_in_modules, modules_with
 
 # torch's object, and ours
 _PAIRS: Final[list[tuple[Any, Any]]] = [
@@ -33,7 +33,7 @@ class Installation:
 
     def __init__(self) -> None:
         # modules that import from composable.fsdp2 by themselves
-        self._have_ours = {name for name, _ in _holding({id(ours): None for _, ours in _PAIRS})}
+        self._have_ours = set(_modules_with({id(ours): None for _, ours in _PAIRS}))
         self._is_installed = True
 
     def remove(self) -> None:
@@ -44,7 +44,9 @@ class Installation:
         global _installed
         if self._is_installed:
             self._is_installed, _installed = False, None
-            _replace({id(ours): torchs for torchs, ours in _PAIRS}, self._have_ours)
+            back = {id(ours): torchs for torchs, ours in _PAIRS}
+            names = [name for name in _modules_with(back) if name not in self._have_ours]
+            exchange_in_modules(names, back)
 
 
 _installed: Installation | None = None
@@ -80,7 +82,9 @@ def install() -> Installation:
             " sharded; nothing was replaced"
         )
     installed = _installed = _installed or Installation()
-    names = _replace({id(torchs): ours for torchs, ours in _PAIRS}, set())
+    by_id = {id(torchs): ours for torchs, ours in _PAIRS}
+    names = _modules_with(by_id)
+    exchange_in_modules(names, by_id)
     if names and os.environ.get("RANK", "0") == "0":
         replaced = ", ".join(ours.__name__ for _, ours in _PAIRS)
         print(
@@ -91,23 +95,11 @@ def install() -> Installation:
     return installed
 
 
-def _holding(wanted: Mapping[int, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the names and attributes of imported modules that have one of these objects."""
-    found = []
-    for name in sorted(sys.modules):
-        if not f"{name}.".startswith(_LEFT_ALONE) or name == "torch.distributed.fsdp._fully_shard":
-            attributes = getattr(sys.modules[name], "__dict__", None) or {}
-            if any(id(value) in wanted for value in attributes.values()):
-                found.append((name, attributes))
-    return found
-
-
-def _replace(by_id: Mapping[int, Any], left_alone: set[str]) -> list[str]:
-    """Replace objects in all imported modules but `left_alone`; returns in which."""
-    names = []
-    for name, attributes in _holding(by_id):
-        if name not in left_alone:
-            for key, value in attributes.items():
-                attributes[key] = by_id.get(id(value), value)
-            names.append(name)
-    return names
+def _modules_with(wanted: Mapping[int, Any]) -> list[str]:
+    """Find the imported modules that have one of these, but for those that are left alone."""
+    package = "torch.distributed.fsdp._fully_shard"  # not its code, but the names it offers
+    return [
+        name
+        for name in modules_with(wanted)
+        if name == package or not f"{name}.".startswith(_LEFT_ALONE)
+    ]

@@ -234,7 +234,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         require_bool(f"{name}: reshard_after_forward", reshard_after_forward)
         for unit in _sharded(name, self, recurse):
             AUTOMATIC.discard(unit)
-            unit.spec = replace(unit.spec, reshard_after_forward=reshard_after_forward)
+            unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -257,7 +257,7 @@ class FSDPModule(metaclass=_AsksRegistry):
                 continue
             _ends_keeping.pop(unit, None)
             if unit.root is not None and unit.root.in_step:
-                unit.kept_by[_KEEP] = None  # what this step's forward has gathered
+                unit.keep(_KEEP, as_gathered=True)
             elif _KEEP not in unit.kept_by:
                 unit.keep(_KEEP)
 
@@ -506,10 +506,9 @@ def give_methods(module: nn.Module) -> None:
     own = vars(module)
     if any(isinstance(own.get(name), Method) for name in NAMES):
         return
-    # as an undo of the annotation: `on_undo` takes callbacks only while the verb runs
     annotation = annotation_of(module)
     assert annotation is not None
-    annotation.callbacks.append(partial(_take_methods, module))
+    annotation.undo_by(partial(_take_methods, module))
     for name in NAMES:
         bind_method(module, name, getattr(FSDPModule, name))
 

@@ -6,7 +6,6 @@ gradients are accumulated, and when they are to be reduced; `FSDPModule` does it
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Final
 
 from torch import nn
@@ -16,8 +15,8 @@ from typing_extensions import override
 from composable.engine.step.observer import HEARERS, Observer
 from composable.fsdp2.module import TORCHS, FSDPModule
 from composable.fsdp2.verb import state
+from composable.torch_private import exchange_in_pipelining
 
-_MODULES: Final = ("torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules")
 _VERB: Final[Any] = fsdp.fully_shard  # whatever torch.distributed.fsdp holds later on
 
 
@@ -34,14 +33,8 @@ class _Stages(Observer):
 
     @override
     def splits_backwards(self) -> None:
-        for name in _MODULES:
-            names = vars(sys.modules.get(name, object))
-            for key, torchs, ours in (
-                ("FSDPModule", TORCHS, FSDPModule),
-                ("fully_shard", _VERB, _OfBoth),
-            ):
-                if names.get(key) is torchs:
-                    setattr(sys.modules[name], key, ours)
+        exchange_in_pipelining("FSDPModule", TORCHS, FSDPModule)
+        exchange_in_pipelining("fully_shard", _VERB, _OfBoth)
 
 
 HEARERS.add(_Stages())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -105,9 +104,9 @@ def fully_shard(
         give_methods(each)
     inner = [other for other in unit.relations.below if other in AUTOMATIC]
     for other in inner:
-        other.spec = replace(other.spec, reshard_after_forward=True)
-    # the first one runs last: the units have left the tree then
-    registry(modules[0])[SHARD].callbacks.insert(0, partial(_may_be_outermost, inner))
+        other.set_reshard_after_forward(True)
+    # last: the units have left the tree then
+    registry(modules[0])[SHARD].undo_by(partial(_may_be_outermost, inner), last=True)
     if reshard_after_forward is None:
         AUTOMATIC.add(unit)
     return module
@@ -125,7 +124,7 @@ def _may_be_outermost(units: list[Unit]) -> None:
             and unit in AUTOMATIC
             and {*unit.relations.around} <= {unit.relations.number}
         ):
-            unit.spec = replace(unit.spec, reshard_after_forward=None)
+            unit.set_reshard_after_forward(None)
 
 
 def _default_mesh() -> DeviceMesh | None:

@@ -65,6 +65,11 @@ class OptimizerInBackward(Optimizer):
             parameter.requires_grad_(trains)
             setattr(parameter, STEPPED_BY, _Kept(self))
 
+    def call_after_steps(self, call: Callable[[], object]) -> Callable[[], object]:
+        """See `after_step`; returns what ends it."""
+        self.after_step.append(call)
+        return partial(self.after_step.remove, call)
+
     def on_gradient(self, parameter: Tensor) -> None:
         """Step the parameter, whose reduced gradient is there, and free the gradient."""
         if id(parameter) not in self.ids:

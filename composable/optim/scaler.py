@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -29,9 +27,8 @@ from composable.engine.step.observer import announce
 from composable.errors import OptimizerError
 from composable.optim.in_backward import OptimizerInBackward
 from composable.optim.shared import alike, groups_sharded_over, parameters_of, reduce_over
-from composable.torch_private import locals_of
+from composable.torch_private import locals_of, wrap_unscaling
 
-_UNSCALE: Final = "_unscale_grads_"
 Found = dict[torch.device, Tensor]  # by device: 1.0 if a gradient is not finite
 
 
@@ -143,8 +140,4 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 register_optimizer_step_pre_hook(_before_step)
 
-# The scaler's only method that knows the optimizer, and so all parameters. An operation that torch
-# lets DTensors handle knows the gradients of one device and dtype only, of which ranks may have
-# different ones. There is no public hook.
-for _kind in (GradScaler, ShardedGradScaler):
-    setattr(_kind, _UNSCALE, _extended(vars(_kind)[_UNSCALE]))
+wrap_unscaling(_extended)

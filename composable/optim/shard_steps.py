@@ -27,7 +27,7 @@ from composable.engine.params.dtensors import gradient_like
 from composable.engine.params.param import gradient_of
 from composable.errors import OptimizerError
 from composable.optim.shared import refuse_unreduced
-from composable.optim.stand_in import STEPPINGS, State, Stepping, is_differentiable
+from composable.optim.stand_in import STEPPINGS, StandIn, State, Stepping, is_differentiable
 from composable.torch_private import (
     as_tensors,
     local_of,
@@ -162,11 +162,10 @@ class LocalStep:
             if local is not parameter:
                 local.grad = None
 
-    def hand_to(self, stand_in: Any) -> None:
-        """Let the code see the state, unless it has set another one before."""
-        if stand_in.state is self._users_state:
-            stand_in.state = self.state
+    def hand_to(self, stand_in: StandIn, state: Any) -> Any:
+        """What the code sees from now on in place of `state`; itself, if the code has set it."""
         self._stand_in = stand_in
+        return self.state if state is self._users_state else state
 
     def left(self) -> Any:
         """The state that the code has left, which may be another object."""
@@ -284,21 +283,20 @@ class ShardStepping(Stepping):
         )
 
     @override
-    def _groups_for(self, stand_in: Any) -> list[State]:
-        optimizer: Optimizer = stand_in.optimizer
+    def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:
+        optimizer, state = stand_in.optimizer, stand_in.state
         if self._step is not None:  # the code asks twice
             self._finish(optimizer)
-            stand_in.state = optimizer.state
+            state = optimizer.state
         try:
             with torch.no_grad():
                 self._step = LocalStep(
                     optimizer, optimizer.param_groups, check_state=self._check_state
                 )
         except NotLocal:
-            return optimizer.param_groups
+            return optimizer.param_groups, state
         self._check_state = False
-        self._step.hand_to(stand_in)
-        return self._step.groups
+        return self._step.groups, self._step.hand_to(stand_in, state)
 
     @override
     def _finish(self, optimizer: Optimizer) -> None:

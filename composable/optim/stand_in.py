@@ -14,7 +14,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from torch.distributed.tensor import DTensor
@@ -24,6 +24,14 @@ from composable.optim.shared import parameters_of
 from composable.torch_private import step_hooks
 
 State = dict[str, Any]
+
+
+class StandIn(Protocol):
+    """What stands in for `optimizer`, see `_stand_in_class`; `stepping` says what it holds."""
+
+    optimizer: Optimizer
+    state: Any
+    stepping: Any
 
 
 class Stepping(ABC):
@@ -49,8 +57,8 @@ class Stepping(ABC):
         """Whether the step that begins is given other tensors."""
 
     @abstractmethod
-    def _groups_for(self, stand_in: Any) -> list[State]:
-        """What its code is given, which asks now. Sets `stand_in.state`, too."""
+    def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:
+        """The groups that its code is given, which asks now, and the state."""
 
     @abstractmethod
     def _finish(self, optimizer: Optimizer) -> None:
@@ -110,7 +118,9 @@ class Stepping(ABC):
         self._give_up(optimizer)
         if not args or args[0] is not optimizer or not self._takes(optimizer):
             return None
-        return self._arguments_for((stand_in_of(optimizer, self), *args[1:]), kwargs)
+        return self._arguments_for(
+            (stand_in_of(optimizer, self, optimizer.state), *args[1:]), kwargs
+        )
 
     def _arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What its code is called with: a stand-in, and what the user has passed."""
@@ -161,12 +171,16 @@ def is_stand_in(optimizer: object) -> bool:
     return hasattr(type(optimizer), "stepping")
 
 
-def stand_in_of(optimizer: Optimizer, stepping: Any) -> Any:
-    """One with the attributes of `optimizer`, whose groups `stepping._groups_for` makes."""
+def stand_in_of(optimizer: Optimizer, stepping: Any, state: Any) -> Any:
+    """One with the attributes of `optimizer`, whose groups `stepping._groups_for` makes.
+
+    Args:
+        state: what its code sees until it asks for its groups.
+    """
     kind: Any = type(optimizer)
     made: Any = object.__new__(_stand_in_class(kind))
     made.__dict__ = optimizer.__dict__
-    made.optimizer, made.state, made.stepping = optimizer, optimizer.state, stepping
+    made.optimizer, made.state, made.stepping = optimizer, state, stepping
     return made
 
 
@@ -175,11 +189,10 @@ def _stand_in_class(kind: Any) -> Any:
     """A class with the code of `kind`, but with groups and state of its own."""
 
     def param_groups(self: Any) -> Any:
-        return (
-            self.optimizer.param_groups
-            if self.stepping is None
-            else self.stepping._groups_for(self)
-        )
+        if self.stepping is None:
+            return self.optimizer.param_groups
+        groups, self.state = self.stepping._groups_for(self)
+        return groups
 
     # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries.
     # torch's code reads `state` for every parameter, so that it is no property.

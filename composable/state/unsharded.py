@@ -159,7 +159,7 @@ def _show(
     value = form.unsharded(at_rest)
     whole_gradient = None if gradient is None else form.unsharded(gradient)
     version = _version(at_rest)
-    managed.unit.shown_by = RANK0_ONLY if rank0_only else _SCOPE
+    managed.unit.show_whole(RANK0_ONLY if rank0_only else _SCOPE)
     if rank0_only and comm.rank:
         shown.append(_Shown(managed, at_rest, at_rest.shape, version))
         return
@@ -193,7 +193,7 @@ def _hide(
             if id(place.registered) in wholes:
                 place.register(each.param.at_rest)
     for unit in units:
-        unit.shown_by = ""
+        unit.end_show_whole()
     return tied
 
 

@@ -586,9 +586,13 @@ class Unit:
         for group in self.groups:
             group.note_written()
 
-    def keep(self, reason: object) -> None:
-        """Stay unsharded once unsharded, while there is a reason."""
-        if not self.kept_by:
+    def keep(self, reason: object, *, as_gathered: bool = False) -> None:
+        """Stay unsharded once unsharded, while there is a reason.
+
+        Args:
+            as_gathered: also what the forward of a step that is under way has gathered.
+        """
+        if not self.kept_by and not as_gathered:
             self.free(before_step=True)
         self.kept_by[reason] = None
 
@@ -613,6 +617,13 @@ class Unit:
         """
         if EXPLICIT in self.kept_by and not self.step.calls and not self.shown_by:
             self.show()
+
+    def show_whole(self, scope: str) -> None:
+        """Modules hold whole parameters for the user to edit, see `shown_by`."""
+        self.shown_by = scope
+
+    def end_show_whole(self) -> None:
+        self.shown_by = ""
 
     def refrozen(self) -> list[ManagedParam]:
         """Parameters that users have frozen, or unfrozen, by what modules hold in place of the
@@ -812,6 +823,10 @@ class Unit:
         """Whether it is in a forward or backward, between them, or has accumulated gradients."""
         in_step = self.root is not None and self.root.in_step
         return in_step or bool(self.step.calls) or in_backward() or self.gradients.has_unreduced
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int | None) -> None:
+        """Free parameters after forward, or keep them, from the next forward on."""
+        self.spec = replace(self.spec, reshard_after_forward=reshard_after_forward)
 
     def set_divisor(self, divisor: float) -> None:
         """Divide sums of gradients by `divisor` from now on. Between two steps.

@@ -211,8 +211,7 @@ class LocalSteps:
         self._stepped: dict[Optimizer | None, None] = {}  # since all of them have
         for each in optimizers:
             if isinstance(each, OptimizerInBackward):
-                each.after_step.append(self._after_step)
-                self._undo.append(partial(each.after_step.remove, self._after_step))
+                self._undo.append(each.call_after_steps(self._after_step))
             else:
                 self._undo.append(each.register_step_post_hook(self._after_step).remove)
         # The gradients that a round has ended with, and their versions: no other optimizer is to

@@ -55,6 +55,7 @@ from composable.optim.shard_steps import LocalStep, NotLocal, ShardStepping, of_
 from composable.optim.shared import parameters_of, refuse_unreduced
 from composable.optim.stand_in import (
     STEPPINGS,
+    StandIn,
     State,
     Stepping,
     is_differentiable,
@@ -81,13 +82,13 @@ _HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class _Given:
-    """What a stand-in is given: groups, and no more."""
+    """What a stand-in is given: groups, and the state that it has."""
 
     def __init__(self, groups: list[State]) -> None:
         self._groups = groups
 
-    def _groups_for(self, stand_in: Any) -> list[State]:
-        return self._groups
+    def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:
+        return self._groups, stand_in.state
 
 
 class _Closure:
@@ -378,23 +379,25 @@ class MatrixStepping(Stepping):
 
     @override
     @untraced
-    def _groups_for(self, stand_in: Any) -> list[State]:
+    def _groups_for(self, stand_in: StandIn) -> tuple[list[State], Any]:
         enabled = torch.is_grad_enabled()
         with torch.no_grad():
             return self._given_to(stand_in, enabled)
 
-    def _given_to(self, stand_in: Any, enabled: bool) -> list[State]:
+    def _given_to(self, stand_in: StandIn, enabled: bool) -> tuple[list[State], Any]:
+        state = stand_in.state
         if self._step is None:
             try:
-                self._begin(stand_in, enabled)
+                state = self._begin(stand_in, enabled)
             except BaseException:
                 self._give_up(stand_in.optimizer)
                 raise
         assert self._others is not None
-        return self._others.groups
+        return self._others.groups, state
 
-    def _begin(self, stand_in: Any, enabled: bool) -> None:
-        optimizer: Optimizer = stand_in.optimizer
+    def _begin(self, stand_in: StandIn, enabled: bool) -> Any:
+        """Step all batches but the last one. Returns the state that the code is given for it."""
+        optimizer = stand_in.optimizer
         parameters = parameters_of(optimizer)
         refuse_unreduced(f"{type(optimizer).__name__}.step", parameters, OptimizerError)
         if self._closure is not None:
@@ -417,7 +420,7 @@ class MatrixStepping(Stepping):
                     state = self._run(optimizer, groups, state)
             step.close(number, state)
         step.open(_LAST, others.groups, others.state)
-        others.hand_to(stand_in)
+        return others.hand_to(stand_in, stand_in.state)
 
     def _step_of_others(self, optimizer: Optimizer) -> LocalStep:
         groups = [
@@ -442,9 +445,8 @@ class MatrixStepping(Stepping):
         Returns:
             The state that it has left.
         """
-        stand_in = stand_in_of(optimizer, _Given(groups))
+        stand_in = stand_in_of(optimizer, _Given(groups), state)
         stand_in.__dict__ = _apart(self._attributes)
-        stand_in.state = state
         (_, *args), kwargs = self._arguments
         closure = self._closure
         if closure is not None:

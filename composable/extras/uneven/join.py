@@ -51,7 +51,7 @@ from composable.extras.uneven.narration import Event, Narrator, shadow
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.scaler import unscale_gradients
-from composable.torch_private import in_backward, join_hooks, locals_of
+from composable.torch_private import in_backward, join_hooks, locals_of, on_zero_grad, wrap_join
 
 _BYTES: Final = 1024  # of a message; longer ones are followed by another
 
@@ -543,8 +543,10 @@ class _AtTheEnd(JoinHook):
 @cache
 def _hear_of_joins() -> None:
     """Let a scope know of the other joinables of its `Join`, and of what they say to it."""
-    make, notify = Join.__init__, Join.notify_join_context
+    wrap_join(_opens_scope, _tells_scope)
 
+
+def _opens_scope(make: Callable[..., None]) -> Callable[..., None]:
     @wraps(make)
     def made(
         join: Join,
@@ -574,6 +576,10 @@ def _hear_of_joins() -> None:
         # called after its own.
         hooks[:] = [scope, *map(_AtTheEnd, others.values())]
 
+    return made
+
+
+def _tells_scope(notify: Callable[[Joinable], Any]) -> Callable[[Joinable], Any]:
     @wraps(notify)
     def notified(joinable: Joinable) -> Any:
         scope: _Scope | None = open_scope()
@@ -581,8 +587,7 @@ def _hear_of_joins() -> None:
             return None
         return notify(joinable)
 
-    Join.__init__ = made  # type: ignore[method-assign, assignment]
-    Join.notify_join_context = staticmethod(notified)  # type: ignore[method-assign]
+    return notified
 
 
 def _hear_of_zeros(owner: nn.Module | Optimizer) -> Callable[[], None]:
@@ -590,17 +595,12 @@ def _hear_of_zeros(owner: nn.Module | Optimizer) -> Callable[[], None]:
 
     After other calls the gradients are None, which can be seen afterwards.
     """
-    before, of_instance = owner.zero_grad, "zero_grad" in vars(owner)
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        before(set_to_none)
+    def hear(set_to_none: bool) -> None:
         if not set_to_none:
             open_scope().note_zeroed(_parameters_of(owner))
 
-    owner.zero_grad = zero_grad  # type: ignore[method-assign]
-    if of_instance:
-        return partial(setattr, owner, "zero_grad", before)
-    return partial(delattr, owner, "zero_grad")
+    return on_zero_grad(owner, hear)
 
 
 class _Shadow(torch.autograd.Function):

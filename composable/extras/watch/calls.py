@@ -55,6 +55,10 @@ class Call:
         """The module has computed."""
         self.outputs = list(digests([each.detach() for each in tensors_in(output)]))
 
+    def end_step(self) -> None:
+        """The step has ended. Hooks of outputs refer to the gradients for as long as these live."""
+        self.gradients.clear()
+
     @property
     def is_exact(self) -> bool:
         """Whether it can be repeated to the bit: what it read is still there, not written to."""

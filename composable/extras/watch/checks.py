@@ -104,6 +104,10 @@ class Checks:
     _came: set[int | None] = field(default_factory=set)  # forwards whose backward came
     _usual: set[tuple[str, ...]] = field(default_factory=set)
 
+    def advance(self) -> None:
+        """A unit is entered, or left: what is seen from now on comes later."""
+        self.clock += 1
+
     def come_back(self, forward: int | None) -> None:
         """Backward has come to a unit that was called in this forward."""
         self.clock += 1

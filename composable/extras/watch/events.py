@@ -156,14 +156,14 @@ class _Ear(Observer):
     @override
     def enters(self, root: Root, call: UnitCall) -> None:
         if (watch := watch_of(call.unit)) is not None:
-            watch.sight.checks.clock += 1
+            watch.sight.checks.advance()
             if call.root is root and not root.step.running:
                 watch.sight.begin_forward(root)
 
     @override
     def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
         if (watch := watch_of(call.unit)) is not None:
-            watch.sight.checks.clock += 1
+            watch.sight.checks.advance()
 
     @override
     def comes_back(self, root: Root, call: UnitCall) -> None:
@@ -173,7 +173,7 @@ class _Ear(Observer):
     @override
     def ends_backward(self, root: Root) -> None:
         for watch in _watches():
-            watch.sight.ran |= {unit for unit in root.units if unit in watch.sight.places}
+            watch.sight.end_backward(root)
 
     @override
     def gradients_landed(self) -> None:

@@ -238,6 +238,14 @@ class Sight:
         if self.compares and not made:  # it was gathered for backward, and is not left yet
             self.agreement.note_gathered(unit, place.name, "in backward")
 
+    def end_backward(self, root: Root) -> None:
+        """A backward of `root` is at its end, on all ranks."""
+        self.ran |= {unit for unit in root.units if unit in self.places}
+
+    def note_scaler(self) -> None:
+        """A loss scaler has scaled the gradients of this step."""
+        self.scaled = True
+
     def launching(self, unit: Unit, message: Message) -> None:
         """A message with gradients of `unit` is about to be reduced."""
         place = self.places[unit]
@@ -288,9 +296,8 @@ class Sight:
         self._end()
 
     def _end(self) -> None:
-        # whoever keeps the loss keeps hooks that have these
         for call in (call for calls in self.calls.values() for call in calls):
-            call.gradients.clear()
+            call.end_step()
         if self.repeat is not None:
             self.repeat.drop()
         for handle in self._handles:

@@ -218,7 +218,7 @@ class Watch:
 
     def unscales(self) -> None:
         """A scaler is about to look for infinities: it may skip the step of the optimizer."""
-        self.sight.scaled = True
+        self.sight.note_scaler()
         if open_scope() is None:  # in `join` ranks without data are told when optimizers step
             self.end_step()
 
