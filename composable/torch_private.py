@@ -121,6 +121,9 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
 
+# The version counter of a tensor. The quickest way to ask many.
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
 # Hooks of a parameter: None or an ordered dict. Autograd calls them when it accumulates a gradient;
 # the engine calls those of at-rest parameters, on which autograd never accumulates. Getters made in
 # C, because they run per parameter and backward.

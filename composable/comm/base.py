@@ -186,6 +186,15 @@ class Again(list[tuple[Tensor, Tensor]]):
         return self.plans[comm]
 
 
+def cut_flat(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of a flat tensor with these shapes, one behind the other."""
+    sizes = [shape.numel() for shape in shapes]
+    return [
+        piece.view(shape)
+        for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)
+    ]
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that serves tensors on `device`, e.g. "gloo"; "undefined" where none does."""
     for entry in str(dist.get_backend_config(group)).split(","):

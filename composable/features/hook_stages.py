@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from composable.comm.base import DONE, Comm, Work
+from composable.comm.base import DONE, Comm, Work, cut_flat
 from composable.comm.launch import Launch
 from composable.comm.ledger import ledger_of
 from composable.engine.gradients.grad_bucket import GradBucket
@@ -94,15 +94,6 @@ class HookBucket:
     def parameters(self) -> list[Tensor]:
         """The at-rest parameters."""
         return list(self._parameters)
-
-
-def cut_flat(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Views of a flat tensor with these shapes, one behind the other."""
-    sizes = [shape.numel() for shape in shapes]
-    return [
-        piece.view(shape)
-        for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)
-    ]
 
 
 class CommHook:

@@ -27,7 +27,7 @@ from composable.engine.params.dtensors import gradient_like
 from composable.engine.params.param import gradient_of
 from composable.errors import OptimizerError
 from composable.optim.shared import refuse_unreduced
-from composable.optim.stand_in import STEPPINGS, StandIn, State, Stepping, is_differentiable
+from composable.optim.stand_in import STEPPINGS, StandIn, State, Stepping
 from composable.torch_private import (
     as_tensors,
     local_of,
@@ -58,7 +58,7 @@ CONTAINERS: Final = (list, tuple, dict)  # of state
 # --- one step ------------------------------------------------------------------------------------
 
 
-class NotLocal(Exception):
+class _NotLocal(Exception):
     """There is a parameter that has no equal local step."""
 
 
@@ -74,7 +74,7 @@ class LocalStep:
         check_state: state may have come from elsewhere since the last step.
 
     Raises:
-        NotLocal: nothing was changed.
+        _NotLocal: nothing was changed.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[State], *, check_state: bool) -> None:
@@ -95,10 +95,10 @@ class LocalStep:
         ]
         if not placed_alike(gradients, self._parameters):
             refuse_unreduced(f"{kind.__name__}.step", self._parameters, OptimizerError)
-            raise NotLocal
+            raise _NotLocal
         self._locals, parts = locals_of(self._parameters), locals_of(gradients)
         if set(map(type, chain(self._locals, parts))) - {Tensor, nn.Parameter}:
-            raise NotLocal
+            raise _NotLocal
         self._users_state: Any = optimizer.state
         states = list(map(self._users_state.get, self._parameters))
         if check_state:
@@ -132,15 +132,30 @@ class LocalStep:
                 local.grad = part
         except RuntimeError:  # it has another dtype or shape
             self._drop_gradients()
-            raise NotLocal from None
+            raise _NotLocal from None
         locals_ = iter(self._locals)
         self.groups: list[State] = []
         for group, parameters in zip(groups, stepped, strict=True):
             self.groups.append({**group, "params": list(islice(locals_, len(parameters)))})
         self._before = list(map(dict, self.groups))
 
+    @classmethod
+    def begin(
+        cls, optimizer: Optimizer, groups: Sequence[State], *, check_state: bool
+    ) -> LocalStep | None:
+        """Take gradients to local tensors, unless they cannot be stepped so: then None."""
+        try:
+            return cls(optimizer, groups, check_state=check_state)
+        except _NotLocal:
+            return None
+
+    @staticmethod
+    def knows(kind: Any) -> bool:
+        """Whether optimizers of this class step element by element (`is_known`)."""
+        return is_known(kind)
+
     def _check_state(self) -> None:
-        """Raise `NotLocal` for state of another shape or placement than its parameter.
+        """Raise `_NotLocal` for state of another shape or placement than its parameter.
 
         A fused kernel does not compare sizes: it would take the wrong elements.
         """
@@ -152,7 +167,7 @@ class LocalStep:
             ]
             alike = placed_alike(values, [parameter] * len(values))
             if not alike or any(each.shape != local.shape for each in locals_of(values)):
-                raise NotLocal
+                raise _NotLocal
 
     def _values(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self._shown)))
@@ -279,7 +294,7 @@ class ShardStepping(Stepping):
         return self._is_last and not (
             torch.compiler.is_compiling()
             or torch.is_inference_mode_enabled()
-            or is_differentiable(optimizer)
+            or Stepping.is_differentiable(optimizer)
         )
 
     @override
@@ -288,12 +303,11 @@ class ShardStepping(Stepping):
         if self._step is not None:  # the code asks twice
             self._finish(optimizer)
             state = optimizer.state
-        try:
-            with torch.no_grad():
-                self._step = LocalStep(
-                    optimizer, optimizer.param_groups, check_state=self._check_state
-                )
-        except NotLocal:
+        with torch.no_grad():
+            self._step = LocalStep.begin(
+                optimizer, optimizer.param_groups, check_state=self._check_state
+            )
+        if self._step is None:
             return optimizer.param_groups, state
         self._check_state = False
         return self._step.groups, self._step.hand_to(stand_in, state)
@@ -363,7 +377,7 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
             " updates each element from that element of the parameter, its gradient and its state"
             " alone, say so: step_on_shards(optimizer, elementwise=True); otherwise leave it out"
         )
-    if is_differentiable(optimizer):
+    if Stepping.is_differentiable(optimizer):
         raise OptimizerError(
             f"step_on_shards: this {name} is differentiable: its steps become part of a graph that"
             " local tensors would be missing from. Leave step_on_shards out, or"
@@ -387,7 +401,7 @@ def step_on_shards_unasked(optimizer: Optimizer) -> bool:
         Whether it steps its shards.
     """
     kind: Any = type(optimizer)
-    if optimizer not in STEPPINGS and is_known(kind) and not is_differentiable(optimizer):
+    if optimizer not in STEPPINGS and is_known(kind) and not Stepping.is_differentiable(optimizer):
         ShardStepping(optimizer)
     return STEPPINGS.get(optimizer) is not None
 

@@ -13,14 +13,17 @@ import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable.optim.shared import parameters_of
+from composable.errors import OptimizerError
+from composable.optim.shared import parameters_of, refuse_unreduced
 from composable.torch_private import step_hooks
 
 State = dict[str, Any]
@@ -51,6 +54,37 @@ class Stepping(ABC):
         for handle in self._handles:
             handle.remove()
         _detach_copying(optimizer)
+
+    # --- what every kind of them needs -----------------------------------------------------------
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> Stepping | None:
+        """What hands the code of `optimizer` other tensors, if anything does."""
+        return STEPPINGS.get(optimizer)
+
+    @staticmethod
+    def stand_in_of(optimizer: Optimizer, stepping: Any, state: Any) -> Any:
+        """An object with the attributes of `optimizer`, whose groups `stepping._groups_for` makes.
+
+        Args:
+            state: what its code sees until it asks for its groups.
+        """
+        kind: Any = type(optimizer)
+        made: Any = object.__new__(_stand_in_class(kind))
+        made.__dict__ = optimizer.__dict__
+        made.optimizer, made.state, made.stepping = optimizer, state, stepping
+        return made
+
+    @staticmethod
+    def is_differentiable(optimizer: Optimizer) -> bool:
+        """Whether steps become part of a graph, which other tensors would be missing from."""
+        return any(
+            group.get("differentiable", False)
+            for group in (optimizer.defaults, *optimizer.param_groups)
+        )
+
+    def _refuse_unreduced(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        refuse_unreduced(f"{type(optimizer).__name__}.step", parameters, OptimizerError)
 
     @abstractmethod
     def _takes(self, optimizer: Optimizer) -> bool:
@@ -119,7 +153,7 @@ class Stepping(ABC):
         if not args or args[0] is not optimizer or not self._takes(optimizer):
             return None
         return self._arguments_for(
-            (stand_in_of(optimizer, self, optimizer.state), *args[1:]), kwargs
+            (self.stand_in_of(optimizer, self, optimizer.state), *args[1:]), kwargs
         )
 
     def _arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -171,19 +205,6 @@ def is_stand_in(optimizer: object) -> bool:
     return hasattr(type(optimizer), "stepping")
 
 
-def stand_in_of(optimizer: Optimizer, stepping: Any, state: Any) -> Any:
-    """One with the attributes of `optimizer`, whose groups `stepping._groups_for` makes.
-
-    Args:
-        state: what its code sees until it asks for its groups.
-    """
-    kind: Any = type(optimizer)
-    made: Any = object.__new__(_stand_in_class(kind))
-    made.__dict__ = optimizer.__dict__
-    made.optimizer, made.state, made.stepping = optimizer, state, stepping
-    return made
-
-
 @cache
 def _stand_in_class(kind: Any) -> Any:
     """A class with the code of `kind`, but with groups and state of its own."""
@@ -199,12 +220,4 @@ def _stand_in_class(kind: Any) -> Any:
     slots = ("optimizer", "state", "stepping")
     return type(
         kind.__name__, (kind,), {"__slots__": slots, "param_groups": property(param_groups)}
-    )
-
-
-def is_differentiable(optimizer: Optimizer) -> bool:
-    """Whether steps become part of a graph, which other tensors would be missing from."""
-    return any(
-        group.get("differentiable", False)
-        for group in (optimizer.defaults, *optimizer.param_groups)
     )

@@ -61,6 +61,11 @@ class Slot:
     order: tuple[int, ...]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether ranks have different parts of it."""
+        return self.route is not Route.WHOLE
+
+    @property
     def cut_dim(self) -> int:
         """The dimension of the parameter that is cut."""
         return self.order[self.dim] if self.order else self.dim

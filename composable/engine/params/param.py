@@ -302,6 +302,19 @@ class ManagedParam:
         return self.info.fqn
 
     @property
+    def places(self) -> tuple[Place, ...]:
+        return self.info.places
+
+    @property
+    def own_mesh_info(self) -> MeshInfo | None:
+        return self.info.mesh_info
+
+    @property
+    def is_whole(self) -> bool:
+        """See `ParamForm.is_whole`."""
+        return self.info.form.is_whole
+
+    @property
     def registered(self) -> nn.Parameter | None:
         return next(
             (found for place in self.info.places if (found := place.registered) is not None), None

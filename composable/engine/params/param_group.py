@@ -42,7 +42,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from operator import add, attrgetter, call, is_not, ne, or_
+from operator import add, call, is_not, ne, or_
 from typing import Final
 from weakref import ref
 
@@ -74,11 +74,11 @@ from composable.torch_private import (
     outside_transforms,
     set_versions,
     storage_key,
+    version_of,
 )
 
 logger = logging.getLogger("composable")
 
-version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-defined]  # the quickest way to ask many
 
 # A version that no parameter comes to. docs/errors.md has it, since users read it in autograd's
 # error.

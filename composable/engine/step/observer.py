@@ -60,8 +60,11 @@ class Observer:
         """
 
     def calls(self, what: str) -> None:
-        """A function that all ranks call begins, for a model or what follows one; or
-        `SWAPPED_BACK`.
+        """A function that all ranks call begins, for a model or what follows one."""
+
+    def exchanges_values(self, back: bool) -> None:
+        """All ranks are about to exchange the values of parameters at rest for others; or have put
+        the former ones `back`.
         """
 
     def splits_backwards(self) -> None:
@@ -89,6 +92,7 @@ class Hearers:
     gradients_landed: list[Callable[[], None]] = field(default_factory=list)
     communicates: list[Callable[..., None]] = field(default_factory=list)
     calls: list[Callable[[str], None]] = field(default_factory=list)
+    exchanges_values: list[Callable[[bool], None]] = field(default_factory=list)
     splits_backwards: list[Callable[[], None]] = field(default_factory=list)
     loses: list[Callable[[Sequence[Unit]], None]] = field(default_factory=list)
     interrupted: list[Callable[[], None]] = field(default_factory=list)
@@ -119,14 +123,22 @@ def announce(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
         hear(what, parameters, *args)
 
 
-SWAPS: Final = "EMA.swap()"
-SWAPPED_BACK: Final = "the end of EMA.swap()"  # parameters have the values from before it
-
-
 def called(what: str) -> None:
     """A function that all ranks call begins: before it does anything."""
     for hear in HEARERS.calls:
         hear(what)
+
+
+def values_exchanged(*, back: bool) -> None:
+    """See `Observer.exchanges_values`."""
+    for hear in HEARERS.exchanges_values:
+        hear(back)
+
+
+def lose_step(units: Sequence[Unit]) -> None:
+    """All ranks know that a step of these units was lost."""
+    for hear in HEARERS.loses:
+        hear(units)
 
 
 def gradients_landed() -> None:

@@ -356,6 +356,11 @@ class Root:
     def name(self) -> str:
         return self.units[0].name
 
+    @property
+    def running(self) -> Sequence[Unit]:
+        """See `Step`."""
+        return self.step.running
+
     def ends_after(self, other: Root) -> bool:
         """Whether both are in backwards, and not in the same one; that of `other` ends now."""
         mine, theirs = self._backward_iteration(), other._backward_iteration()

@@ -447,6 +447,23 @@ class Unit:
         """Whether no parameter is on a mesh of its own."""
         return all(param.info.mesh_info is None for param in self.params)
 
+    @property
+    def replicas_info(self) -> MeshInfo:
+        """The mesh that tells replicas. For a replicated unit next to hybrid shards over the same
+        ranks, it is the mesh of the shards.
+        """
+        if self.rest_mesh is not None and self.rest_mesh.ndim == 2:
+            for around in self.relations.units_around():
+                for each in (around, *around.relations.below):
+                    if each.is_sharded and each.spec.mesh_info.mesh is self.rest_mesh:
+                        return each.spec.mesh_info
+        return self.spec.mesh_info
+
+    @property
+    def forward_number(self) -> int | None:
+        """`UnitCall.number` of the innermost call that runs."""
+        return self.step.calls[-1].number
+
     def _build_gradients(self) -> None:
         spec = self.spec
         how = GradientSpec(

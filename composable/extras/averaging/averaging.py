@@ -14,18 +14,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
+from composable.comm.base import cut_flat
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
-from composable.engine.edits.written import written
 from composable.engine.params.dtensors import describe_mesh
-from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, MeshError, closest, few
-from composable.features.extension import refuse_extended
-from composable.features.hook_stages import cut_flat
-from composable.features.packed import is_packed
-from composable.state.whole import require_at_rest
+from composable.seams import (
+    Unit,
+    is_packed,
+    refuse_extended,
+    require_at_rest,
+    units_in,
+    written,
+)
 from composable.torch_private import locals_of
 
 Over = str | DeviceMesh | dist.ProcessGroup
@@ -33,23 +35,6 @@ Over = str | DeviceMesh | dist.ProcessGroup
 REPLICAS: Final = "replicate"
 
 # --- over which ranks ----------------------------------------------------------------------------
-
-
-def mesh_info_around(unit: Unit) -> MeshInfo:
-    """Return the mesh that tells a unit's replicas.
-
-    For a replicated unit next to hybrid shards over the same ranks, it is the mesh of the shards.
-    """
-    if unit.rest_mesh is not None:
-        for around in unit.relations.units_around():
-            for each in (around, *around.relations.below):
-                if (
-                    each.is_sharded
-                    and each.spec.mesh_info.mesh is unit.rest_mesh
-                    and unit.rest_mesh.ndim == 2
-                ):
-                    return each.spec.mesh_info
-    return unit.spec.mesh_info
 
 
 def comm_over(caller: str, unit: Unit, over: Over) -> Comm:
@@ -64,7 +49,7 @@ def comm_over(caller: str, unit: Unit, over: Over) -> Comm:
             " (shard_placement_fn), whose replicas are other ranks. Annotate the modules that have"
             " them as units on their mesh"
         )
-    info = mesh_info_around(unit)
+    info = unit.replicas_info
     group = _group_over(caller, unit, info, over)
     if unit.is_sharded and info.mesh is not None and group is not None:
         ranks = dist.get_process_group_ranks(group)

@@ -14,14 +14,20 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import warn_of_other_groups
-from composable.engine.edits.written import at_rest, written
-from composable.engine.params.dtensors import describe_mesh, whole_of, wrap
-from composable.engine.params.protocol import cloned
-from composable.engine.step.observer import SWAPPED_BACK, SWAPS, called
-from composable.engine.step.unit import units_below
+from composable.engine.params.dtensors import describe_mesh
 from composable.errors import ForeignParameterError, few
-from composable.features.packed import is_packed
-from composable.state.whole import write_whole
+from composable.seams import (
+    at_rest,
+    called,
+    cloned,
+    gradient_like,
+    is_packed,
+    units_below,
+    values_exchanged,
+    whole_of,
+    write_whole,
+    written,
+)
 from composable.torch_private import local_tensor, placed_alike
 
 
@@ -30,10 +36,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    copy = cloned(_local(tensor))
-    if not isinstance(tensor, DTensor):
-        return copy
-    return wrap(copy, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+    return gradient_like(cloned(_local(tensor)), tensor)
 
 
 def _without_mean(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -156,13 +159,13 @@ class EMA:
 
         After the scope, also after an exception, the model has its own values again.
         """
-        called(SWAPS)
+        values_exchanged(back=False)
         self._exchange()
         try:
             yield
         finally:
             self._exchange()
-            called(SWAPPED_BACK)
+            values_exchanged(back=True)
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -31,17 +31,11 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from composable.api.comm_hooks import refuse_moment
-from composable.api.scopes import units_in
+from composable import OptimizerInBackward
 from composable.comm import Comm, MeshInfo
-from composable.comm.base import DONE, Work
+from composable.comm.base import DONE, Work, cut_flat
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
-from composable.engine.edits.written import written
-from composable.engine.params.dtensors import dtensor_parameter, gradient_like
-from composable.engine.params.form import PLAIN
-from composable.engine.params.param import label_of
-from composable.engine.step.unit import Unit
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
@@ -55,12 +49,21 @@ from composable.extras.averaging.averaging import (
     Over,
     average_parameters,
     comm_over,
-    mesh_info_around,
 )
-from composable.features.hook_stages import ALL_REDUCE, cut_flat, hooks_of
-from composable.optim.in_backward import OptimizerInBackward
-from composable.optim.stand_in import is_stand_in
-from composable.state.whole import Managed, managed_in
+from composable.seams import (
+    Managed,
+    Unit,
+    dtensor_parameter,
+    gradient_like,
+    hooks_of,
+    is_stand_in,
+    label_of,
+    managed_in,
+    refuse_moment,
+    units_in,
+    write_whole,
+    written,
+)
 from composable.torch_private import local_of
 
 _CALLER: Final = "local_steps"
@@ -422,7 +425,9 @@ def _like(value: Any, backup: nn.Parameter) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.shape == backup.shape and isinstance(backup, DTensor):
-        value = PLAIN.shard_like(value, backup, local_of(backup).device)
+        copied = torch.empty_like(backup, dtype=value.dtype)
+        write_whole(value, copied)
+        return copied
     return value.detach().clone()
 
 
@@ -432,7 +437,7 @@ def _is_trained(each: Managed) -> bool:
 
 def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
     """The mesh info of a unit whose gradients are not reduced over the replicas in `comm`."""
-    around, own = mesh_info_around(unit), unit.spec.mesh_info
+    around, own = unit.replicas_info, unit.spec.mesh_info
     if comm.size == 1 or comm.group is None or own.mesh is None:
         return own
     ranks = dist.get_process_group_ranks(comm.group)
@@ -546,7 +551,7 @@ def local_steps(
                 f"{_CALLER}: the replicas of unit '{unit.name}' train apart already. Call remove()"
                 " on what the former call returned"
             )
-        hook = hooks_of(unit.gradients).get(ALL_REDUCE)
+        hook = hooks_of(unit).get("all_reduce")
         if hook is not None and infos[unit] is not unit.mesh_info:
             raise AnnotationError(
                 f"{_CALLER}: unit '{unit.name}' has the communication hook '{hook.name}' for the"

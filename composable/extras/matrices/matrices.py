@@ -23,8 +23,8 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.api.mesh import communication_device
 from composable.comm import Comm, Work, comm_of, group_of_all
 from composable.comm.launch import Launch
-from composable.engine.params.param import owner_of
 from composable.errors import OptimizerError
+from composable.seams import unit_of
 from composable.torch_private import local_tensor
 
 Part = tuple[slice, ...]  # of a tensor: from where to where in each dimension
@@ -87,7 +87,7 @@ class Layouts:
         Raises:
             OptimizerError: in a way that is not known here.
         """
-        owner: Any = owner_of(parameter)
+        owner = unit_of(parameter)
         value = parameter if value is None else value
         mesh: DeviceMesh | None = None if owner is None else owner.mesh_info.mesh
         placements: Sequence[Placement] = ()

@@ -25,14 +25,13 @@ from torch.optim import Optimizer
 
 from composable.comm import Comm
 from composable.comm.launch import Launch
-from composable.engine.params.dtensors import wrap
 from composable.errors import OptimizerError
 from composable.extras.matrices.matrices import Exchange, Layout, Layouts, Matrix
-from composable.optim.shard_steps import is_known
-from composable.optim.stand_in import State
+from composable.seams import LocalStep
 from composable.torch_private import local_tensor, tree_flatten, tree_unflatten
 
 _LAUNCH: Final = Launch("exchange of the state of matrices")
+State = dict[str, Any]  # of a parameter
 # By parameter, the matrices that it is.
 Matrices = Mapping[Tensor, Sequence[Matrix]]
 
@@ -178,7 +177,7 @@ def _spread_one(optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequ
         first = column[0]
         if not (isinstance(first, Tensor) and first.dim()):
             # by what it is, and not by values, since a checkpoint's shapes do not change
-            counts = matrices[0].index is None or names[number] == "step" or is_known(kind)
+            counts = matrices[0].index is None or names[number] == "step" or LocalStep.knows(kind)
             values.append(_joined(column) if counts else _stacked(column))
             continue
         shape = tuple(first.shape)
@@ -214,7 +213,14 @@ def _around(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
     if shape != tuple(parameter.shape):
         placements = [Shard(0) if each.is_shard() else Replicate() for each in placements]
     whole = torch.empty(shape, device="meta")
-    return wrap(local, parameter.device_mesh, placements, whole.shape, whole.stride())
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
 
 
 def _stacked(column: Sequence[Any]) -> Any:

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from composable import ShardStepping
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.compilation import untraced
-from composable.engine.params.param import copy_attributes, label_of, owner_of
 from composable.errors import (
     OptimizerError,
     RanksDisagreeError,
@@ -42,6 +42,7 @@ from composable.extras.matrices.fingerprints import fingerprints
 from composable.extras.matrices.matrices import BATCHES, Exchange, Layout, Layouts, Matrix, assign
 from composable.extras.matrices.matrix_state import (
     PartOfState,
+    State,
     as_loaded,
     cloned,
     collect,
@@ -51,16 +52,15 @@ from composable.extras.matrices.matrix_state import (
     with_tuples,
     without_tuples,
 )
-from composable.optim.in_backward import is_part_of_backward
-from composable.optim.shard_steps import LocalStep, NotLocal, ShardStepping, of_no_tensor
-from composable.optim.shared import parameters_of, refuse_unreduced
-from composable.optim.stand_in import (
-    STEPPINGS,
+from composable.seams import (
+    LocalStep,
     StandIn,
-    State,
     Stepping,
-    is_differentiable,
-    stand_in_of,
+    copy_attributes,
+    is_part_of_backward,
+    label_of,
+    parameters_of,
+    unit_of,
 )
 from composable.torch_private import (
     called_by_checkpoints,
@@ -205,7 +205,9 @@ class _MatrixStep:
             if found := state_of(self._optimizer, matrix):
                 state[copy] = found
         if number != _LAST:
-            state |= _apart(of_no_tensor(self._optimizer.state))
+            kept: dict[Any, Any] = self._optimizer.state
+            of_all = {key: each for key, each in kept.items() if not isinstance(key, Tensor)}
+            state |= _apart(of_all)
 
     def close(self, number: int, state: Any) -> None:
         """Take state back, and launch what brings new rows to all ranks."""
@@ -297,7 +299,7 @@ class MatrixStepping(Stepping):
             (
                 parameter,
                 getattr(parameter, "_spec", None),
-                getattr(owner_of(parameter), "mesh_info", None),
+                getattr(unit_of(parameter), "mesh_info", None),
             )
             for parameter in parameters
         ]
@@ -400,7 +402,7 @@ class MatrixStepping(Stepping):
         """Step all batches but the last one. Returns the state that the code is given for it."""
         optimizer = stand_in.optimizer
         parameters = parameters_of(optimizer)
-        refuse_unreduced(f"{type(optimizer).__name__}.step", parameters, OptimizerError)
+        self._refuse_unreduced(optimizer, parameters)
         if self._closure is not None:
             self._closure.end()
         self._follow(optimizer)
@@ -428,15 +430,14 @@ class MatrixStepping(Stepping):
             {**group, "params": [each for each in group["params"] if each not in self._matrices]}
             for group in optimizer.param_groups
         ]
-        try:
-            others = LocalStep(optimizer, groups, check_state=self._check_state)
-        except NotLocal:
+        others = LocalStep.begin(optimizer, groups, check_state=self._check_state)
+        if others is None:
             raise OptimizerError(
                 f"{_CALLER}: parameters of {type(optimizer).__name__} that are no matrices cannot"
                 " be stepped on their shards: they are no plain tensors, or a gradient or state"
                 " lies otherwise than its parameter. Give them to another optimizer, or select them"
                 " by which=. Whole state is loaded by set_optimizer_state_dict"
-            ) from None
+            )
         self._check_state = False
         return others
 
@@ -446,7 +447,7 @@ class MatrixStepping(Stepping):
         Returns:
             The state that it has left.
         """
-        stand_in = stand_in_of(optimizer, _Given(groups), state)
+        stand_in = self.stand_in_of(optimizer, _Given(groups), state)
         stand_in.__dict__ = _apart(self._attributes)
         (_, *args), kwargs = self._arguments
         closure = self._closure
@@ -822,12 +823,12 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
             f"{_CALLER}: {kind.__name__} steps all of its parameters as one, or one by one in"
             " backward, and cannot be given some of them whole. Use another optimizer"
         )
-    if is_differentiable(optimizer):
+    if Stepping.is_differentiable(optimizer):
         raise OptimizerError(
             f"{_CALLER}: this {kind.__name__} is differentiable: its steps become part of a graph"
             " that whole matrices would be missing from. Leave differentiable=True out"
         )
-    stepping = STEPPINGS.get(optimizer)
+    stepping = Stepping.of(optimizer)
     if isinstance(stepping, MatrixStepping):
         if which is not None:
             raise OptimizerError(

@@ -32,19 +32,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from composable.api.scopes import units_in
+from composable import reset
 from composable.comm import Comm
 from composable.comm.base import LAUNCHED, Columns, compare_launches
 from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import ledger_of
 from composable.comm.supplied import SuppliedComm
 from composable.compilation import unwrapped
-from composable.engine.params.param import labels_of
-from composable.engine.params.param_group import version_of
-from composable.engine.step import root as roots
-from composable.engine.step.observer import HEARERS, SWAPPED_BACK, SWAPS, Observer, open_scope
-from composable.engine.step.root import Root
-from composable.engine.step.unit import Unit, UnitCall
 from composable.errors import (
     CommunicationError,
     PhaseError,
@@ -53,10 +47,21 @@ from composable.errors import (
     UnsupportedError,
     first_line,
 )
-from composable.features.hook_stages import hooks_of
-from composable.optim.in_backward import stepped_in_backward
-from composable.optim.shared import parameters_of
-from composable.torch_private import as_tensors, in_backward
+from composable.seams import (
+    Call,
+    Observer,
+    Root,
+    Unit,
+    hooks_of,
+    label_of,
+    lose_step,
+    observe,
+    open_scope,
+    parameters_of,
+    stepped_in_backward,
+    units_in,
+)
+from composable.torch_private import as_tensors, in_backward, version_of
 
 _COMPARISONS: Final = (
     LaunchKind.COMPARE_LAUNCHES, LaunchKind.COMPARE_FORWARDS, LaunchKind.COMPARE_BACKWARDS,
@@ -128,25 +133,25 @@ class _Where(Observer):
         self._scope = scope
 
     @override
-    def enters(self, root: Root, call: UnitCall) -> None:
+    def enters(self, root: Root, call: Call) -> None:
         self._scope.refuse_stranger(root)
         forward = "forward" if call.root is root else "recomputation"
         self.now = f"in the {forward} of unit '{call.unit.name}'"
 
     @override
-    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
-        outer = root.step.running[:-1] if call.root is root else []
+    def leaves(self, root: Root, call: Call, keep: bool) -> None:
+        outer = root.running[:-1] if call.root is root else []
         self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
 
     @override
-    def raises(self, root: Root, call: UnitCall, error: BaseException) -> None:
+    def raises(self, root: Root, call: Call, error: BaseException) -> None:
         if error is not self.raised:  # from the innermost unit outwards
             self.raised, self.place = error, self.now
-        outer = [unit for unit in root.step.running if unit is not call.unit]
+        outer = [unit for unit in root.running if unit is not call.unit]
         self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
 
     @override
-    def comes_back(self, root: Root, call: UnitCall) -> None:
+    def comes_back(self, root: Root, call: Call) -> None:
         # or behind it, in what is around it: nobody tells when autograd has left a unit
         self.now = self._backward = f"in backward, near unit '{call.unit.name}'"
 
@@ -165,12 +170,15 @@ class _Where(Observer):
 
     @override
     def calls(self, what: str) -> None:
-        if what == SWAPS:
-            self._scope.look_for_writes()
-        elif what == SWAPPED_BACK:
-            self._scope.note_versions()  # the values are those from before
-        elif what not in _IN_STEPS:
+        if what not in _IN_STEPS:
             self._scope.refuse(what)
+
+    @override
+    def exchanges_values(self, back: bool) -> None:
+        if back:
+            self._scope.note_versions()  # the values are those from before
+        else:
+            self._scope.look_for_writes()
 
 
 class together:
@@ -277,7 +285,7 @@ class together:
     def _before_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         mine = {id(parameter) for parameter in self._model.parameters()}
         parameters = parameters_of(optimizer)
-        if any(labels_of(parameters)) or not mine.isdisjoint(map(id, parameters)):
+        if any(map(label_of, parameters)) or not mine.isdisjoint(map(id, parameters)):
             self.refuse(f"{type(optimizer).__name__}.step()")
 
     def __enter__(self) -> Self:
@@ -307,7 +315,7 @@ class together:
         self._undo = ExitStack()
         _OPEN.append(self)
         self._undo.callback(_OPEN.clear)
-        self._undo.callback(HEARERS.add(self._where))
+        self._undo.callback(observe(self._where))
         self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         LAUNCHED.append(self._hear)
         self._undo.callback(LAUNCHED.remove, self._hear)
@@ -362,7 +370,7 @@ class together:
         launched = self._launches()
         self._undo.close()
         if error is not None:
-            roots.reset([self._model])
+            reset(self._model)
             if not isinstance(error, Exception) or isinstance(
                 error, (CommunicationError, RanksDisagreeError)
             ):
@@ -487,8 +495,7 @@ class together:
         mine = error and f"{type(error).__name__} {where}: {first_line(error)}"
         said = self._comm.all_gather_objects(mine, Launch("exchange of why the step is lost"))
         self.why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
-        for hear in HEARERS.loses:
-            hear(self._units)
+        lose_step(self._units)
         if everywhere:
             return False
         self._record.lost += 1
@@ -525,7 +532,7 @@ def _obstacle(unit: Unit, comm: Comm) -> str:
     """Why a step with this unit cannot be given up by one rank; empty if it can."""
     params = unit.params
     obstacles: list[tuple[Callable[[], object], str]] = [
-        (lambda: not all(p.info.form.is_whole for p in params), "tensor-parallel parameters"),
+        (lambda: not all(p.is_whole for p in params), "tensor-parallel parameters"),
         (
             lambda: unit.mesh_info.all is not comm or not unit.on_one_mesh,
             "parameters over other ranks than the rest of the model",
@@ -534,7 +541,7 @@ def _obstacle(unit: Unit, comm: Comm) -> str:
             lambda: unit.mesh_info is not unit.spec.mesh_info,
             "replicas that train apart, by local_steps",
         ),
-        (lambda: hooks_of(unit.gradients), "a communication hook"),
+        (lambda: hooks_of(unit), "a communication hook"),
         (lambda: unit.gradients.sparse, "sparse gradients"),
         (
             lambda: unit.mesh_info.post_forward,

@@ -29,20 +29,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable.api.sync_module_states import digests
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.contract.tree import managed_buffers
-from composable.engine.params.layout import Route
-from composable.engine.params.param import ManagedParam
-from composable.engine.params.param_group import ParamGroup
-from composable.engine.step.root import Root
-from composable.engine.step.unit import Unit
 from composable.errors import few
 from composable.extras.watch.calls import by_index, generator_state, version_of
 from composable.extras.watch.findings import Finding, hint
-from composable.features.hook_stages import hooks_of
 from composable.memory.offload import wait_for_traffic
+from composable.seams import Group, Param, Root, Unit, digests, hooks_of
 from composable.torch_private import local_tensor
 
 _LAUNCH: Final = Launch("comparison of digests by watch")
@@ -147,7 +141,7 @@ class Agreement:
             if self._begun:
                 buffers = _buffers_of(_BUFFER, name, unit)
                 self._note(unit.mesh_info.all, [e for e in buffers if e[0] not in self._own])
-            for group in unit.groups if not hooks_of(unit.gradients) else ():
+            for group in unit.groups if not hooks_of(unit) else ():
                 replicas = _replicas_of(unit, group)
                 if replicas is None or replicas.size == 1:
                     continue
@@ -317,9 +311,9 @@ def _text_of(value: Any) -> str | None:
     return repr(value) if isinstance(value, plain) else None
 
 
-def _replicas_of(unit: Unit, group: ParamGroup) -> Comm | None:
+def _replicas_of(unit: Unit, group: Group) -> Comm | None:
     """The ranks over which gradients of `group` are means now: `local_steps` ends that."""
-    return unit.gradients.mesh_info_of(group.params[0]).replicate
+    return (group.params[0].own_mesh_info or unit.mesh_info).replicate
 
 
 def _ranks_of(comm: Comm) -> list[int]:
@@ -333,10 +327,10 @@ _SAME_MASKS: Final = (
 )
 
 
-def _rows(group: ParamGroup, unit: str, when: str) -> Iterator[tuple[Key, Tensor]]:
+def _rows(group: Group, unit: str, when: str) -> Iterator[tuple[Key, Tensor]]:
     """The rows of each rank in gathered parameters; in place of this rank's those at rest."""
     for param, slot in zip(group.params, group.slots, strict=True):
-        if slot.route is Route.WHOLE:
+        if not slot.is_cut:
             continue
         name, whole = f"{param.fqn} ({when})", local_tensor(param.compute).detach()
         for owner in range(group.comm.size):
@@ -357,7 +351,7 @@ def _module_of(buffer: Key) -> tuple[str, str]:
     return buffer.unit, buffer.name.rpartition(".")[0]
 
 
-def _gradient(param: ManagedParam) -> Tensor:
+def _gradient(param: Param) -> Tensor:
     gradient = param.at_rest.grad
     if gradient is None:
         return torch.full((1,), _NONE, device=local_tensor(param.at_rest).device)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from composable.api.sync_module_states import digests
 from composable.contract.hooks import dispatcher_of
 from composable.contract.values import map_tensors, tensors_in
-from composable.engine.step.unit import Unit
+from composable.seams import Unit, digests
 
 # What calls a module: torch's, and that of methods that `register_forward_method` knows.
 _CALLERS: Final = ("_call_impl", "_call_as_forward")
@@ -78,7 +77,7 @@ def call_of(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Call:
     device = unit.mesh_info.device
     call = Call(
         module,
-        unit.step.calls[-1].number,
+        unit.forward_number,
         map_tensors((args, kwargs), _detached),
         generator_state(device),
         torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,

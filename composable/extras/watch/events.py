@@ -29,15 +29,19 @@ from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.hooks import detach, dispatcher_of
 from composable.contract.tree import annotation_of
-from composable.engine.params.param import labels_of
-from composable.engine.step.observer import HEARERS, Observer
-from composable.engine.step.root import Root
-from composable.engine.step.unit import Unit, UnitCall
 from composable.extras.watch.messages import message_of
 from composable.extras.watch.sight import Sight
-from composable.optim.in_backward import is_part_of_backward
-from composable.optim.shared import parameters_of
-from composable.optim.stand_in import is_stand_in
+from composable.seams import (
+    Call,
+    Observer,
+    Root,
+    Unit,
+    is_part_of_backward,
+    is_stand_in,
+    label_of,
+    observe,
+    parameters_of,
+)
 from composable.torch_private import step_hooks
 
 _NAME: Final = "watch"  # of brackets
@@ -155,19 +159,19 @@ class _Ear(Observer):
     """Hears of steps for all watches, and keeps no model alive."""
 
     @override
-    def enters(self, root: Root, call: UnitCall) -> None:
+    def enters(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
             watch.sight.checks.advance()
-            if call.root is root and not root.step.running:
+            if call.root is root and not root.running:
                 watch.sight.begin_forward(root)
 
     @override
-    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+    def leaves(self, root: Root, call: Call, keep: bool) -> None:
         if (watch := watch_of(call.unit)) is not None:
             watch.sight.checks.advance()
 
     @override
-    def comes_back(self, root: Root, call: UnitCall) -> None:
+    def comes_back(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
             watch.sight.checks.come_back(call.number)
 
@@ -210,14 +214,13 @@ def _listen() -> None:
     if not _LISTENING:
         ear = _Ear()
         LAUNCHING.append(ear.launching)
-        _LISTENING.extend((HEARERS.add(ear), partial(LAUNCHING.remove, ear.launching)))
+        _LISTENING.extend((observe(ear), partial(LAUNCHING.remove, ear.launching)))
 
 
 def _units_of(parameters: Sequence[Tensor]) -> list[Unit]:
-    owners = dict.fromkeys(
-        label.owner for label in labels_of(parameters) if label is not None and label.owner
-    )
-    return [unit for owner in owners if isinstance(unit := owner(), Unit)]
+    labels = filter(None, map(label_of, parameters))
+    owners = dict.fromkeys(label.owner for label in labels if label.owner is not None)
+    return [unit for owner in owners if (unit := owner()) is not None]
 
 
 @untraced
@@ -290,8 +293,8 @@ class WatchAll(Observer):
         self._watch = watch
 
     @override
-    def enters(self, root: Root, call: UnitCall) -> None:
-        if call.root is root and not root.step.running and torch.is_grad_enabled():
+    def enters(self, root: Root, call: Call) -> None:
+        if call.root is root and not root.running and torch.is_grad_enabled():
             fresh = [unit for unit in root.units if watch_of(unit) is None]
             if fresh:
                 self._watch(fresh)

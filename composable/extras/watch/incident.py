@@ -18,12 +18,10 @@ import torch
 from torch import nn
 
 from composable.contract.methods import Method
-from composable.engine.step.unit import Unit, units_below
 from composable.errors import first_line
 from composable.extras.watch.calls import Call, by_index
 from composable.extras.watch.findings import Finding
-from composable.features.hook_stages import hooks_of
-from composable.optim.in_backward import stepped_in_backward
+from composable.seams import Unit, hooks_of, stepped_in_backward, units_below
 from composable.torch_private import local_tensor
 
 FORMAT: Final = 3
@@ -79,7 +77,7 @@ def _why_not_again(unit: Unit | None) -> str:
     if unit is None:
         return "it is about no unit"
     below = [param for each in units_below(unit.modules) for param in each.params]
-    if not all(param.info.form.is_whole for param in below):
+    if not all(param.is_whole for param in below):
         return "its parameters are tensor-parallel"
     if stepped_in_backward([param.at_rest for param in below]):
         return "backward has stepped the unit's parameters"
@@ -97,7 +95,7 @@ def _of_unit(unit: Unit, names: Mapping[Unit, str]) -> dict[str, Any]:
         "shards": info.shard.size,
         "replica": 0 if info.replicate is None else info.replicate.rank,
         "parameters": [row for each in units for row in _of_parameters(each, names[each])],
-        "averaged": not any(each.spec.divisor or hooks_of(each.gradients) for each in units),
+        "averaged": not any(each.spec.divisor or hooks_of(each) for each in units),
     }
 
 
@@ -131,7 +129,7 @@ def _of_parameters(unit: Unit, name: str) -> list[dict[str, Any]]:
                     "name": f"{name} {param.fqn}",
                     "fqn": param.fqn,
                     "cut": slot.cut_dim if group.takes_message and not group.extended else None,
-                    "whole": slot.route.name == "WHOLE",
+                    "whole": not slot.is_cut,
                     "dtype": group.precision.compute,
                     "trains": param.at_rest.requires_grad,
                     "shard": local_tensor(param.at_rest).detach().cpu(),
@@ -152,7 +150,7 @@ def _without_parameters(
         (id(place.module), place.name): f"{names[unit]} {param.fqn}"
         for unit in units
         for param in unit.params
-        for place in param.info.places
+        for place in param.places
     }
     places = [
         (fqn, name, named[id(below), name])

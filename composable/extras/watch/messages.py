@@ -9,8 +9,7 @@ from torch import Tensor
 
 from composable.comm.base import Columns
 from composable.comm.launch import Launch, LaunchKind
-from composable.engine.gradients.reduction import Plan
-from composable.engine.params.param import ManagedParam, label_of
+from composable.seams import Param, Plan, label_of
 
 
 class Message(NamedTuple):
@@ -40,7 +39,7 @@ def message_of(launch: Launch, tensors: Columns) -> Message | None:
     """
     sent = tensors[-1] if tensors else ()
     if launch.kind is LaunchKind.GATHER_SPARSE:
-        param: ManagedParam = launch.sender
+        param: Param = launch.sender
         return Message(sent, [(param.fqn, each) for each in sent], [param.at_rest])
     if launch.kind is not LaunchKind.REDUCE:
         return None

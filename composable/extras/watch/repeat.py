@@ -36,9 +36,9 @@ from typing_extensions import override
 
 from composable.compilation import backward_will_be_compiled
 from composable.contract.values import map_tensors, tensors_in
-from composable.engine.step.unit import Unit, units_below
 from composable.errors import first_line
 from composable.extras.watch.calls import generator_state, set_generator
+from composable.seams import Unit, units_below
 from composable.torch_private import (
     enter_mode,
     in_backward,
@@ -213,8 +213,7 @@ def candidates_in(units: Iterable[Unit]) -> list[Unit]:
     return [
         unit
         for unit in units
-        if {*units_below(unit.modules)} <= {unit}
-        and all(param.info.form.is_whole for param in unit.params)
+        if {*units_below(unit.modules)} <= {unit} and all(param.is_whole for param in unit.params)
     ]
 
 

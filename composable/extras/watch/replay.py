@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from composable.api.sync_module_states import digests
 from composable.contract.values import tensors_in
 from composable.errors import ReplayError, first_line
 from composable.extras.watch.calls import are_apart, as_called, by_index
 from composable.extras.watch.checks import is_finite, range_of
 from composable.extras.watch.incident import FORMAT
+from composable.seams import digests
 
 COLUMNS: Final = ("shard", "gather", "inputs", "forward", "backward", "reduction")
 _SOUND: Final = "sound"

@@ -18,8 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable.compilation import backward_will_be_compiled, untraced
 from composable.contract.values import tensors_in
-from composable.engine.step.root import Root
-from composable.engine.step.unit import Unit
 from composable.errors import unit_name
 from composable.extras.watch.agreement import Agreement, Named
 from composable.extras.watch.calls import (
@@ -32,6 +30,7 @@ from composable.extras.watch.calls import (
 from composable.extras.watch.checks import GRADIENT, INPUT, OUTPUT, PARAMETER, Checks, First
 from composable.extras.watch.messages import Message
 from composable.extras.watch.repeat import Repeat, candidates_in
+from composable.seams import Root, Unit
 from composable.torch_private import is_transformed
 
 # Parameters are what they are before the first forward, whose inputs are seen at the same clock.
@@ -152,7 +151,7 @@ class Sight:
 
     def entered(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A module of a unit is about to compute. Returns what it computes with."""
-        place, number = self.places[unit], unit.step.calls[-1].number
+        place, number = self.places[unit], unit.forward_number
         in_training = self._trains and number is not None  # one rank alone may evaluate
         if self.compares and in_training:
             self.agreement.note_gathered(unit, place.name, "in forward")
@@ -189,7 +188,7 @@ class Sight:
             self._known[tensor] = version_of(tensor)
         call = next(reversed(self.calls.get(place.name, ())), None)
         # not of a recomputation; of a module that calls itself the inner call is kept
-        if call is None or call.outputs or call.forward != unit.step.calls[-1].number:
+        if call is None or call.outputs or call.forward != unit.forward_number:
             call = None
         else:
             call.end(output)
@@ -308,7 +307,7 @@ class Sight:
 
 def _forward_of(unit: Unit) -> int | None:
     """The number of the forward that runs; None if nobody will say that its backward came."""
-    return None if backward_will_be_compiled() else unit.step.calls[-1].number
+    return None if backward_will_be_compiled() else unit.forward_number
 
 
 def _named(kind: str, items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[str, Tensor]]:

@@ -22,13 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from composable.api.scopes import units_in
 from composable.comm import is_distributed
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.tree import names_below
-from composable.engine.step.observer import HEARERS, open_scope
-from composable.engine.step.unit import Unit
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
@@ -48,8 +45,14 @@ from composable.extras.watch.findings import (
 )
 from composable.extras.watch.repeat import Repeat
 from composable.extras.watch.sight import Sight
-from composable.optim.in_backward import stepped_in_backward
-from composable.state.whole import comms_of_model
+from composable.seams import (
+    Unit,
+    comms_of_model,
+    observe,
+    open_scope,
+    stepped_in_backward,
+    units_in,
+)
 
 logger = logging.getLogger("composable")
 
@@ -367,4 +370,4 @@ def _watch_units(units: Sequence[Unit], on: str) -> Watch:
 
 if (_wanted := os.environ.get(VARIABLE, "0").strip()) not in ("", "0"):
     _on = "raise" if _wanted == "raise" else "warn"
-    HEARERS.add(events.WatchAll(lambda units: _watch_units(units, _on)))
+    observe(events.WatchAll(lambda units: _watch_units(units, _on)))

@@ -1,0 +1,364 @@
+"""What extras may use of what lies between the ground and them: these names, and no others.
+
+An extra adds a capability that the core does not know. Besides this file it imports the ground
+(`comm`, `memory`, `contract`, ...) and what users have, from `composable`. The protocols say what
+it may know of the engine's objects, and mypy holds it to that: it reads them, and calls the few
+methods that they list.
+
+| to                                     | names                                                   |
+|----------------------------------------|---------------------------------------------------------|
+| hear of steps, and tell of them        | `Observer`, `observe`, `called`, `values_exchanged`,    |
+|                                        | `lose_step`                                             |
+| answer for the engine                  | `DECISIONS`                                             |
+| stand for ranks without data           | `open_scope`, `follow_steps`                            |
+| know units                             | `Unit`, `Group`, `Param`, `Root`, `Call`, `Plan`        |
+| find them                              | `units_in`, `units_below`, `unit_of`, `label_of`,       |
+|                                        | `managed_in`, `Managed`, `comms_of_model`               |
+| read and write parameters at rest      | `at_rest`, `require_at_rest`, `refuse_moment`,          |
+|                                        | `written`, `write_whole`                                |
+| know what cannot be done               | `hooks_of`, `stepped_in_backward`, `is_packed`,         |
+|                                        | `refuse_extended`                                       |
+| copy, place and compare tensors        | `cloned`, `gradient_like`, `dtensor_parameter`,         |
+|                                        | `whole_of`, `digests`, `copy_attributes`                |
+| step on shards                         | `Stepping`, `StandIn`, `LocalStep`, `is_stand_in`,      |
+|                                        | `is_part_of_backward`, `parameters_of`                  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from composable.api import comm_hooks, scopes
+from composable.api.sync_module_states import digests as digests
+from composable.comm import Comm, MeshInfo
+from composable.config import MixedPrecisionPolicy
+from composable.contract.tree import Place
+from composable.engine.edits import written as edits
+from composable.engine.params import param as params
+from composable.engine.params.dtensors import dtensor_parameter as dtensor_parameter
+from composable.engine.params.dtensors import gradient_like as gradient_like
+from composable.engine.params.dtensors import whole_of as whole_of
+from composable.engine.params.param import copy_attributes as copy_attributes
+from composable.engine.params.param import label_of as label_of
+from composable.engine.params.protocol import cloned as cloned
+from composable.engine.step import observer, unit
+from composable.engine.step.observer import DECISIONS as DECISIONS
+from composable.engine.step.observer import HEARERS
+from composable.engine.step.observer import Observer as Observer
+from composable.engine.step.observer import called as called
+from composable.engine.step.observer import follow_steps as follow_steps
+from composable.engine.step.observer import open_scope as open_scope
+from composable.engine.step.observer import values_exchanged as values_exchanged
+from composable.features import extension, hook_stages
+from composable.features.packed import is_packed as is_packed
+from composable.optim.in_backward import is_part_of_backward as is_part_of_backward
+from composable.optim.in_backward import stepped_in_backward as stepped_in_backward
+from composable.optim.shard_steps import LocalStep as LocalStep
+from composable.optim.shared import parameters_of as parameters_of
+from composable.optim.stand_in import StandIn as StandIn
+from composable.optim.stand_in import Stepping as Stepping
+from composable.optim.stand_in import is_stand_in as is_stand_in
+from composable.state import whole
+from composable.state.whole import write_whole as write_whole
+
+if TYPE_CHECKING:
+    from composable.engine.gradients import reduction
+    from composable.engine.params import param_group
+    from composable.engine.step import root
+
+# --- what an extra may know of the engine's objects ----------------------------------------------
+
+
+class Param(Protocol):
+    """A parameter of a unit.
+
+    Attributes:
+        fqn: below the unit's module.
+        at_rest, compute: what users hold, and what modules compute with.
+        places: where it is registered.
+        is_whole: no ranks share it but those of its unit (no tensor parallelism).
+        own_mesh_info: if it is on a mesh of its own; None for that of its unit.
+    """
+
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def at_rest(self) -> nn.Parameter: ...
+    @property
+    def compute(self) -> nn.Parameter: ...
+    @property
+    def places(self) -> tuple[Place, ...]: ...
+    @property
+    def is_whole(self) -> bool: ...
+    @property
+    def own_mesh_info(self) -> MeshInfo | None: ...
+
+
+class _Slot(Protocol):
+    """How one parameter of a group is cut over its ranks, along `cut_dim` if it is."""
+
+    @property
+    def is_cut(self) -> bool: ...
+    @property
+    def cut_dim(self) -> int: ...
+    def extent(self, rank: int) -> tuple[int, int]: ...
+
+
+class _Precision(Protocol):
+    """Dtypes of parameters at rest, and of what modules compute with."""
+
+    @property
+    def original(self) -> torch.dtype: ...
+    @property
+    def compute(self) -> torch.dtype: ...
+
+
+class Group(Protocol):
+    """Parameters of a unit that are gathered together.
+
+    Attributes:
+        slots: of the parameters, in their order.
+        comm: of the ranks that have shards.
+        shard: the memory of this rank's shards; None if there is no one buffer of them.
+        takes_message: to gather it takes a message.
+        extended: parameters are gathered in a form of their own (fp8, 4-bit).
+    """
+
+    @property
+    def params(self) -> Sequence[Param]: ...
+    @property
+    def slots(self) -> Sequence[_Slot]: ...
+    @property
+    def precision(self) -> _Precision: ...
+    @property
+    def comm(self) -> Comm: ...
+    @property
+    def shard(self) -> Tensor | None: ...
+    @property
+    def takes_message(self) -> bool: ...
+    @property
+    def extended(self) -> bool: ...
+    def unshard(self) -> bool:
+        """Launch the all-gather, unless the parameters are there. All ranks do."""
+
+    def wait_for_unshard(self) -> None:
+        """Wait for it."""
+
+
+class _Spec(Protocol):
+    """What an annotation asks for."""
+
+    @property
+    def mesh_info(self) -> MeshInfo: ...
+    @property
+    def mp_policy(self) -> MixedPrecisionPolicy: ...
+    @property
+    def divisor(self) -> float | None: ...
+
+
+class _Gradients(Protocol):
+    """What is known of the gradients of a unit.
+
+    Attributes:
+        has_unreduced: some were accumulated under `no_sync`, and wait.
+        sparse: those of embeddings that are reduced as they are; empty if there are none.
+    """
+
+    @property
+    def has_unreduced(self) -> bool: ...
+    @property
+    def sparse(self) -> Sequence[object]: ...
+
+
+class Unit(Protocol):
+    """What one call of a verb has left on its modules.
+
+    Attributes:
+        name: below the root, for messages.
+        modules: as annotated; none after `remove`.
+        mesh_info: the ranks over which parameters are sharded, and gradients summed now.
+        replicas_info: the same of the replicas, see `Unit.replicas_info` in the engine.
+        spec: what the annotation asks for.
+        forward_number: of the innermost call that runs; None for a recomputation.
+        trains: any of its parameters requires gradients.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def modules(self) -> tuple[nn.Module, ...]: ...
+    @property
+    def params(self) -> Sequence[Param]: ...
+    @property
+    def groups(self) -> Sequence[Group]: ...
+    @property
+    def gradients(self) -> _Gradients: ...
+    @property
+    def mesh_info(self) -> MeshInfo: ...
+    @property
+    def replicas_info(self) -> MeshInfo: ...
+    @property
+    def spec(self) -> _Spec: ...
+    @property
+    def trains(self) -> bool: ...
+    @property
+    def is_sharded(self) -> bool: ...
+    @property
+    def is_unsharded(self) -> bool: ...
+    @property
+    def on_one_mesh(self) -> bool: ...
+    @property
+    def forward_number(self) -> int | None: ...
+    def buffers_shown(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Casts of buffers that modules hold now, each with the buffer itself."""
+
+    def set_mesh_info(self, mesh_info: MeshInfo) -> None:
+        """Reduce gradients over other ranks. Between two steps, on all ranks."""
+
+    def hide(self) -> None:
+        """End what `unshard()` began."""
+
+    def free(self) -> None:
+        """Reshard, unless something keeps it."""
+
+
+class Root(Protocol):
+    """The outermost annotated module of a forward, and its units.
+
+    Attributes:
+        running: units whose forwards run, innermost last.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def modules(self) -> Sequence[nn.Module]: ...
+    @property
+    def units(self) -> Sequence[Unit]: ...
+    @property
+    def running(self) -> Sequence[Unit]: ...
+
+
+class Call(Protocol):
+    """One call of a unit's module.
+
+    Attributes:
+        root: of the forward; None for a recomputation.
+        number: of the root's forward.
+        waits: backward will come to it, and has not yet.
+    """
+
+    @property
+    def unit(self) -> Unit: ...
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def root(self) -> Root | None: ...
+    @property
+    def number(self) -> int | None: ...
+    @property
+    def waits(self) -> bool: ...
+
+
+class _ReduceLayout(Protocol):
+    """Which gradients are sent as they are, and which as columns of the rows, by index."""
+
+    @property
+    def trainable(self) -> Sequence[int]: ...
+    @property
+    def direct(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def columns(self) -> Sequence[tuple[int, int, int]]: ...
+
+
+class Plan(Protocol):
+    """How gradients of a bucket lie in its message: what a `Launch` of a reduction is sent by."""
+
+    @property
+    def at_rest(self) -> Sequence[Tensor]: ...
+    @property
+    def layout(self) -> _ReduceLayout: ...
+    @property
+    def sent(self) -> Tensor | None: ...
+    @property
+    def rows(self) -> Tensor: ...
+    def views(self, flat: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
+        """The gradients in a message that is all-reduced."""
+
+
+class Managed(Protocol):
+    """A parameter of a unit, by its name in the model."""
+
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def unit(self) -> Unit: ...
+    @property
+    def param(self) -> Param: ...
+
+
+# --- functions, over these -----------------------------------------------------------------------
+
+# The engine's own functions, for which each unit is its own class. mypy sees at the end
+# of this file that those are what the protocols say.
+
+# `observe(observer)`: it hears of steps from now on; returns what ends it.
+observe: Final[Callable[[Observer], Callable[[], None]]] = HEARERS.add
+# Tell that all ranks have lost a step of these units.
+lose_step: Final[Callable[[Sequence[Unit]], None]] = cast("Any", observer.lose_step)
+# The units of a module and below, in `.modules()` order; the first one raises if there are none.
+units_in: Final[Callable[[str, nn.Module], list[Unit]]] = cast("Any", scopes.units_in)
+units_below: Final[Callable[[Iterable[nn.Module]], list[Unit]]] = cast("Any", unit.units_below)
+# The unit that manages a parameter, at rest or as it was before the annotation; or None.
+unit_of: Final[Callable[[Tensor], Unit | None]] = cast("Any", unit.unit_of)
+# The parameters of all units, with their names in the model, each once.
+managed_in: Final[Callable[[str, nn.Module], Iterator[Managed]]] = cast("Any", whole.managed_in)
+# The comms over all ranks that have a part of the model.
+comms_of_model: Final[Callable[[Sequence[Unit]], list[Comm]]] = cast("Any", whole.comms_of_model)
+# Modules hold parameters at rest in the context, outside of forwards and backwards.
+at_rest: Final[Callable[[Sequence[Unit]], AbstractContextManager[None]]] = cast(
+    "Any", edits.at_rest
+)
+# The same from here on; raises in a forward or backward.
+require_at_rest: Final[Callable[[str, Sequence[Unit]], None]] = cast("Any", whole.require_at_rest)
+# Raise if a unit is not between two steps.
+refuse_moment: Final[Callable[[str, Unit], None]] = cast("Any", comm_hooks.refuse_moment)
+# Tell units that all ranks have written to their parameters at rest, past the operators of these.
+written: Final[Callable[[Iterable[Unit]], None]] = cast("Any", edits.written)
+# Raise if parameters are gathered in a form of their own, and have no shard buffer.
+refuse_extended: Final[Callable[[str, Unit], None]] = cast("Any", extension.refuse_extended)
+
+
+def hooks_of(of: Unit) -> Mapping[str, hook_stages.CommHook]:
+    """The communication hooks of a unit, by the collective that they replace."""
+    found: Any = of.gradients
+    return hook_stages.hooks_of(found)
+
+
+if TYPE_CHECKING:
+
+    def _is_param(param: params.ManagedParam) -> Param:
+        return param
+
+    def _is_group(group: param_group.ParamGroup) -> Group:
+        return group
+
+    def _is_unit(each: unit.Unit) -> Unit:
+        return each
+
+    def _is_root(each: root.Root) -> Root:
+        return each
+
+    def _is_call(call: unit.UnitCall) -> Call:
+        return call
+
+    def _is_plan(plan: reduction.Plan) -> Plan:
+        return plan
+
+    def _is_managed(each: whole.Managed) -> Managed:
+        return each
