@@ -17,9 +17,8 @@ methods that they list.
 | read and write parameters at rest      | `at_rest`, `require_at_rest`, `refuse_moment`,          |
 |                                        | `written`, `write_whole`                                |
 | know what cannot be done               | `hooks_of`, `stepped_in_backward`, `is_packed`,         |
-|                                        | `refuse_extended`                                       |
-| copy, place and compare tensors        | `cloned`, `gradient_like`, `dtensor_parameter`,         |
-|                                        | `whole_of`, `digests`, `copy_attributes`                |
+|                                        | `refuse_extended`, `warn_of_other_groups`               |
+| compare and copy parameters            | `digests`, `copy_attributes`                            |
 | step on shards                         | `Stepping`, `StandIn`, `LocalStep`, `is_stand_in`,      |
 |                                        | `is_part_of_backward`, `parameters_of`                  |
 """
@@ -39,13 +38,10 @@ from composable.comm import Comm, MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import Place
 from composable.engine.edits import written as edits
+from composable.engine.edits.loading import warn_of_other_groups as warn_of_other_groups
 from composable.engine.params import param as params
-from composable.engine.params.dtensors import dtensor_parameter as dtensor_parameter
-from composable.engine.params.dtensors import gradient_like as gradient_like
-from composable.engine.params.dtensors import whole_of as whole_of
 from composable.engine.params.param import copy_attributes as copy_attributes
 from composable.engine.params.param import label_of as label_of
-from composable.engine.params.protocol import cloned as cloned
 from composable.engine.step import observer, unit
 from composable.engine.step.observer import DECISIONS as DECISIONS
 from composable.engine.step.observer import HEARERS

@@ -39,7 +39,8 @@ FEATURES: Final = {
 MOVED_IN: Final = ("features/activations.py", "features/traced.py")
 # What extras may import besides `seams`: the layers below the engine, and the public names.
 GROUND: Final = (
-    "comm", "memory", "contract", "policies", "config", "torch_private", "errors", "compilation",
+    "comm", "memory", "contract", "policies", "tensors", "config", "torch_private", "errors",
+    "compilation",
 )  # fmt: skip
 _NO_CODE: Final = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.api.mesh import communication_device, device_of
+from composable.api.mesh import device_of
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.comm import comm_of
+from composable.comm.mesh_info import communication_device
 from composable.contract.contract import registry
 from composable.contract.tree import (
     REPLICATE,

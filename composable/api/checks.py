@@ -26,13 +26,13 @@ from composable.contract.contract import add_attribute
 from composable.contract.naming import find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
 from composable.engine.gradients.sparse import is_sparse_lookup
-from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.param import ParamInfo, label_of
-from composable.engine.params.protocol import cloned, has_protocol, pieces_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
 from composable.features.packed import is_packed, refusal_of
 from composable.features.spread import spread_of
+from composable.tensors.dtensors import describe_mesh
+from composable.tensors.protocol import cloned, has_protocol, pieces_of
 from composable.torch_private import hooks_after_accumulation, local_of
 
 logger = logging.getLogger("composable")

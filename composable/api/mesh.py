@@ -27,6 +27,7 @@ from composable.comm import (
     world_group,
 )
 from composable.comm.launch import Launch
+from composable.comm.mesh_info import communication_device
 from composable.contract.tree import SHARD
 from composable.errors import AnnotationError, MeshError, RanksDisagreeError
 from composable.policies.base import kind_of
@@ -103,17 +104,6 @@ def device_of(modules: Sequence[nn.Module]) -> torch.device:
     the meta device.
     """
     return _real_device(modules) or _accelerator() or _CPU
-
-
-def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device:
-    """The device on which a mesh's collectives run, and where parameters that are on `device` now
-    will live.
-    """
-    if device.type == mesh.device_type:
-        return device
-    if mesh.device_type == "cpu":
-        return _CPU
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 _WARNED: Final[WeakSet[dist.ProcessGroup]] = WeakSet()

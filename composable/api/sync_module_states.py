@@ -27,9 +27,9 @@ from composable.comm.launch import Launch
 from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
 from composable.engine.params.param import copy_attributes
-from composable.engine.params.protocol import plain_parts
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.features.spread import spread_of
+from composable.tensors.protocol import plain_parts
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
 # without the verb: texts pair messages, and verbs may differ

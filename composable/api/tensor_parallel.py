@@ -17,7 +17,6 @@ from composable.api.selection import ids_of_ignored
 from composable.comm import Comm, comm_of
 from composable.comm.launch import Launch
 from composable.contract.tree import Managed, managed_parameters
-from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.form import ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.features.packed import form_of
@@ -28,6 +27,7 @@ from composable.features.spread import (
     spread_like,
     spread_of,
 )
+from composable.tensors.dtensors import describe_mesh
 
 
 @contextmanager

@@ -51,7 +51,6 @@ from composable.api.checks import (
 from composable.api.mesh import (
     Spread,
     check_reshard_after_forward,
-    communication_device,
     device_of,
     own_spread,
     spread_over,
@@ -60,6 +59,7 @@ from composable.api.selection import by_unit, ids_of_ignored, picked_units, refu
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.api.tensor_parallel import forms_of, told_across, told_to
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
+from composable.comm.mesh_info import communication_device
 from composable.compilation import is_traced
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words, require_bool
 from composable.contract.contract import Verb, add_attribute, on_undo

@@ -110,3 +110,14 @@ def mesh_info_of_replicas(mesh: DeviceMesh | None, device: torch.device) -> Mesh
     group = mesh.get_group()
     replicate = comm_of_messages(group, device)
     return MeshInfo(mesh, alone, comm_of(group, device), replicate, device=device)
+
+
+def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device:
+    """The device on which a mesh's collectives run, and where parameters that are on `device` now
+    will live.
+    """
+    if device.type == mesh.device_type:
+        return device
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

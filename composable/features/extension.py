@@ -43,7 +43,11 @@ from composable.config import MixedPrecisionPolicy
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, Sends
-from composable.engine.params.protocol import (
+from composable.engine.params.sharded import ShardedGroup
+from composable.engine.step.unit import Unit
+from composable.errors import AnnotationError, PhaseError, first_line
+from composable.memory.elastic import ElasticBuffer, note_resized
+from composable.tensors.protocol import (
     POST,
     PRE,
     RELEASE,
@@ -52,10 +56,6 @@ from composable.engine.params.protocol import (
     has_protocol,
     plain_parts,
 )
-from composable.engine.params.sharded import ShardedGroup
-from composable.engine.step.unit import Unit
-from composable.errors import AnnotationError, PhaseError, first_line
-from composable.memory.elastic import ElasticBuffer, note_resized
 from composable.torch_private import (
     local_of,
     storage_key,

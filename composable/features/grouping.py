@@ -14,12 +14,12 @@ from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.engine.params.param import ManagedParam, memory_order
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.precision import Precision
-from composable.engine.params.protocol import has_protocol
 from composable.engine.params.sharded import Grouping
 from composable.features.extension import ExtendedGroup
 from composable.features.offloaded import OffloadedGroup
 from composable.memory.offload import HostHome
 from composable.memory.streams import has_streams
+from composable.tensors.protocol import has_protocol
 from composable.torch_private import local_tensor
 
 

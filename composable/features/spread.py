@@ -33,8 +33,8 @@ from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
 from composable.comm import Comm, comm_of
-from composable.engine.params.dtensors import whole_of, wrap
 from composable.engine.params.form import ParamForm
+from composable.tensors.dtensors import whole_of, wrap
 from composable.torch_private import (
     local_of,
     local_tensor,

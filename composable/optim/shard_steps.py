@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from composable.engine.params.dtensors import gradient_like
 from composable.engine.params.param import gradient_of
 from composable.errors import OptimizerError
 from composable.optim.shared import refuse_unreduced
 from composable.optim.stand_in import STEPPINGS, StandIn, State, Stepping
+from composable.tensors.dtensors import gradient_like
 from composable.torch_private import (
     as_tensors,
     local_of,

@@ -22,9 +22,7 @@ from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups
 from composable.engine.edits.written import show_again
-from composable.engine.params.dtensors import whole_of
 from composable.engine.params.param import mesh_of
-from composable.engine.params.protocol import plain_parts
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, RanksDisagreeError
 from composable.features.packed import is_packed
@@ -34,6 +32,8 @@ from composable.state.whole import (
     managed_in,
     require_at_rest,
 )
+from composable.tensors.dtensors import whole_of
+from composable.tensors.protocol import plain_parts
 from composable.torch_private import local_tensor
 
 K = TypeVar("K")

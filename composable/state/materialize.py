@@ -33,7 +33,6 @@ from composable.compilation import untraced, unwrapped
 from composable.contract.tree import Place
 from composable.contract.values import tensors_in
 from composable.engine.edits.written import written
-from composable.engine.params.dtensors import whole_of
 from composable.engine.params.param_hooks import move_hooks
 from composable.engine.step.root import planned_roots
 from composable.engine.step.unit import Unit, unit_of
@@ -57,6 +56,7 @@ from composable.state.whole import (
     whole_parameter,
     write_whole,
 )
+from composable.tensors.dtensors import whole_of
 from composable.torch_private import local_tensor
 
 Init = Callable[[nn.Module], object]

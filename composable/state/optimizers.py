@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from composable.compilation import unwrapped
 from composable.engine.edits.written import at_rest
-from composable.engine.params.dtensors import whole_of, wrap
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import label_of
 from composable.engine.step.unit import unit_of, units_below
 from composable.errors import OptimizerError, few
 from composable.features.spread import spread_of
+from composable.tensors.dtensors import whole_of, wrap
 from composable.torch_private import local_of, step_hooks
 
 

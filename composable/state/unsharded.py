@@ -19,7 +19,6 @@ from composable.contract.contract import registry
 from composable.contract.tree import Place
 from composable.engine.edits.written import show_again, written
 from composable.engine.params.param import holds_unreduced, keep_gradients_in
-from composable.engine.params.protocol import has_protocol, plain_parts
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
 from composable.state.whole import (
@@ -31,6 +30,7 @@ from composable.state.whole import (
     whole_parameter,
     write_whole,
 )
+from composable.tensors.protocol import has_protocol, plain_parts
 from composable.torch_private import (
     gradient_hooks,
     hooks_after_accumulation,

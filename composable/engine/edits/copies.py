@@ -29,7 +29,6 @@ from composable.contract.naming import module_name
 from composable.contract.tree import states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
-from composable.engine.params.dtensors import dtensor_parameter
 from composable.engine.params.form import ParamForm
 from composable.engine.params.param import (
     STEPPED_BY,
@@ -37,10 +36,11 @@ from composable.engine.params.param import (
     ParamInfo,
     copy_attributes,
 )
-from composable.engine.params.protocol import cloned
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import HEARS
 from composable.errors import AnnotationError, PhaseError
+from composable.tensors.dtensors import dtensor_parameter
+from composable.tensors.protocol import cloned
 from composable.torch_private import local_of
 
 _KEY: Final = "composable"  # in the memo of a deepcopy, beside ids

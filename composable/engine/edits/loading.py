@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from composable.compilation import untraced
 from composable.contract.contract import drop_attribute
 from composable.engine.edits.written import written
-from composable.engine.params.dtensors import describe_mesh, dtensor_parameter
 from composable.engine.params.form import PLAIN
 from composable.engine.params.param import (
     ManagedParam,
@@ -39,11 +38,12 @@ from composable.engine.params.param import (
     mesh_of,
     model_group_of,
 )
-from composable.engine.params.protocol import as_class_of, cloned
 from composable.engine.step.observer import called
 from composable.engine.step.prepare import is_called, modules_calling
 from composable.engine.step.unit import EXPLICIT, Unit, unit_of
 from composable.errors import AnnotationError
+from composable.tensors.dtensors import describe_mesh, dtensor_parameter
+from composable.tensors.protocol import as_class_of, cloned
 from composable.torch_private import local_of
 
 logger = logging.getLogger("composable")

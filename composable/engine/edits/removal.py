@@ -23,9 +23,9 @@ from composable.engine.params.param import (
     set_label,
 )
 from composable.engine.params.param_hooks import move_hooks
-from composable.engine.params.protocol import as_class_of
 from composable.engine.step.unit import Unit
 from composable.errors import PhaseError
+from composable.tensors.protocol import as_class_of
 from composable.torch_private import local_of
 
 # A value and its gradient.

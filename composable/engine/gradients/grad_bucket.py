@@ -34,7 +34,6 @@ from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.reduction import Reducer, Reduction, counts_of
 from composable.engine.gradients.unreduced import Accumulated, SyncMode
-from composable.engine.params.dtensors import gradient_like, is_unreduced
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, gradient_of, trainability
 from composable.engine.params.param_hooks import (
@@ -44,6 +43,7 @@ from composable.engine.params.param_hooks import (
 )
 from composable.engine.params.precision import Precision
 from composable.memory.offload import wait_for_traffic
+from composable.tensors.dtensors import gradient_like, is_unreduced
 from composable.torch_private import (
     as_tensors,
     dtensors_around,

@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable.engine.gradients.reduction import Reducer
-from composable.engine.params.dtensors import gradient_like, gradient_of_shards, is_unreduced
 from composable.engine.params.form import ParamForm
 from composable.engine.params.layout import Route
 from composable.engine.params.param import (
@@ -38,6 +37,7 @@ from composable.engine.params.param import (
     set_holds_unreduced,
 )
 from composable.errors import PhaseError
+from composable.tensors.dtensors import gradient_like, gradient_of_shards, is_unreduced
 from composable.torch_private import gradient_hooks, local_of, local_tensor, locals_of
 
 

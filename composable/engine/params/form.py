@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm.base import Comm
-from composable.engine.params.dtensors import whole_of, wrap
-from composable.engine.params.protocol import cut_along
+from composable.tensors.dtensors import whole_of, wrap
+from composable.tensors.protocol import cut_along
 from composable.torch_private import SHARDS, can_take_data, cut_by
 
 

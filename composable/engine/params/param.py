@@ -33,9 +33,9 @@ from typing_extensions import override
 
 from composable.comm.mesh_info import MeshInfo
 from composable.contract.tree import Place
-from composable.engine.params.dtensors import dtensor_parameter, gradient_like, is_unreduced
 from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.layout import Route, Slot
+from composable.tensors.dtensors import dtensor_parameter, gradient_like, is_unreduced
 from composable.torch_private import (
     local_of,
     set_local,

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from composable.engine.params.dtensors import dtensor_parameter, gradient_like
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, at_home, copy_attributes
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import move_hooks
+from composable.tensors.dtensors import dtensor_parameter, gradient_like
 from composable.torch_private import local_of, locals_of
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
 from composable.comm.mesh_info import MeshInfo
-from composable.engine.params.dtensors import dtensor_parameter, shard_placements
-from composable.engine.params.layout import Slot
+from composable.engine.params.layout import Route, Slot
 from composable.engine.params.param import (
     ManagedParam,
     as_parameter,
@@ -23,9 +24,10 @@ from composable.engine.params.param import (
 )
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.precision import Precision
-from composable.engine.params.protocol import has_protocol
 from composable.errors import ForeignParameterError
 from composable.memory.elastic import with_own_storage
+from composable.tensors.dtensors import dtensor_parameter
+from composable.tensors.protocol import has_protocol
 from composable.torch_private import local_of, take_hooks
 
 
@@ -80,7 +82,7 @@ class ShardedGroup(ParamGroup):
         whole = form.like(whole_shape(slot))
         at_rest = dtensor_parameter(
             self._local(slot), mesh,
-            [*form.kept, *shard_placements(slot, info.mesh, info.shard_dim)],
+            [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)],
             whole.shape, whole.stride(), requires_grad=registered.requires_grad,
         )  # fmt: skip
         take_hooks(registered, at_rest)
@@ -148,3 +150,12 @@ class Grouping:
         mesh_info: MeshInfo,
     ) -> list[ParamGroup]:
         return [ShardedGroup(params, precision, device, mesh_info)]
+
+
+def _shard_placements(slot: Slot, mesh: DeviceMesh, mesh_dim: int) -> list[Placement]:
+    """The placements of a sharded parameter: cut over `mesh_dim`, the same along other dimensions
+    of the mesh.
+    """
+    uncut = slot.route is Route.WHOLE and (slot.num_shards > 1 or not slot.shape)
+    along: Placement = Replicate() if uncut else Shard(slot.cut_dim)
+    return [along if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from composable.compilation import untraced
 from composable.contract.values import map_tensors, tensors_in
-from composable.engine.params.protocol import plain_parts
 from composable.errors import OutputError
 from composable.memory.elastic import comes_and_goes
+from composable.tensors.protocol import plain_parts
 from composable.torch_private import innermost, made_since
 
 _PLAIN: Final = (Tensor, nn.Parameter)

@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
 from composable.contract.tree import Place, registered_parameters
-from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.param import (
     ManagedParam,
     label_of,
@@ -45,6 +44,7 @@ from composable.errors import (
     few,
     still_on_meta,
 )
+from composable.tensors.dtensors import describe_mesh
 from composable.torch_private import (
     active_ddp,
     as_tensors,

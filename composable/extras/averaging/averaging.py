@@ -18,7 +18,6 @@ from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.comm.base import cut_flat
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
-from composable.engine.params.dtensors import describe_mesh
 from composable.errors import AnnotationError, MeshError, closest, few
 from composable.seams import (
     Unit,
@@ -28,6 +27,7 @@ from composable.seams import (
     units_in,
     written,
 )
+from composable.tensors.dtensors import describe_mesh
 from composable.torch_private import locals_of
 
 Over = str | DeviceMesh | dist.ProcessGroup

@@ -13,21 +13,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
-from composable.engine.edits.loading import warn_of_other_groups
-from composable.engine.params.dtensors import describe_mesh
 from composable.errors import ForeignParameterError, few
 from composable.seams import (
     at_rest,
     called,
-    cloned,
-    gradient_like,
     is_packed,
     units_below,
     values_exchanged,
-    whole_of,
+    warn_of_other_groups,
     write_whole,
     written,
 )
+from composable.tensors.dtensors import describe_mesh, gradient_like, whole_of
+from composable.tensors.protocol import cloned
 from composable.torch_private import local_tensor, placed_alike
 
 

@@ -53,8 +53,6 @@ from composable.extras.averaging.averaging import (
 from composable.seams import (
     Managed,
     Unit,
-    dtensor_parameter,
-    gradient_like,
     hooks_of,
     is_stand_in,
     label_of,
@@ -64,6 +62,7 @@ from composable.seams import (
     write_whole,
     written,
 )
+from composable.tensors.dtensors import dtensor_parameter, gradient_like
 from composable.torch_private import local_of
 
 _CALLER: Final = "local_steps"

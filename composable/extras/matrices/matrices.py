@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.api.mesh import communication_device
 from composable.comm import Comm, Work, comm_of, group_of_all
 from composable.comm.launch import Launch
+from composable.comm.mesh_info import communication_device
 from composable.errors import OptimizerError
 from composable.seams import unit_of
 from composable.torch_private import local_tensor

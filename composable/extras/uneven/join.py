@@ -40,7 +40,6 @@ from composable.comm import Comm, is_distributed, notification_sum
 from composable.comm.launch import Launch
 from composable.engine.edits.written import written
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.dtensors import is_unreduced
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step import root as roots
 from composable.engine.step.buffers import broadcast_buffers
@@ -52,6 +51,7 @@ from composable.extras.uneven.narration import Event, Narrator, shadow
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.scaler import unscale_gradients
+from composable.tensors.dtensors import is_unreduced
 from composable.torch_private import in_backward, join_hooks, locals_of, on_zero_grad, wrap_join
 
 _BYTES: Final = 1024  # of a message; longer ones are followed by another

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.engine.params.layout import Route, Slot
-from composable.engine.params.protocol import cloned
 from composable.errors import few
+from composable.tensors.protocol import cloned
 from composable.torch_private import (
     dtensor_like,
     dtensors_around,
@@ -59,15 +58,6 @@ def dtensor_parameter(
     assert isinstance(parameter, DTensor)
     set_local(parameter, local)
     return parameter
-
-
-def shard_placements(slot: Slot, mesh: DeviceMesh, mesh_dim: int) -> list[Placement]:
-    """The placements of a sharded parameter: cut over `mesh_dim`, the same along other dimensions
-    of the mesh.
-    """
-    uncut = slot.route is Route.WHOLE and (slot.num_shards > 1 or not slot.shape)
-    along: Placement = Replicate() if uncut else Shard(slot.cut_dim)
-    return [along if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
 
 
 def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
