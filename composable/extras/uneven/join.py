@@ -35,22 +35,27 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composable import clip_grad_norm_
 from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
 from composable.comm.launch import Launch
-from composable.engine.edits.written import written
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step import root as roots
 from composable.engine.step.buffers import broadcast_buffers
-from composable.engine.step.observer import DECISIONS, HEARERS, follow_steps, open_scope
 from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.extras.uneven.narration import Event, Narrator, shadow
-from composable.optim.clip import clip_grad_norm_
-from composable.optim.in_backward import stepped_in_backward
 from composable.optim.scaler import unscale_gradients
+from composable.seams import (
+    DECISIONS,
+    follow_steps,
+    observe,
+    open_scope,
+    stepped_in_backward,
+    written,
+)
 from composable.tensors.dtensors import is_unreduced
 from composable.torch_private import in_backward, join_hooks, locals_of, on_zero_grad, wrap_join
 
@@ -152,7 +157,7 @@ class _Scope(JoinHook):
         self._undo.callback(
             register_optimizer_step_pre_hook(lambda *args: open_scope().step(*args)).remove
         )
-        self._undo.callback(HEARERS.add(Narrator()))
+        self._undo.callback(observe(Narrator()))
         self._undo.callback(
             DECISIONS.answer(
                 source=lambda: open_scope().source,

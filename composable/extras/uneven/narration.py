@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from composable.engine.step.observer import Observer, open_scope
 from composable.engine.step.root import ROOTS, Root
 from composable.engine.step.unit import BACKWARD, Unit, UnitCall
 from composable.engine.step.visit import Visit, come_back, end_call
+from composable.seams import Observer, open_scope
 
 
 class Event(enum.IntEnum):
