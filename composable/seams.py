@@ -16,8 +16,8 @@ methods that they list.
 |                                        | `managed_in`, `Managed`, `comms_of_model`               |
 | read and write parameters at rest      | `at_rest`, `require_at_rest`, `refuse_moment`,          |
 |                                        | `written`, `write_whole`                                |
-| know what cannot be done               | `hooks_of`, `stepped_in_backward`, `is_packed`,         |
-|                                        | `refuse_extended`, `warn_of_other_groups`               |
+| know what cannot be done               | `hooks_of`, `stepped_in_backward`, `refuse_extended`,   |
+|                                        | `warn_of_other_groups`                                  |
 | compare and copy parameters            | `digests`, `copy_attributes`                            |
 | step on shards                         | `Stepping`, `StandIn`, `LocalStep`, `is_stand_in`,      |
 |                                        | `is_part_of_backward`, `parameters_of`                  |
@@ -51,7 +51,6 @@ from composable.engine.step.observer import follow_steps as follow_steps
 from composable.engine.step.observer import open_scope as open_scope
 from composable.engine.step.observer import values_exchanged as values_exchanged
 from composable.features import extension, hook_stages
-from composable.features.packed import is_packed as is_packed
 from composable.optim.in_backward import is_part_of_backward as is_part_of_backward
 from composable.optim.in_backward import stepped_in_backward as stepped_in_backward
 from composable.optim.shard_steps import LocalStep as LocalStep

@@ -19,6 +19,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -86,6 +87,7 @@ class Row(NamedTuple):
     target: str = ""
 
 
+@cache
 def sources(folder: Path) -> list[Source]:
     """The Python files of a folder, by their paths below it."""
     texts = [(path, path.read_text()) for path in sorted(folder.rglob("*.py"))]

@@ -26,17 +26,13 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from composable.engine.params.form import PLAIN, ParamForm
+from composable.tensors.protocol import is_packed as is_packed
 
 # Whether a linear of bitsandbytes packs its weight anew for evaluation on a CPU with AVX512-BF16.
 _REPACKS: Final = "support_avx512bf16_for_cpu"
 
 # The attribute of an 8-bit weight of bitsandbytes, which is replicated.
 _OF_8_BITS: Final = "SCB"
-
-
-def is_packed(tensor: Tensor) -> bool:
-    """Whether a parameter, in any of its forms, has the attributes of a `Params4bit`."""
-    return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 
 def refusal_of(name: str, parameter: Any) -> str:

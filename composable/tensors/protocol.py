@@ -1,5 +1,6 @@
 """Tensors of classes with FSDP2's extension protocol: how they are cut, copied and filled. How they
-are gathered is in `features/extension.py`. All functions take plain tensors, too.
+are gathered is in `features/extension.py`. All functions take plain tensors, too. And which tensors
+are packed bytes (`features/packed.py`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def has_protocol(tensor: Tensor) -> bool:
             f" {POST if pre else PRE}(); a parameter that is gathered in its own form has both"
         )
     return pre
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether a parameter, in any of its forms, has the attributes of a `Params4bit`."""
+    return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 
 @torch.no_grad()

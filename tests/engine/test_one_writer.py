@@ -6,25 +6,18 @@ from __future__ import annotations
 
 import ast
 
-import pytest
-
 from docs.counts import PACKAGE, Source, exchanged, foreign_writes, sources
 
 # It goes on patching until its machine is a part of the core that is built for it.
 _FORECAST = "extras/forecast/"
 
 
-@pytest.fixture(scope="module")
-def package() -> list[Source]:
-    return sources(PACKAGE)
-
-
 def _source(path: str, text: str) -> Source:
     return Source(path, text, ast.parse(text))
 
 
-def test_only_the_file_of_a_class_changes_its_attributes(package: list[Source]) -> None:
-    writes = foreign_writes(package)
+def test_only_the_file_of_a_class_changes_its_attributes() -> None:
+    writes = foreign_writes(sources(PACKAGE))
     assert [each for each in writes if not each[0].startswith(_FORECAST)] == []
 
 
@@ -42,10 +35,8 @@ def test_assignments_items_and_changes_of_containers_from_another_file_are_found
     assert lines == [(1, "x"), (2, "y"), (3, "z"), (4, "x")]
 
 
-def test_attributes_of_other_modules_and_classes_are_set_in_torch_private_only(
-    package: list[Source],
-) -> None:
-    sets = exchanged(package)
+def test_attributes_of_other_modules_and_classes_are_set_in_torch_private_only() -> None:
+    sets = exchanged(sources(PACKAGE))
     allowed = ("torch_private.py", _FORECAST)
     assert [each for each in sets if not each[0].startswith(allowed)] == []
 

@@ -21,13 +21,13 @@ from composable.compilation import untraced, unwrapped
 from composable.errors import AnnotationError, MeshError, closest, few
 from composable.seams import (
     Unit,
-    is_packed,
     refuse_extended,
     require_at_rest,
     units_in,
     written,
 )
 from composable.tensors.dtensors import describe_mesh
+from composable.tensors.protocol import is_packed
 from composable.torch_private import locals_of
 
 Over = str | DeviceMesh | dist.ProcessGroup

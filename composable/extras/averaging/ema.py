@@ -17,7 +17,6 @@ from composable.errors import ForeignParameterError, few
 from composable.seams import (
     at_rest,
     called,
-    is_packed,
     units_below,
     values_exchanged,
     warn_of_other_groups,
@@ -25,7 +24,7 @@ from composable.seams import (
     written,
 )
 from composable.tensors.dtensors import describe_mesh, gradient_like, whole_of
-from composable.tensors.protocol import cloned
+from composable.tensors.protocol import cloned, is_packed
 from composable.torch_private import local_tensor, placed_alike
 
 

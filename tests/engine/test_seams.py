@@ -1,0 +1,404 @@
+"""What extras may use: each name of `seams.py` does alone what it says, and extras keep to it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
+from typing_extensions import override
+
+from composable import (
+    apply_optimizer_in_backward,
+    fully_shard,
+    keep_unsharded,
+    register_comm_hook,
+    replicate,
+    seams,
+    unshard,
+)
+from composable.comm.base import LAUNCHING, GroupComm
+from composable.comm.launch import Launch, LaunchKind
+from composable.errors import NotAnnotatedError, PhaseError
+from docs.counts import PACKAGE, Source, sources, taken
+from tests.helpers.world import Pool, current_device
+
+# They go on below the engine until the simulated machine, and what drives ranks without data, are
+# seams.
+_STILL_BELOW: Final = (
+    "extras/forecast/",
+    "extras/uneven/join.py",
+    "extras/uneven/narration.py",
+    "extras/uneven/skipped.py",
+)
+_PROTOCOLS: Final = {
+    name: kind
+    for name, kind in vars(seams).items()
+    if getattr(kind, "_is_protocol", False) and kind.__module__ == seams.__name__
+}
+
+
+# --- the list ------------------------------------------------------------------------------------
+
+
+def test_seams_are_few_and_each_is_in_the_table_and_used() -> None:
+    listed = set(re.findall(r"`(\w+)`", (seams.__doc__ or "").partition("|")[2]))
+    names = taken(sources(PACKAGE))
+    used = {name.partition(".")[2] for name in names if name.startswith("seams.")}
+    assert listed == used
+    assert len(used) <= 38
+
+
+def _chains(source: Source) -> Iterator[tuple[int, list[str]]]:
+    """Attributes behind attributes, over calls and items; each chain once."""
+    inner: set[ast.AST] = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node not in inner:
+            names, at = [], node
+            while isinstance(at, ast.Attribute | ast.Subscript | ast.Call):
+                inner.add(at)
+                if isinstance(at, ast.Attribute):
+                    names.append(at.attr)
+                at = at.func if isinstance(at, ast.Call) else at.value  # type: ignore[assignment]
+            yield node.lineno, names[::-1]
+
+
+def _too_long(source: Source) -> list[int]:
+    """Lines with chains of more than two attributes of the engine's objects, as the protocols know
+    them. What is behind them is torch's, or the ground's.
+    """
+    members: dict[str, str] = {}
+    for kind in _PROTOCOLS.values():
+        for name, member in vars(kind).items():
+            if isinstance(member, property):
+                assert member.fget is not None
+                members[name] = str(inspect.signature(member.fget).return_annotation)
+    leads_on = {
+        name
+        for name, returned in members.items()
+        if set(re.findall(r"\w+", returned)) & _PROTOCOLS.keys()
+    }
+    found = []
+    for line, names in _chains(source):
+        length = 0
+        for name in names:
+            length = length + 1 if name in members else 0
+            if length > 2:
+                found.append(line)
+                break
+            length = length if name in leads_on else 0
+    return found
+
+
+def test_extras_follow_no_long_chains_of_attributes_into_units() -> None:
+    long = {
+        source.path: lines
+        for source in sources(PACKAGE)
+        if source.path.startswith("extras/") and not source.path.startswith(_STILL_BELOW)
+        if (lines := _too_long(source))
+    }
+    assert long == {}
+
+
+def test_long_chains_are_found() -> None:
+    text = """
+root.units[0].groups[0].params
+root.units[0].mesh_info.all.size
+call.unit.gradients.has_unreduced
+managed.param.at_rest.grad
+self.unit.spec.divisor
+"""
+    assert _too_long(Source("some.py", text, ast.parse(text))) == [2, 4, 6]
+
+
+# --- hearing of steps, and telling of them -------------------------------------------------------
+
+
+class _Noting(seams.Observer):
+    def __init__(self) -> None:
+        self.said: list[object] = []
+
+    @override
+    def calls(self, what: str) -> None:
+        self.said.append(what)
+
+    @override
+    def exchanges_values(self, back: bool) -> None:
+        self.said.append(back)
+
+    @override
+    def loses(self, units: Any) -> None:
+        self.said.append(units)
+
+
+def test_observers_hear_what_extras_tell_until_they_end() -> None:
+    noting = _Noting()
+    end = seams.observe(noting)
+    seams.called("a function of all ranks")
+    seams.values_exchanged(back=False)
+    seams.values_exchanged(back=True)
+    seams.lose_step([])
+    end()
+    seams.called("another one")
+    assert noting.said == ["a function of all ranks", False, True, []]
+
+
+def test_a_scope_answers_for_the_engine_while_it_is_open() -> None:
+    class Scope:
+        source = 3
+
+    scope = Scope()
+    close = seams.follow_steps(scope)
+    take_back = seams.DECISIONS.answer(source=lambda: seams.open_scope().source)
+    assert (seams.open_scope(), seams.DECISIONS.source()) == (scope, 3)
+    take_back()
+    close()
+    assert (seams.open_scope(), seams.DECISIONS.source()) == (None, 0)
+
+
+# --- units, over two ranks -----------------------------------------------------------------------
+
+
+def _model(verb: str = "fully_shard") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(current_device())
+    if verb == "replicate":
+        return replicate(model)
+    fully_shard(model, policy={nn.Linear})
+    return model
+
+
+class _Looking(seams.Observer):
+    """Reads each attribute that the protocols have, of objects that a step shows."""
+
+    def __init__(self) -> None:
+        self.read: set[str] = set()
+
+    def look(self, kind: str, value: Any) -> None:
+        for name, member in vars(_PROTOCOLS[kind]).items():
+            if not name.startswith("_") and name != "forward_number":
+                found = getattr(value, name)
+                assert callable(found) or isinstance(member, property)
+                self.read.add(f"{kind}.{name}")
+
+    @override
+    def leaves(self, root: seams.Root, call: seams.Call, keep: bool) -> None:
+        for kind, value in (
+            ("Root", root), ("Call", call), ("Unit", call.unit), ("_Spec", call.unit.spec),
+            ("_Gradients", call.unit.gradients),
+        ):  # fmt: skip
+            self.look(kind, value)
+        for group in call.unit.groups:
+            self.look("Group", group)
+            self.look("_Precision", group.precision)
+            self.look("Param", group.params[0])
+            self.look("_Slot", group.slots[0])
+
+    def launching(self, _: GroupComm, launch: Launch, *__: Any) -> None:
+        if launch.kind is LaunchKind.REDUCE:
+            self.look("Plan", launch.sender)
+            self.look("_ReduceLayout", launch.sender.layout)
+
+
+def _a_step_is_looked_at() -> set[str]:
+    model = _model()
+    looking, numbers = _Looking(), list[int | None]()
+    (unit,) = seams.units_below([model[0]])
+    model[0].register_forward_pre_hook(lambda *_: numbers.append(unit.forward_number))
+    end = seams.observe(looking)
+    LAUNCHING.append(looking.launching)
+    try:
+        model(torch.ones(2, 4, device=current_device())).sum().backward()
+    finally:
+        LAUNCHING.remove(looking.launching)
+        end()
+    looking.look("Managed", next(seams.managed_in("test", model)))
+    return {*looking.read, *("Unit.forward_number" for number in numbers if number is not None)}
+
+
+def _finding() -> None:
+    model = _model()
+    head = nn.Sequential(model, nn.Linear(4, 1, device=current_device()))
+    weight = model[1].weight
+    units = seams.units_in("test", head)
+    assert [unit.name for unit in units] == [unit.name for unit in seams.units_below([model])]
+    assert seams.units_below([head[1]]) == []
+    with pytest.raises(NotAnnotatedError, match=r"^test"):
+        seams.units_in("test", head[1])
+    unit, label = seams.unit_of(weight), seams.label_of(weight)
+    assert unit is not None
+    assert label is not None
+    assert (unit.modules, label.fqn) == ((model[1],), "weight")
+    assert seams.unit_of(head[1].weight) is None is seams.label_of(head[1].weight)
+    names = {each.fqn: each.param.at_rest for each in seams.managed_in("test", head)}
+    assert names.keys() == {"0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"}
+    assert names["0.1.weight"] is weight
+    assert seams.comms_of_model(units) == [units[0].mesh_info.all]
+    seams.refuse_extended("test", unit)
+    seams.warn_of_other_groups(model[1], "")  # all of its ranks are those of the model
+
+    assert not seams.hooks_of(unit)
+    register_comm_hook(model, _summed)
+    assert [*seams.hooks_of(unit)] == ["reduce_scatter"]
+
+    assert seams.stepped_in_backward([weight]) is None
+    stepped = apply_optimizer_in_backward(SGD, [weight], {"lr": 0.1})
+    assert "weight" in (seams.stepped_in_backward([weight]) or "")
+    assert seams.is_part_of_backward(stepped)
+    assert not seams.is_part_of_backward(SGD(model.parameters()))
+    stepped.remove()
+
+
+def _summed(state: object, bucket: Any) -> Any:
+    raise AssertionError("no step is made")
+
+
+def _reading_and_writing() -> None:
+    model = _model()
+    units = seams.units_in("test", model)
+    weight = model[0].weight
+    assert isinstance(weight, DTensor)
+    whole = torch.arange(16.0, device=current_device()).view(4, 4)
+    with keep_unsharded(model), torch.no_grad():
+        model(torch.ones(2, 4, device=current_device()))
+        seams.write_whole(whole, weight)
+        seams.written(units)  # what was gathered is gathered again
+        x = torch.eye(4, device=current_device())
+        torch.testing.assert_close(model[0](x), whole.T + model[0](x - x))
+    torch.testing.assert_close(weight.full_tensor(), whole)
+
+    (mine,) = (numbers for _, numbers in seams.digests([weight.full_tensor()]))
+    comm = seams.comms_of_model(units)[0]
+    lowest, highest = comm.min_max(mine.tolist(), Launch("test"))
+    assert lowest == highest
+
+    fully = _model()
+    unshard(fully)
+    assert not isinstance(fully[0].weight, DTensor)
+    with seams.at_rest(seams.units_below([fully])):
+        assert isinstance(fully[0].weight, DTensor)
+    assert not isinstance(fully[0].weight, DTensor)
+    seams.require_at_rest("test", seams.units_below([fully]))
+    assert isinstance(fully[0].weight, DTensor)
+
+    unit = units[0]
+    seams.refuse_moment("test", unit)
+    loss = model(torch.ones(2, 4, device=current_device())).sum()
+    with pytest.raises(PhaseError, match=r"^test: unit"):
+        seams.refuse_moment("test", unit)
+    loss.backward()
+    seams.refuse_moment("test", unit)
+
+    class Inside(nn.Module):
+        @override
+        def forward(self, x: Tensor) -> Tensor:
+            with pytest.raises(PhaseError, match=r"^test was called inside"):
+                seams.require_at_rest("test", seams.units_below([self]))
+            return x
+
+    inside = Inside()
+    inside.weight = nn.Parameter(torch.ones(2, device=current_device()))
+    fully_shard(inside)(torch.ones(1, device=current_device()))
+
+
+def _all_of_it() -> set[str]:
+    _finding()
+    _reading_and_writing()
+    return _a_step_is_looked_at()
+
+
+def test_units_are_found_read_and_written_by_what_the_protocols_have(pool: Pool) -> None:
+    expected = {
+        f"{kind}.{name}"
+        for kind, protocol in _PROTOCOLS.items()
+        for name in vars(protocol)
+        if not name.startswith("_")
+    }
+    assert pool.run(2, _all_of_it) == [expected] * 2
+
+
+# --- stepping on shards --------------------------------------------------------------------------
+
+
+class _Doubling(seams.Stepping):
+    """Hands the code of an optimizer copies, and writes back twice what it did."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.copies: list[nn.Parameter] = []
+        super().__init__(optimizer)
+
+    @override
+    def _takes(self, optimizer: Optimizer) -> bool:
+        return True
+
+    @override
+    def _groups_for(self, stand_in: seams.StandIn) -> tuple[list[dict[str, Any]], Any]:
+        parameters: Any = seams.parameters_of(stand_in.optimizer)
+        self.copies = [nn.Parameter(each.detach().clone()) for each in parameters]
+        for copy, each in zip(self.copies, parameters, strict=True):
+            seams.copy_attributes(each, copy)
+            copy.grad = each.grad
+        groups = stand_in.optimizer.param_groups
+        return [{**groups[0], "params": self.copies}], stand_in.state
+
+    @override
+    @torch.no_grad()
+    def _finish(self, optimizer: Optimizer) -> None:
+        for copy, each in zip(self.copies, seams.parameters_of(optimizer), strict=False):
+            each.copy_(copy + (copy - each))
+        self.copies = []
+
+    @override
+    def _follow_to(self, copied: Optimizer, memo: dict[int, Any]) -> None:
+        _Doubling(copied)
+
+
+def test_an_optimizer_steps_what_a_stepping_hands_it() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.role = "mine"  # type: ignore[attr-defined]
+    optimizer = SGD([parameter], lr=0.25)
+    stepping = _Doubling(optimizer)
+    seen: list[tuple[bool, str]] = []
+    step = SGD.step
+
+    class Seeing(SGD):
+        @override
+        def step(self, closure: Any = None) -> Any:
+            (given,) = seams.parameters_of(self)
+            seen.append((seams.is_stand_in(self), given.role))  # type: ignore[attr-defined]
+            return step(self, closure)
+
+    optimizer.__class__ = Seeing
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert parameter.tolist() == [0.5, 0.5]  # twice a step of 0.25
+    assert seams.Stepping.of(optimizer) is stepping
+    assert not seams.is_stand_in(optimizer)
+    assert not seams.Stepping.is_differentiable(optimizer)
+
+
+def test_a_local_step_gives_gradients_up_and_keeps_state_by_parameter() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = SGD([parameter], lr=0.5, momentum=0.5)
+    assert seams.LocalStep.knows(SGD)
+    assert not seams.LocalStep.knows(_Unknown)
+    parameter.grad = torch.ones(2)
+    step = seams.LocalStep.begin(optimizer, optimizer.param_groups, check_state=True)
+    assert step is not None
+    assert step.groups[0]["params"] == [parameter]
+    step.finish(optimizer)
+    parameter.grad = torch.ones(2).to_sparse()
+    assert seams.LocalStep.begin(optimizer, optimizer.param_groups, check_state=True) is not None
+
+
+class _Unknown(SGD):
+    @override
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
