@@ -5,22 +5,43 @@ An extra adds a capability that the core does not know. Besides this file it imp
 it may know of the engine's objects, and mypy holds it to that: it reads them, and calls the few
 methods that they list.
 
-| to                                     | names                                                   |
-|----------------------------------------|---------------------------------------------------------|
-| hear of steps, and tell of them        | `Observer`, `observe`, `called`, `values_exchanged`,    |
-|                                        | `lose_step`                                             |
-| answer for the engine                  | `DECISIONS`                                             |
-| stand for ranks without data           | `open_scope`, `follow_steps`                            |
-| know units                             | `Unit`, `Group`, `Param`, `Root`, `Call`, `Plan`        |
-| find them                              | `units_in`, `units_below`, `unit_of`, `label_of`,       |
-|                                        | `managed_in`, `Managed`, `comms_of_model`               |
-| read and write parameters at rest      | `at_rest`, `require_at_rest`, `refuse_moment`,          |
-|                                        | `written`, `write_whole`                                |
-| know what cannot be done               | `hooks_of`, `stepped_in_backward`, `refuse_extended`,   |
-|                                        | `warn_of_other_groups`                                  |
-| compare and copy parameters            | `digests`, `copy_attributes`                            |
-| step on shards                         | `Stepping`, `StandIn`, `LocalStep`, `is_stand_in`,      |
-|                                        | `is_part_of_backward`, `parameters_of`                  |
+| name                         | does, or is                                                       |
+|------------------------------|-------------------------------------------------------------------|
+| `Observer`                   | hears of steps what it overrides                                  |
+| `observe`                    | lets an observer hear from now on; returns what ends it           |
+| `called`                     | tells that a function that all ranks call begins                  |
+| `values_exchanged`           | tells that all ranks exchange the values of parameters            |
+| `lose_step`                  | tells that all ranks have lost a step of some units               |
+| `DECISIONS`                  | questions of the engine that an extra may answer                  |
+| `follow_steps`               | opens a scope that follows steps for ranks without data           |
+| `open_scope`                 | is the scope that is open                                         |
+| `Unit`                       | what a call of a verb left on its modules                         |
+| `Group`                      | parameters of a unit that are gathered together                   |
+| `Param`                      | one of them                                                       |
+| `Root`, `Call`               | the outermost module of a forward; one call of a unit             |
+| `Plan`                       | how gradients lie in the message that reduces them                |
+| `Managed`                    | a parameter of a unit, with its name in the model                 |
+| `units_in`, `units_below`    | the units in a module: at least one, or any number                |
+| `unit_of`, `label_of`        | what manages a parameter, and what it is there                    |
+| `managed_in`                 | all `Managed` of a model                                          |
+| `comms_of_model`             | the comms over all ranks that have a part of a model              |
+| `at_rest`                    | a context in which modules hold parameters at rest                |
+| `require_at_rest`            | lets them hold these from here on; raises in a step               |
+| `refuse_moment`              | raises if a unit is not between two steps                         |
+| `written`                    | tells units that all ranks have written to parameters at rest     |
+| `write_whole`                | writes this rank's part of a whole tensor                         |
+| `copy_attributes`            | gives a parameter what users have set on another one              |
+| `digests`                    | numbers by which ranks compare tensors                            |
+| `warn_of_other_groups`       | tells once of parameters that other ranks have otherwise          |
+| `hooks_of`                   | the communication hooks of a unit                                 |
+| `refuse_extended`            | raises if parameters are gathered in a form of their own          |
+| `stepped_in_backward`        | names the first of some parameters that is stepped in backward    |
+| `is_part_of_backward`        | is an optimizer what steps in backward                            |
+| `Stepping`                   | hands the code of an optimizer other tensors than users see       |
+| `StandIn`                    | what the code has in place of the optimizer                       |
+| `is_stand_in`                | is an optimizer such an object                                    |
+| `LocalStep`                  | a step of element-wise code on shards                             |
+| `parameters_of`              | the parameters of an optimizer                                    |
 """
 
 from __future__ import annotations

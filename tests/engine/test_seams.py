@@ -49,7 +49,8 @@ _PROTOCOLS: Final = {
 
 
 def test_seams_are_few_and_each_is_in_the_table_and_used() -> None:
-    listed = set(re.findall(r"`(\w+)`", (seams.__doc__ or "").partition("|")[2]))
+    rows = re.findall(r"^\| (`.*?) +\|", seams.__doc__ or "", re.M)
+    listed = set(re.findall(r"`(\w+)`", " ".join(rows)))
     names = taken(sources(PACKAGE))
     used = {name.partition(".")[2] for name in names if name.startswith("seams.")}
     assert listed == used
