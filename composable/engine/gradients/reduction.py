@@ -399,6 +399,20 @@ class Plan:
                 for shape, strides, start in map(self.segments.__getitem__, indices)
             ]
 
+    def gradients_in(self, sent: Sequence[Tensor]) -> dict[int, Tensor]:
+        """By parameter, the parts of what is sent in the first stage, or reduced in place. Empty if
+        a comm has copied it into memory that somebody supplies.
+        """
+        layout = self.layout
+        if self._ranks == 1:
+            return dict(zip(layout.trainable, self.views(sent[0], layout.trainable), strict=True))
+        if sent[-1] is not self.sent:
+            return {}
+        parts = {index: term for (index, _), term in zip(layout.direct, sent, strict=False)}
+        for index, start, numel in layout.columns:
+            parts[index] = self.rows[:, start : start + numel]
+        return parts
+
     # --- rows ------------------------------------------------------------------------------------
 
     def copy_in(

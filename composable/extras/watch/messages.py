@@ -44,23 +44,11 @@ def message_of(launch: Launch, tensors: Columns) -> Message | None:
     if launch.kind is not LaunchKind.REDUCE:
         return None
     plan: Plan = launch.sender
-    layout, at_rest = plan.layout, plan.at_rest
-    params = [at_rest[index] for index in layout.trainable]
-    if len(tensors) == 1:
-        views = plan.views(sent[0], layout.trainable)
-        found = [*zip(layout.trainable, views, strict=True)]
-    elif sent[-1] is plan.sent:
-        direct = zip(layout.direct, sent, strict=False)
-        found = [
-            *((index, term) for (index, _), term in direct),
-            *(
-                (index, plan.rows[:, start : start + numel])
-                for index, start, numel in layout.columns
-            ),
-        ]
-    else:
+    parts = plan.gradients_in(sent)
+    if not parts:
         return None
-    return Message(sent, [(_name_of(at_rest[index]), each) for index, each in found], params)
+    named = [(_name_of(plan.at_rest[index]), each) for index, each in parts.items()]
+    return Message(sent, named, [plan.at_rest[index] for index in parts])
 
 
 def _name_of(parameter: Tensor) -> str:
