@@ -281,30 +281,13 @@ class Call(Protocol):
     def waits(self) -> bool: ...
 
 
-class _ReduceLayout(Protocol):
-    """Which gradients are sent as they are, and which as columns of the rows, by index."""
-
-    @property
-    def trainable(self) -> Sequence[int]: ...
-    @property
-    def direct(self) -> Sequence[tuple[int, int]]: ...
-    @property
-    def columns(self) -> Sequence[tuple[int, int, int]]: ...
-
-
 class Plan(Protocol):
     """How gradients of a bucket lie in its message: what a `Launch` of a reduction is sent by."""
 
     @property
     def at_rest(self) -> Sequence[Tensor]: ...
-    @property
-    def layout(self) -> _ReduceLayout: ...
-    @property
-    def sent(self) -> Tensor | None: ...
-    @property
-    def rows(self) -> Tensor: ...
-    def views(self, flat: Tensor, indices: Sequence[int]) -> Sequence[Tensor]:
-        """The gradients in a message that is all-reduced."""
+    def gradients_in(self, sent: Sequence[Tensor]) -> Mapping[int, Tensor]:
+        """The gradients in what a launch sends, by the index of the parameter."""
 
 
 class Managed(Protocol):

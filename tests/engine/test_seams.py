@@ -205,7 +205,6 @@ class _Looking(seams.Observer):
     def launching(self, _: GroupComm, launch: Launch, *__: Any) -> None:
         if launch.kind is LaunchKind.REDUCE:
             self.look("Plan", launch.sender)
-            self.look("_ReduceLayout", launch.sender.layout)
 
 
 def _a_step_is_looked_at() -> set[str]:
