@@ -1,4 +1,4 @@
-"""One rank of a pretended world trains for a few steps, and what it takes is told."""
+"""Simulates a few training steps of one rank, and reports what they take."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def forecast(
 ) -> Forecast:
     """Say what training takes, without the devices: memory, messages and time of one rank's step.
 
-    The program runs as it is, as rank 0 of `ranks`; nothing is computed, and no more memory is used
-    than for the names of things. Where it ran out of memory on a device, or what it waits for, is
-    seen on one's own computer.
+    The program runs as it is, as rank 0 of `ranks`, on a simulated device: nothing is computed, and
+    no memory of tensors is touched. A laptop shows where a device would run out of memory, and what
+    it waits for.
 
     Args:
         make_model: makes the model; its parameters are on the meta device, whatever it says.

@@ -1,4 +1,4 @@
-"""A machine that computes nothing and keeps time and memory; knows no model.
+"""A simulated device: a clock for each stream, and the live storages. It computes nothing.
 
 Note [Virtual time]
 Programs run as they are, in one process, over tensors of the host whose memory nobody touches.

@@ -1,4 +1,4 @@
-"""Each stage of a pipeline trains for some steps by torch's schedule, and what it takes is told."""
+"""Simulates the stages of a pipeline, one by one, by torch's own schedule."""
 
 from __future__ import annotations
 
