@@ -43,7 +43,6 @@ from composable.extras.forecast.machine import (
 from composable.extras.forecast.result import Collective, Forecast, Subject, by_name
 from composable.extras.forecast.tensors import Functions, NoValues
 from composable.features.activations import offloading_from_host
-from composable.features.offloaded import OffloadedGroup
 from composable.fsdp2.module import TORCHS
 from composable.memory.elastic import resizing_buffers
 from composable.optim.stand_in import STEPPINGS
@@ -392,7 +391,7 @@ def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
 def _label_resting(machine: Machine, model: nn.Module) -> None:
     for unit in units_below([model]):
         for group in unit.groups:
-            if group.shard is not None and not isinstance(group, OffloadedGroup):
+            if group.shard is not None:
                 machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)
             for buffer in () if group.gather is None else group.gather.buffers:
                 machine.hold_for(buffer.tensor.untyped_storage(), Kind.UNSHARDED)
