@@ -34,7 +34,7 @@ from composable.comm import AcceleratorComm, Comm, base, comms_wrapped_by
 from composable.extras.forecast.devices import DEVICES
 from composable.extras.forecast.machine import BACKEND, COMPUTE, Machine, form_group
 from composable.extras.forecast.tensors import NoValues
-from composable.memory import elastic
+from composable.memory.elastic import resizing_buffers
 
 CPU = torch.device("cpu")
 CONTENDERS = ("un-annotated", "composable", "fsdp2")
@@ -137,13 +137,10 @@ def _composable(
         return comm if comm.group is None else AcceleratorComm(comm.group, CPU, machine)
 
     # As on an accelerator with NCCL: the mean is the backend's, and storages are resized.
-    averages, resizes = (
-        mock.patch.object(base, "_AVERAGING", (BACKEND,)),
-        mock.patch.object(elastic, "CAN_SWAP", False),
-    )
-    with comms_wrapped_by(accelerated), averages, resizes:
+    averages = mock.patch.object(base, "_AVERAGING", (BACKEND,))
+    with comms_wrapped_by(accelerated), averages, resizing_buffers():
         fully_shard(model, policy={Block}, mesh=mesh, prefetch=prefetch, sync_module_states="off")
-    return [mock.patch.object(elastic, "CAN_SWAP", False)]  # the first forward makes buffers anew
+    return [resizing_buffers()]  # the first forward makes buffers anew
 
 
 def _fsdp2(model: Llama, mesh: DeviceMesh, machine: Machine) -> list[AbstractContextManager[Any]]:

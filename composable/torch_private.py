@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
@@ -22,6 +22,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
+import torch.optim.optimizer as torch_optimizer
 import torch.utils._pytree as pytree
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -304,6 +305,64 @@ def leave_mode(mode: TorchDispatchMode) -> None:
 def modes_are_on() -> bool:
     """Whether operators of this thread go to a dispatch mode."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+# --- in place of parts of torch, for a simulated machine -----------------------------------------
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Let an attribute be `value` in the body; an inherited one is inherited again after it."""
+    is_own, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if is_own else delattr(owner, name)
+
+
+def on_resize(
+    note: Callable[[torch.UntypedStorage, int], None],
+) -> AbstractContextManager[None]:
+    """In the body `note(storage, before)` is called when a storage of `before` bytes was resized by
+    Python: that is no operator, so that dispatch modes do not see it.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def noted(storage: torch.UntypedStorage, size: int) -> Any:
+        before = storage.nbytes()
+        found = resize(storage, size)
+        note(storage, before)
+        return found
+
+    return _replaced(torch.UntypedStorage, "resize_", noted)
+
+
+def foreach_on(device_type: str) -> AbstractContextManager[None]:
+    """In the body optimizers whose `foreach` is not set step parameters on this type of device
+    together, and those on others one by one. No public call says which types these are.
+    """
+    return _replaced(
+        torch_optimizer, "_get_foreach_kernels_supported_devices", lambda: [device_type]
+    )
+
+
+@contextmanager
+def constructed_by(function: Callable[..., None], *classes: type) -> Iterator[None]:
+    """In the body `function` is called in place of `__init__` of these classes and of what inherits
+    it: torch's wrappers communicate in their constructors, before they can be found in a model.
+    """
+    with ExitStack() as stack:
+        for each in classes:
+            stack.enter_context(_replaced(each, "__init__", function))
+        yield
+
+
+def excepthook_kept() -> AbstractContextManager[None]:
+    """After the body uncaught errors are printed as before it. `init_process_group` puts the rank
+    before them, once more for each group that there was, and `destroy_process_group` leaves it so.
+    """
+    return _replaced(sys, "excepthook", sys.excepthook)
 
 
 # --- DTensor ------------------------------------------------------------------------------------

@@ -358,9 +358,14 @@ def joint_mesh(
     """
     mesh, at = spread.mesh, communication_device(spread.mesh, device)
     launch, ranks = Launch(f"ranks of the mesh of {verb}()"), mesh.mesh.flatten().tolist()
-    # A rank knows the ranks of its own meshes only; those along `spread` know others'.
-    told = spread.comm_of_all(device).all_gather_objects(own.mesh.tolist(), launch)
-    known = dict(zip(sorted(ranks), told, strict=True))
+    # A rank knows the ranks of its own meshes only; those along `spread` know others'. In a grid
+    # all have the same distances to them, so that a simulated comm can answer for the others.
+    distances = (own.mesh - dist.get_rank()).tolist()
+    told = spread.comm_of_all(device).all_gather_objects(distances, launch)
+    known = {
+        rank: (torch.tensor(each, device="cpu") + rank).tolist()
+        for rank, each in zip(sorted(ranks), told, strict=True)
+    }
     mine = [known[rank] for rank in ranks]
     said = [mine]
     for dim in range(own.ndim):

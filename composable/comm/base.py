@@ -83,12 +83,14 @@ class Traits:
         align: bytes. Rows of messages, and shards in their buffer, start at multiples of it.
         on_stream: `Work.wait` orders a stream, and to read a tensor on the host would wait for the
             device.
+        simulated: nothing is sent, and outputs have no values: ranks are taken to be like this one.
     """
 
     direct_bytes: int
     max_direct: int
     align: int
     on_stream: bool
+    simulated: bool = False
 
 
 class Comm(Protocol):

@@ -148,9 +148,9 @@ class HostCopies:
         returning: copies that are on their way back to the device, or have arrived there.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: Streams) -> None:
         self.device = device
-        self.streams = streams_of(device)
+        self.streams = streams
         self.returning: deque[ref[HostCopy]] = deque()
         self._leaving: deque[ref[HostCopy]] = deque()
         self._numbers = count()
@@ -199,8 +199,29 @@ def _keep_near(recent: deque[ref[HostCopy]], copy: HostCopy, most: int) -> None:
     recent.extend(map(ref, (*alive[-most + 1 :], copy)))
 
 
-# of a device, which has an index if there are several of its kind
-copies_of: Final = cache(HostCopies)
+_CPU: Final = torch.device("cpu")
+# By device, which has an index if there are several of its kind.
+_COPIES: Final[dict[torch.device, HostCopies]] = {}
+
+
+def copies_of(device: torch.device) -> HostCopies | None:
+    """The copies of tensors of `device`; None of a host's, which stay where they are."""
+    copies = _COPIES.get(device)
+    if copies is None and has_streams(device):
+        copies = _COPIES[device] = HostCopies(device, streams_of(device))
+    return copies
+
+
+@contextmanager
+def offloading_from_host(streams: Streams) -> Iterator[None]:
+    """In the body tensors of the host are offloaded, too, over `streams`: they are those of a
+    simulated accelerator.
+    """
+    _COPIES[_CPU] = HostCopies(_CPU, streams)
+    try:
+        yield
+    finally:
+        del _COPIES[_CPU]
 
 
 # --- what autograd holds in place of a saved tensor ---------------------------------------------
@@ -366,7 +387,7 @@ class OffloadBracket:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         hooks = ExitStack()
         _of_thread.open.append((self, hooks))  # first: `leave` and `on_error` expect it
-        if any_has_streams() and not is_recomputed(module):
+        if (_COPIES or any_has_streams()) and not is_recomputed(module):
             save = partial(self._save, cache(partial(_storages_of, module)))
             hooks.enter_context(saved_tensors_hooks(save, methodcaller("unpack")))
         return args, kwargs
@@ -390,7 +411,8 @@ class OffloadBracket:
     def _save(
         self, storages_that_stay: Callable[[], Mapping[int, object]], tensor: Tensor
     ) -> _Kept:
-        if has_streams(tensor.device) and _is_plain(tensor) and tensor.numel():
+        copies = copies_of(tensor.device)
+        if copies is not None and _is_plain(tensor) and tensor.numel():
             extent, storage = _extent(tensor), tensor.untyped_storage()
             is_small = extent * tensor.element_size() < self.min_bytes
             stays = (
@@ -401,9 +423,7 @@ class OffloadBracket:
             )
             if not stays:
                 start, stop = _stretch_around(tensor, extent)
-                copy = copies_of(tensor.device).copy_of(
-                    tensor, start, stop, pin_memory=self.pin_memory
-                )
+                copy = copies.copy_of(tensor, start, stop, pin_memory=self.pin_memory)
                 return _Offloaded(tensor, self.name, copy, start)
         return _Kept(tensor, self.name)
 

@@ -8,6 +8,7 @@ forward saved without knowing of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final
 from weakref import ref
@@ -26,6 +27,8 @@ _IDLE: Final[dict[int, list[torch.UntypedStorage]]] = {}
 # outside of them serves nobody soon, and goes back to the system at once.
 _USERS: Final[set[ref[Any]]] = set()
 _ELASTIC: Final = "_composable_is_elastic"  # of a storage; False: others resize it
+# The scopes of `resizing_buffers` that are open.
+_RESIZING: Final[list[None]] = []
 
 
 def _new_block(nbytes: int) -> torch.UntypedStorage:
@@ -78,6 +81,18 @@ def idle_bytes() -> int:
     return sum(block.nbytes() for block in idle_blocks())
 
 
+@contextmanager
+def resizing_buffers() -> Iterator[None]:
+    """Buffers that are made in the body resize their storages and share no blocks, on a host, too.
+    So do an accelerator's, which may be simulated over tensors of a host.
+    """
+    _RESIZING.append(None)
+    try:
+        yield
+    finally:
+        _RESIZING.pop()
+
+
 class ElasticBuffer:
     """A 1-D tensor whose memory comes and goes while its views stay valid. It has none at first.
 
@@ -92,7 +107,7 @@ class ElasticBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.nbytes = numel * dtype.itemsize
         self.held = False
-        pooled = device.type == "cpu" and self.nbytes > 0 and CAN_SWAP
+        pooled = device.type == "cpu" and self.nbytes > 0 and CAN_SWAP and not _RESIZING
         self._idle: list[torch.UntypedStorage] | None = (
             _IDLE.setdefault(self.nbytes, []) if pooled else None
         )

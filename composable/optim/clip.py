@@ -49,7 +49,7 @@ from composable.optim.shared import (
     reduce_over,
     refuse_unreduced,
 )
-from composable.torch_private import locals_of
+from composable.torch_private import locals_of, modes_are_on
 
 _EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
 _DOUBLE: Final = (torch.float64, torch.complex128)
@@ -324,16 +324,20 @@ class _Gradients:
 
     def scale(self, coefficient: Tensor) -> None:
         """Multiply all gradients, in place."""
-        if changes_nothing(coefficient):
+        if _changes_nothing(coefficient):
             return
         for part in self._parts.values():
             for locals_ in part.lists():
                 torch._foreach_mul_(locals_, coefficient.to(locals_[0].device, locals_[0].dtype))
 
 
-def changes_nothing(coefficient: Tensor) -> bool:
-    """Whether it is known to be 1; on an accelerator, asking would cost more than multiplying."""
-    return coefficient.is_cpu and coefficient.item() == 1
+def _changes_nothing(coefficient: Tensor) -> bool:
+    """Whether it is known to be 1.
+
+    On an accelerator, asking would cost more than multiplying. Below a dispatch mode a tensor may
+    have no value.
+    """
+    return coefficient.is_cpu and not modes_are_on() and coefficient.item() == 1
 
 
 def _groups_of(parameter: Tensor) -> Groups:

@@ -38,7 +38,13 @@ class StandIn(Protocol):
 
 
 class Stepping(ABC):
-    """Hands the code of an optimizer other tensors than users see."""
+    """Hands the code of an optimizer other tensors than users see.
+
+    Attributes:
+        keeps_whole_state: its state is that of whole matrices, on the ranks that own them.
+    """
+
+    keeps_whole_state = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # whose hooks hold this object

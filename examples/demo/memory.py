@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from composable.extras.forecast.machine import Kind, tensors_in
-from composable.memory.elastic import idle_blocks
-from composable.torch_private import WRAPPERS, local_tensor, waited_for
+
+class Kind(IntEnum):
+    """What memory is for."""
+
+    PARAMETERS = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    UNSHARDED = 3
+    MESSAGES = 4
+    ACTIVATIONS = 5
+    IDLE = 6  # kept without a tensor, for the next message
 
 
 @dataclass
@@ -92,11 +102,13 @@ class _Meter(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], Kind]] = {}
         self._ignored = {_storage(tensor)._cdata for tensor in ignore}
         self._own = {_storage(parameter)._cdata for parameter in self._at_rest}
+        self._empty: set[int] = set()  # storages that had no memory at the last sample
         # Tensors that were made before this step count, too; their memory may come and go during
         # the step.
         before = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
         self._note([tensor for tensor in before if tensor.layout is torch.strided], Kind.MESSAGES)
         self._note([*self._at_rest, *model.buffers()], Kind.PARAMETERS)
+        self._others = {storage._cdata for storage in _storages()} - self._live.keys()
 
     def phase(self, name: str) -> None:
         self._note(list(self._optimizer.state.values()), Kind.OPTIMIZER)
@@ -105,17 +117,11 @@ class _Meter(TorchDispatchMode):
 
     def finish(self) -> None:
         self._sample()
-        storages = [thing for thing in gc.get_objects() if type(thing) is torch.UntypedStorage]
-        seen = {*self._live, *self._ignored, *(block._cdata for block in idle_blocks())}
-        self.trace.idle = sum(
-            # of the compiler's fake tensors, which have no memory, sizes may be symbols
-            each.nbytes()
-            for each in storages
-            if each._cdata not in seen and each.device.type != "meta"
-        )
+        seen = {*self._live, *self._ignored}
+        self.trace.idle = sum(each.nbytes() for each in _storages() if each._cdata not in seen)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not WRAPPERS.isdisjoint(types):
+        if any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # what they do to plain tensors comes here again
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -145,17 +151,27 @@ class _Meter(TorchDispatchMode):
         self._note([p for p in plain if _storage(p)._cdata not in self._own], Kind.UNSHARDED)
         self._note([p.grad for p in (*plain, *self._at_rest)], Kind.GRADIENTS)
         spans: list[tuple[int, int, Kind]] = []
+        empty = set()
         for key, (reference, kind) in list(self._live.items()):
             storage = reference()
             if storage is None:
                 del self._live[key]
-            elif key not in self._ignored and storage.device.type != "meta" and storage.nbytes():
-                start = storage.data_ptr()
-                spans.append((start, start + storage.nbytes(), kind))
-        for block in idle_blocks():  # without a tensor, kept for the next message
-            start = block.data_ptr()
-            spans.append((start, start + block.nbytes(), Kind.IDLE))
+            elif storage.device.type != "meta" and not storage.nbytes():
+                empty.add(key)
+            elif key not in self._ignored and storage.device.type != "meta":
+                spans.append(_span(storage, kind))
+        if not empty <= self._empty:  # another storage, which no tensor has, may keep the memory
+            for storage in _storages():
+                if storage._cdata not in self._live and storage._cdata not in self._others:
+                    self._live[storage._cdata] = weakref.ref(storage), Kind.IDLE
+                    spans.append(_span(storage, Kind.IDLE))
+        self._empty = empty
         self.trace.totals.append(_bytes_by_kind(spans))
+
+
+def _span(storage: torch.UntypedStorage, kind: Kind) -> tuple[int, int, Kind]:
+    start = storage.data_ptr()
+    return start, start + storage.nbytes(), kind
 
 
 def _bytes_by_kind(spans: Iterable[tuple[int, int, Kind]]) -> tuple[int, ...]:
@@ -187,9 +203,26 @@ def _footprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Tensors in lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _local(tensor: Tensor) -> Tensor:
-    return waited_for(local_tensor(tensor))
+    """The plain tensor in a DTensor, or in what a collective that DTensor launched brings."""
+    while hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        tensor = getattr(tensor, names[0])
+    return tensor
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return _local(tensor).untyped_storage()
+
+
+def _storages() -> list[torch.UntypedStorage]:
+    """All storages that Python has seen, also without a tensor. Fake tensors of the compiler
+    have no memory, and sizes that may be symbols; they are left out.
+    """
+    found = [thing for thing in gc.get_objects() if type(thing) is torch.UntypedStorage]
+    return [storage for storage in found if storage.device.type != "meta"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
-
-from composable.extras.forecast.command import number
 
 DEFAULT_STEPS: Final = 200
 MORE_STEPS: Final = 100
@@ -68,6 +68,23 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")
+
+
+def number(
+    kind: type[int] | type[float], least: float, most: float | None = None
+) -> Callable[[str], float]:
+    """Return what reads numbers within bounds."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            found = kind(text)
+            if found >= least and (most is None or found <= most):
+                return found
+        what = "a whole number" if kind is int else "a number"
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"needs {what} {bounds}, got {text!r}")
+
+    return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,19 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from composable.extras.forecast.devices import amount
-from composable.extras.forecast.picture import FAINT, INK, STYLE, WARNING, legend_below, stack
-from examples.demo.memory import MemoryTrace
+from examples.demo.memory import Kind, MemoryTrace
 
 MIB: Final = 1 << 20
 OURS: Final = "#1f6f8b"
+INK: Final = "#22303c"
+FAINT: Final = "#8a97a3"
+WARNING: Final = "#d1622b"
+STYLE: Final[Any] = {
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.frameon": False,
+    "savefig.dpi": 160,
+}
+KINDS: Final = {
+    Kind.PARAMETERS: ("parameters, buffers", "#1f4e5f"),
+    Kind.OPTIMIZER: ("optimizer state", "#5b8e9c"),
+    Kind.GRADIENTS: ("gradients", "#e0a03c"),
+    Kind.UNSHARDED: ("unsharded parameters", "#7b5ea7"),
+    Kind.MESSAGES: ("messages", "#c9b8e0"),
+    Kind.ACTIVATIONS: ("activations, temporaries", "#d9795d"),
+    Kind.IDLE: ("idle blocks of the host", "#e6eaed"),
+}
 
 
 @matplotlib.rc_context(STYLE)
@@ -60,14 +81,24 @@ def draw_memory(path: Path, traces: Sequence[tuple[str, MemoryTrace]]) -> None:
         edges = range(len(starts) + 1)
         operations = np.arange(len(trace.totals))
         at = np.interp(operations, [*starts, len(trace.totals) - 1], edges)
-        peak = max(map(sum, trace.totals))
-        stack(axes, at, trace.totals, MIB, f"peak {amount(peak, (MIB, 'MiB'))}")
+        memory = np.array(trace.totals).T / MIB
+        used = [kind for kind in Kind if memory[kind].any()]
+        names, colors = zip(*map(KINDS.get, used), strict=True)
+        axes.stackplot(at, memory[used], labels=names, colors=colors, step="post", linewidth=0)
+        whole = memory.sum(axis=0)
+        top = int(whole.argmax())
+        axes.plot(at[top], whole[top], "o", color=INK, markersize=4)
+        axes.annotate(
+            f"peak {whole[top]:.1f} MiB", (at[top], whole[top]), xytext=(0, 6),
+            textcoords="offset points", ha="center", weight="bold",
+        )  # fmt: skip
         for edge in edges[1:-1]:
             axes.axvline(edge, color=FAINT, linewidth=0.8, linestyle=":")
         axes.set_xticks([edge + 0.5 for edge in edges[:-1]], phases)
         axes.tick_params("x", length=0)
         axes.set_title(name)
     panels[0].set(ylabel="live bytes of tensors, MiB", ylim=(0, panels[0].get_ylim()[1] * 1.1))
-    legend_below(figure, panels[-1])
+    handles, labels = panels[-1].get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=3)
     figure.suptitle("Memory over one training step", x=0.01, ha="left", weight="bold")
     figure.savefig(path)

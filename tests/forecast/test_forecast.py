@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
 import re
@@ -18,11 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torch.optim.optimizer as torch_optimizer
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import DataParallelMeshDims, FullyShardedDataParallel
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -48,6 +50,7 @@ from composable import (
 from composable.comm import Comm, comms_wrapped_by
 from composable.comm.launch import Launch
 from composable.errors import ForecastError
+from composable.extras.forecast import result
 from composable.extras.forecast.plans import _Search, repeated
 from composable.forecast import (
     DEVICES,
@@ -870,6 +873,39 @@ def test_torchs_own_verbs_are_refused_by_name(annotate: Any, message: str) -> No
     with pytest.raises(ForecastError, match=message):
         forecast(Decoder, annotate, batch, ranks=2)
     assert not dist.is_initialized()
+
+
+def test_dimensions_by_roles_are_forecast_as_a_hybrid_mesh() -> None:
+    def by_names(model: nn.Module, mesh: DeviceMesh) -> None:
+        fully_shard(model, mesh=mesh, policy={Block})
+
+    def by_roles(model: nn.Module, mesh: DeviceMesh) -> None:
+        dims = DataParallelMeshDims(shard="shard", replicate="replicate")
+        fully_shard(model, mesh=mesh, policy={Block}, dp_mesh_dims=dims)
+
+    options: dict[str, Any] = {"ranks": 8, "mesh": {"replicate": 2, "shard": 4}}
+    one, other = (forecast(Decoder, each, batch, **options) for each in (by_names, by_roles))
+    assert one.to_dict() == other.to_dict()
+
+
+def test_what_is_replaced_in_torch_is_there_again_and_no_other_module_is_changed() -> None:
+    def replaced() -> list[Any]:
+        foreach = torch_optimizer._get_foreach_kernels_supported_devices
+        classes = DistributedDataParallel, FullyShardedDataParallel
+        constructors = [each.__init__ for each in classes]
+        return [*constructors, foreach, sys.excepthook, vars(torch.UntypedStorage).get("resize_")]
+
+    before = replaced()
+    assert forecast(Decoder, ANNOTATE["sharded"][0], batch, ranks=2).fits
+    with pytest.raises(ForecastError):
+        forecast(Decoder, DistributedDataParallel, batch, ranks=2)
+    assert replaced() == before
+    for path in Path(result.__file__).parent.glob("*.py"):
+        names = {
+            getattr(node, "id", getattr(node, "attr", getattr(node, "module", "")))
+            for node in ast.walk(ast.parse(path.read_text()))
+        }
+        assert not names & {"mock", "unittest", "patch", "setattr"}, path
 
 
 def test_the_face_of_fsdp2_is_forecast() -> None:

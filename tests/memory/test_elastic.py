@@ -5,6 +5,7 @@ is shared by size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ from composable.memory.elastic import (
     is_elastic,
     keep_idle_memory,
     release_idle_memory,
+    resizing_buffers,
     with_own_storage,
 )
 from composable.torch_private import CAN_SWAP
@@ -44,11 +46,11 @@ def _within_a_step() -> Iterator[None]:
 
 
 @pytest.fixture(params=["swapping", "resizing"])
-def pooled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def pooled(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Once as this torch does it, once as a torch that cannot swap memory."""
-    if request.param == "resizing":
-        monkeypatch.setattr(elastic, "CAN_SWAP", False)
-    return bool(request.param == "swapping" and CAN_SWAP)
+    resizing = request.param == "resizing"
+    with resizing_buffers() if resizing else nullcontext():
+        yield not resizing and CAN_SWAP
 
 
 needs_swap = pytest.mark.skipif(

@@ -224,6 +224,7 @@ class Reducer:
         first_stage, second_stage: what reduces in place of the collectives (`Stages`).
         scales: of a message, by whether it is reduced over the shard dimension only.
         compares: messages carry `Counts`, and the ranks compare them.
+        simulated: sums have no values; all ranks are like this one.
     """
 
     def __init__(
@@ -248,6 +249,7 @@ class Reducer:
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
         self.is_alone = self.shard_comm is None and mesh_info.replicate is None
         self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
+        self.simulated = mesh_info.all.traits.simulated
         self.make_stages(None, None)
 
     def rename(self, text: str, unit: str) -> None:
@@ -653,6 +655,8 @@ class Reduction:
         """When the sums are there: whether any rank had a gradient, by parameter. On an accelerator
         the host waits.
         """
+        if self.reducer.simulated:
+            return dict.fromkeys(self.missing, False)
         return self.plan.row.used(self.flat[self.plan.row_at].tolist())
 
     def land(self) -> None:
@@ -664,7 +668,7 @@ class Reduction:
         self.advance()
         self.wait()
         self.state = ReductionState.LANDED
-        if self.reducer.compares:
+        if self.reducer.compares and not self.reducer.simulated:
             self._compare()
 
     def _compare(self) -> None:

@@ -1,10 +1,9 @@
-"""One rank of a pretended world trains for a few steps, and what it takes is told."""
+"""Simulates a few training steps of one rank, and reports what they take."""
 
 from __future__ import annotations
 
 import gc
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,13 +12,11 @@ from functools import cache
 from math import prod
 from time import perf_counter
 from typing import Any, Final, NoReturn
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -28,17 +25,8 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import composable.api.tensor_parallel as tensor_parallel
-import composable.engine.params.sharded as sharded
-import composable.engine.step.root as engine_root
-import composable.features.activations as activations
-import composable.memory.elastic as elastic
-import composable.optim.clip as clip
-from composable.api.mesh import Spread
 from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
-from composable.engine.gradients.grad_bucket import GradBucket
-from composable.engine.gradients.reduction import Reduction
 from composable.engine.step.unit import units_below
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device, device_of
@@ -48,19 +36,24 @@ from composable.extras.forecast.machine import (
     Machine,
     VirtualComm,
     form_group,
-    is_unknown,
     note_unknown,
     tensors_in,
     traits_of,
 )
 from composable.extras.forecast.result import Collective, Forecast, Subject, by_name
 from composable.extras.forecast.tensors import Functions, NoValues
-from composable.extras.matrices.matrix_steps import MatrixStepping
-from composable.features.offloaded import OffloadedGroup
+from composable.features.activations import offloading_from_host
 from composable.fsdp2.module import TORCHS
-from composable.memory.elastic import with_own_storage
+from composable.memory.elastic import resizing_buffers
+from composable.optim.stand_in import STEPPINGS
 from composable.state.materialize import give_memory
-from composable.torch_private import forget_meshes, local_tensor
+from composable.torch_private import (
+    constructed_by,
+    excepthook_kept,
+    foreach_on,
+    forget_meshes,
+    local_tensor,
+)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -86,9 +79,9 @@ def forecast(
 ) -> Forecast:
     """Say what training takes, without the devices: memory, messages and time of one rank's step.
 
-    The program runs as it is, as rank 0 of `ranks`; nothing is computed, and no more memory is used
-    than for the names of things. Where it ran out of memory on a device, or what it waits for, is
-    seen on one's own computer.
+    The program runs as it is, as rank 0 of `ranks`, on a simulated device: nothing is computed, and
+    no memory of tensors is touched. A laptop shows where a device would run out of memory, and what
+    it waits for.
 
     Args:
         make_model: makes the model; its parameters are on the meta device, whatever it says.
@@ -138,7 +131,7 @@ def forecast(
 
     def run(model: nn.Module, batch: Any) -> Tensor:
         value = (loss or _loss)(model, batch)
-        machine.phase = "backward"
+        machine.at(phase="backward")
         value.backward()
         return value
 
@@ -148,10 +141,7 @@ def forecast(
 
 def machine_of(device: Device, progress: Callable[[str], object] | None, steps: int) -> Machine:
     """A machine that tells `progress` what runs."""
-    machine = Machine(device)
-    if progress is not None:
-        machine.heard = _paced(machine, progress, steps)
-    return machine
+    return Machine(device, None if progress is None else _paced(progress, steps))
 
 
 @contextmanager
@@ -170,7 +160,7 @@ def running(
     with _world(machine, prod(sizes.values()), rank), ExitStack() as stack:
         stack.enter_context(_pretended(machine))
         if machine.device.accelerator:
-            stack.enter_context(_copies_to_the_host(machine))
+            stack.enter_context(offloading_from_host(machine))
         model = _annotated(make_model, annotate, sizes)
         if machine.device.accelerator:
             _refuse_offloaded_shards(model)
@@ -261,11 +251,11 @@ def _sizes_of(mesh: Any, ranks: Any, steps: Any) -> dict[str, int]:
     return dict(sizes)
 
 
-def _paced(machine: Machine, progress: Callable[[str], object], steps: int) -> Callable[[], None]:
+def _paced(progress: Callable[[str], object], steps: int) -> Callable[[Machine], None]:
     """What the machine calls at every operation: tells `progress` now and then where it is."""
     last = perf_counter()
 
-    def heard() -> None:
+    def heard(machine: Machine) -> None:
         nonlocal last
         if (now := perf_counter()) - last >= PACE:
             last = now
@@ -282,8 +272,7 @@ def _world(machine: Machine, ranks: int, rank: int = 0) -> Iterator[None]:
             " call it before init_process_group(), or in a process of its own (python -m composable"
             " forecast)"
         )
-    # torch's group puts its rank before uncaught errors, once more for each group that there was
-    with mock.patch.object(sys, "excepthook", sys.excepthook):
+    with excepthook_kept():
         form_group(machine, ranks, rank)
         try:
             yield
@@ -305,33 +294,11 @@ def _pretended(machine: Machine) -> Iterator[None]:
     def virtual(comm: Comm) -> Comm:
         return comm if comm.group is None else on_group(comm.group)
 
-    foreach = (lambda: ["cpu"]) if device.accelerator else (lambda: ["cuda"])
     with (
         comms_wrapped_by(virtual),
-        mock.patch.object(elastic, "CAN_SWAP", False),  # storages are resized, as accelerators'
-        mock.patch.object(tensor_parallel, "joint_mesh", cache(_joint_mesh)),
-        mock.patch.object(torch_optimizer, "_get_foreach_kernels_supported_devices", foreach),
-        mock.patch.object(sharded, "with_own_storage", _with_own_storage),
-        # all ranks have the gradients that this one has, and no message says so
-        mock.patch.object(Reduction, "_compare"),
-        mock.patch.object(GradBucket, "decide", lambda bucket: bucket._undecided.clear()),
-        mock.patch.object(engine_root, "release_idle_memory", machine.release_idle),
-        mock.patch.object(clip, "changes_nothing", return_value=False),
-        mock.patch.object(DistributedDataParallel, "__init__", _refuse_torchs),
-        mock.patch.object(FullyShardedDataParallel, "__init__", _refuse_torchs),
-        mock.patch.object(MatrixStepping, "__init__", _refuse_matrices),
-    ):
-        yield
-
-
-@contextmanager
-def _copies_to_the_host(machine: Machine) -> Iterator[None]:
-    """`offload_activations` as on an accelerator, on the machine's streams."""
-    with (
-        mock.patch.object(activations, "any_has_streams", return_value=True),
-        mock.patch.object(activations, "has_streams", lambda device: device.type == "cpu"),
-        mock.patch.object(activations, "streams_of", return_value=machine),
-        mock.patch.object(activations, "copies_of", cache(activations.HostCopies)),
+        resizing_buffers(),
+        foreach_on("cpu" if device.accelerator else "cuda"),
+        constructed_by(_refuse_torchs, DistributedDataParallel, FullyShardedDataParallel),
     ):
         yield
 
@@ -341,8 +308,10 @@ def _refuse_torchs(module: nn.Module, *_: object, **__: object) -> NoReturn:
     raise ForecastError(f"forecast: annotate() calls torch's {type(module).__name__}, {NOT_SEEN}")
 
 
-def _refuse_matrices(_: MatrixStepping, optimizer: Optimizer, *__: object) -> NoReturn:
-    """Instead of what hands matrices to their owners, which are other ranks."""
+def _refuse_matrices(optimizer: Optimizer) -> None:
+    stepping = STEPPINGS.get(optimizer)
+    if stepping is None or not stepping.keeps_whole_state:
+        return
     raise ForecastError(
         f"forecast: optimizer= calls step_on_matrices for {type(optimizer).__name__}. A step of"
         " whole matrices, each on another rank, and its exchanges among all are not forecast. Leave"
@@ -369,27 +338,6 @@ def _refuse_offloaded_shards(model: nn.Module) -> None:
             )
 
 
-def _joint_mesh(_: str, own: DeviceMesh, spread: Spread, device: torch.device) -> DeviceMesh:
-    """As `joint_mesh`, whose ranks tell each other where they are. Here all meshes are parts of one
-    grid, of which this rank is the first: numbers of ranks, counted from it, add up.
-    """
-    mesh = spread.mesh
-    ranks = own.mesh.view(*own.shape, *[1] * mesh.ndim) + mesh.mesh - dist.get_rank()
-    groups = [*map(own.get_group, range(own.ndim)), *map(mesh.get_group, range(mesh.ndim))]
-    names = (*(own.mesh_dim_names or ()), *(mesh.mesh_dim_names or ()))
-    return DeviceMesh.from_group(
-        groups, "cpu", mesh=ranks, mesh_dim_names=names if len(set(names)) == ranks.ndim else None
-    )
-
-
-def _with_own_storage(shard: Tensor) -> Tensor:
-    """As `with_own_storage`; what is noted of the shard's storage holds for the other one, too."""
-    own = with_own_storage(shard)
-    if is_unknown(shard):
-        note_unknown(own)
-    return own
-
-
 def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         model = make_model()
@@ -403,10 +351,12 @@ def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 on_meta = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), on_meta)
+                module.register_parameter(name, made.setdefault(id(parameter), on_meta))
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = made.setdefault(id(buffer), buffer.to("meta"))
+                on_meta = made.setdefault(id(buffer), buffer.to("meta"))
+                saved = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, on_meta, persistent=saved)
     return model
 
 
@@ -419,15 +369,16 @@ def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
 
     def enter(module: nn.Module, _: Any) -> None:
         around.append((machine.module, machine.unit))
-        machine.module = names.get(module, type(module).__name__)
+        machine.at(module=names.get(module, type(module).__name__))
         if module in units:
-            machine.unit = machine.module
+            machine.at(unit=machine.module)
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
-        machine.module, machine.unit = around.pop()
+        before, unit = around.pop()
+        machine.at(module=before, unit=unit)
         tensor = next((t for t in tensors_in(output) if t.grad_fn is not None), None)
         if module in units and tensor is not None:
-            tensor.register_hook(lambda _: setattr(machine, "unit", names[module]))
+            tensor.register_hook(lambda _: machine.at(unit=names[module]))
 
     handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
@@ -440,7 +391,7 @@ def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
 def _label_resting(machine: Machine, model: nn.Module) -> None:
     for unit in units_below([model]):
         for group in unit.groups:
-            if group.shard is not None and not isinstance(group, OffloadedGroup):
+            if group.shard is not None:
                 machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)
             for buffer in () if group.gather is None else group.gather.buffers:
                 machine.hold_for(buffer.tensor.untyped_storage(), Kind.UNSHARDED)
@@ -465,13 +416,16 @@ def train(
         run: forward and backward; what it returns lives until the optimizer has stepped.
     """
     stepping = None if optimizer is None else optimizer(model.parameters())
-    for machine.step in range(1, steps + 1):
+    if stepping is not None:
+        _refuse_matrices(stepping)
+    for step in range(1, steps + 1):
+        machine.at(step=step)
         model.zero_grad()
         _label_resting(machine, model)  # the first forward moves them
-        machine.phase, machine.module, machine.unit = "forward", "", "(root)"
+        machine.at(phase="forward", module="", unit="(root)")
         start, at_rest = machine.begin_step(), machine.held
         kept = run(model, batch)
-        machine.phase = "optimizer"
+        machine.at(phase="optimizer")
         if stepping is not None:
             stepping.step()
             for state in stepping.state.values():

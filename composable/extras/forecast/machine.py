@@ -1,4 +1,4 @@
-"""A machine that computes nothing and keeps time and memory; knows no model.
+"""A simulated device: a clock for each stream, and the live storages. It computes nothing.
 
 Note [Virtual time]
 Programs run as they are, in one process, over tensors of the host whose memory nobody touches.
@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from typing import Any, Final, NoReturn
-from weakref import finalize, ref
+from weakref import WeakSet, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ from composable.comm.host import GenericComm, PointToPointComm
 from composable.comm.launch import Launch
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device
-from composable.memory.elastic import keeps_idle_memory, release_idle_memory
+from composable.memory.elastic import keeps_idle_memory
+from composable.memory.streams import Mark, Streams
 from composable.torch_private import DoneWork, name_of_group
 
 COMPUTE: Final = "compute"
@@ -94,21 +95,23 @@ class Peak:
 
 
 @dataclass
-class Machine:
+class Machine(Streams):
     """The clocks: of the host, of each stream, and of the links; and memory, storage by storage.
 
     Attributes:
         exposed: how long the compute stream had work, and waited for another stream.
         samples: moments, and bytes by kind, whenever they moved by a three-hundredth of the peak.
-        heard: is called at every operation.
+        heard: is called at every operation, with the machine.
         step: counted from 1.
         phase: "forward", "backward" or "optimizer".
         unit: that computes.
         module: whose forward runs, the innermost one.
         on_host: bytes of the host's memory that the device copies to and from, now and at most.
+        pinned: the storages of these bytes.
     """
 
     device: Device
+    heard: Callable[[Machine], None] | None = None
     host: float = 0.0
     current: str = COMPUTE
     # when streams, by name, and links, by the number of their group, are free
@@ -119,12 +122,12 @@ class Machine:
     messages: dict[tuple[str, str, str, int], list[int]] = field(default_factory=dict)
     samples: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     peak: Peak = field(default_factory=Peak)
-    heard: Callable[[], None] | None = None
     step: int = 0
     phase: str = ""
     unit: str = "(root)"
     module: str = ""
     on_host: list[int] = field(default_factory=lambda: [0, 0])
+    pinned: WeakSet[torch.UntypedStorage] = field(default_factory=WeakSet)
     _ended: float = 0.0  # the last operation on the compute stream
     _held: list[int] = field(default_factory=lambda: [0] * len(Kind))
     _blocks: dict[int, _Block] = field(default_factory=dict)
@@ -135,6 +138,10 @@ class Machine:
     def now(self) -> float:
         """When a reader of the results on the compute stream can go on."""
         return max(self.ready[COMPUTE], self.host)
+
+    def at(self, **where: Any) -> None:
+        """Say where the program is: `step`, `phase`, `unit`, `module`."""
+        vars(self).update(where)
 
     @property
     def place(self) -> str:
@@ -184,7 +191,7 @@ class Machine:
             links: which it needs, by a number of their group.
         """
         if self.heard is not None:
-            self.heard()
+            self.heard(self)
         self.host += self.device.host
         ready = self.ready[self.current]
         start = max(ready, self.host)
@@ -210,8 +217,6 @@ class Machine:
             yield
         finally:
             self.current = before
-
-    # as the library asks for `memory.streams.Streams`
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
@@ -285,7 +290,7 @@ class Machine:
 
     def hold_on_host(self, storage: torch.UntypedStorage) -> None:
         """A storage is pinned memory of the host."""
-        storage._composable_on_host = True  # type: ignore[attr-defined]
+        self.pinned.add(storage)
         nbytes, on_host = storage.nbytes(), self.on_host
         on_host[0] += nbytes
         on_host[1] = max(on_host)
@@ -299,13 +304,6 @@ class Machine:
         if after and self._idle[after]:
             self._idle[after] -= 1
             self._held[Kind.IDLE] -= after
-
-    def release_idle(self, user: object) -> None:
-        release_idle_memory(user)
-        if keeps_idle_memory():
-            return
-        self._held[Kind.IDLE] -= sum(nbytes * count for nbytes, count in self._idle.items())
-        self._idle.clear()
 
     def kind_of(self, storage: torch.UntypedStorage) -> Kind | None:
         block = self._blocks.get(storage._cdata)
@@ -322,6 +320,9 @@ class Machine:
             self._note_memory()
 
     def _note_memory(self) -> None:
+        if self._idle and not keeps_idle_memory():
+            self._held[Kind.IDLE] -= sum(nbytes * count for nbytes, count in self._idle.items())
+            self._idle.clear()
         total = sum(self._held)
         peak = self.peak
         if total > peak.total:
@@ -333,15 +334,17 @@ class Machine:
 
 # --- what is known of values ---------------------------------------------------------------------
 
+_UNKNOWN: Final[WeakSet[torch.UntypedStorage]] = WeakSet()
+
 
 def note_unknown(*tensors: Tensor) -> None:
     """No operation computed their values, or those of other tensors in the same memory."""
     for tensor in tensors:
-        tensor.untyped_storage()._composable_unknown = True  # type: ignore[attr-defined]
+        _UNKNOWN.add(tensor.untyped_storage())
 
 
 def is_unknown(tensor: Tensor) -> bool:
-    return getattr(tensor.untyped_storage(), "_composable_unknown", False)
+    return tensor.untyped_storage() in _UNKNOWN
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -355,7 +358,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for item in value for tensor in tensors_in(item)]
 
 
-class Event:
+class Event(Mark):
     """The end of the current stream's work so far."""
 
     def __init__(self, machine: Machine) -> None:
@@ -373,7 +376,8 @@ class VirtualComm(GroupComm):
     """Collectives that take time on the machine's links and bring nothing."""
 
     def __init__(self, group: dist.ProcessGroup, machine: Machine, traits: Traits) -> None:
-        self.traits = traits
+        self.traits = replace(traits, simulated=True)
+        self._by_pairs = traits is PointToPointComm.traits
         super().__init__(group, torch.device("cpu"))
         self._machine = machine
 
@@ -395,7 +399,7 @@ class VirtualComm(GroupComm):
             machine.claim(tensor.untyped_storage(), Kind.GRADIENTS if lands else Kind.MESSAGES)
         if not self.traits.on_stream:  # a host computes nothing while messages move
             nbytes = machine.send(kind, launch.unit, self.group, wholes, launch.text)
-            pairs = self.traits is PointToPointComm.traits and kind == "reduce_scatter"
+            pairs = self._by_pairs and kind == "reduce_scatter"
             return _Sent(machine, tensors, (nbytes - nbytes // self.size) if pairs else 0)
         with machine.fork(kind):
             machine.send(kind, launch.unit, self.group, wholes, launch.text)
@@ -438,6 +442,11 @@ class _Moved(dist.Work):
     def wait(self, *_: Any) -> bool:
         self._end.join()
         return True
+
+
+def _refused(name: str) -> Any:
+    """A method of a group that is not forecast."""
+    return lambda group, *_: refuse(group, name)
 
 
 class VirtualGroup(dist.ProcessGroup):
@@ -499,6 +508,15 @@ class VirtualGroup(dist.ProcessGroup):
     def group_name(self) -> Any:
         return name_of_group(self)
 
+    # the methods by which torch's public functions launch; single ones are new in torch 2.13
+    _allgather_base = allgather_into_tensor_coalesced = take_gather  # type: ignore[assignment]
+    all_gather_single = all_gather_single_coalesced = take_gather  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_tensor_coalesced = take_scatter  # type: ignore[assignment]
+    reduce_scatter_single = reduce_scatter_single_coalesced = take_scatter  # type: ignore[assignment]
+    recv_anysource, alltoall, alltoall_base, gather, scatter, reduce = map(
+        _refused, ("recv_anysource", "alltoall", "alltoall_base", "gather", "scatter", "reduce")
+    )
+
 
 def refuse(group: VirtualGroup, name: str) -> NoReturn:
     raise ForecastError(
@@ -506,22 +524,6 @@ def refuse(group: VirtualGroup, name: str) -> NoReturn:
         " exchanges among all, as experts', are not forecast. Forecast one rank's experts, as a"
         " model of its own over the data-parallel ranks alone"
     )
-
-
-for _name in (
-    "recv_anysource", "alltoall", "alltoall_base", "gather", "scatter", "reduce",
-):  # fmt: skip
-    setattr(VirtualGroup, _name, lambda group, *_, name=_name: refuse(group, name))
-for _name in (  # the latter two from torch 2.13 on
-    "_allgather_base", "allgather_into_tensor_coalesced",
-    "all_gather_single", "all_gather_single_coalesced",
-):  # fmt: skip
-    setattr(VirtualGroup, _name, VirtualGroup.take_gather)
-for _name in (
-    "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single", "reduce_scatter_single_coalesced",
-):  # fmt: skip
-    setattr(VirtualGroup, _name, VirtualGroup.take_scatter)
 
 
 def form_group(machine: Machine, size: int, rank: int) -> None:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from composable.extras.forecast.devices import amount, milliseconds, unit_for
-from composable.extras.forecast.machine import KINDS
+from composable.extras.forecast.machine import KINDS, Kind
 from composable.extras.forecast.plans import Comparison
 from composable.extras.forecast.result import Forecast
 
@@ -48,15 +48,11 @@ def stack(
     """Draw bytes of each kind over moments, in units of `size`, and a point with `peak` beside it
     where they are most.
     """
-    totals = np.array(memory, dtype=float) / size
-    for kind, (name, color) in enumerate(zip(KINDS.values(), COLORS, strict=True)):
-        if totals[:, kind].any():
-            below = totals[:, :kind].sum(axis=1)
-            axes.fill_between(
-                at, below, below + totals[:, kind], label=name, color=color, step="post",
-                linewidth=0,
-            )  # fmt: skip
-    whole = totals.sum(axis=1)
+    totals = np.array(memory, dtype=float).T / size
+    used = [kind for kind in Kind if totals[kind].any()]
+    names, colors = [KINDS[kind] for kind in used], [COLORS[kind] for kind in used]
+    axes.stackplot(at, totals[used], labels=names, colors=colors, step="post", linewidth=0)
+    whole = totals.sum(axis=0)
     top = int(whole.argmax())
     axes.plot(at[top], whole[top], "o", color=INK, markersize=4)
     axes.annotate(

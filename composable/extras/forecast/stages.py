@@ -1,4 +1,4 @@
-"""Each stage of a pipeline trains for some steps by torch's schedule, and what it takes is told."""
+"""Simulates the stages of a pipeline, one by one, by torch's own schedule."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def forecast_stages(
         with running(machine, partial(make_stage, index), annotated, mesh, rank) as model:
             batch = () if index else _batch_of(make_batch, micro_batches)
             inputs = _described(tuple(t.chunk(micro_batches)[0] for t in batch)) or received
-            machine.phase = "forward"
+            machine.at(phase="forward")
             received = _described(_outputs_of(model, index, inputs))
             stage = _Stage(machine, model, index, count, inputs, received, groups.pop())
             if index < count - 1:
@@ -288,16 +288,16 @@ class _Stage(PipelineStage):
         self.seconds = {"forward": 0.0, "backward": 0.0}
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        self._machine.phase = "forward"
+        self._machine.at(phase="forward")
         output = super().forward_one_chunk(*args, **kwargs)
         self._end_chunk()
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        self._machine.phase = "backward"
+        self._machine.at(phase="backward")
         super().backward_one_chunk(*args, **kwargs)
         self._end_chunk()
-        self._machine.unit = "(root)"  # it sends what this gave
+        self._machine.at(unit="(root)")  # it sends what this gave
 
     def _end_chunk(self) -> None:
         machine = self._machine

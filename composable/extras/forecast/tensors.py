@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from composable.torch_private import (
     accumulates,
     group_named,
     local_tensor,
+    on_resize,
 )
 
 _SMALL: Final = 1 << 18  # elements of tensors that are computed
@@ -59,6 +61,8 @@ _COLLECTIVES: Final = {
     "all_reduce_": "all_reduce",
 }
 _PICKS: Final = ("index", "_unsafe_index", "masked_select")
+# each access makes another object, and all of them are equal
+_SET_DATA: Final = Tensor.data.__set__  # type: ignore[attr-defined]
 _READS: Final = ("_local_scalar_dense", "equal", "is_nonzero", "item", "allclose")
 
 
@@ -73,25 +77,23 @@ class NoValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.machine = machine
         self._model = model
-        self._resize = torch.UntypedStorage.resize_
         self._outputs_of: dict[Any, Any] = {}
+        # when results of collectives that a DTensor has launched are there
+        self._arrivals: WeakKeyDictionary[torch.UntypedStorage, float] = WeakKeyDictionary()
+        self._resizes = on_resize(self._note_resized)
+
+    def _note_resized(self, storage: torch.UntypedStorage, before: int) -> None:
+        machine = self.machine
+        if CAN_SWAP and not machine.device.accelerator and is_elastic(storage):
+            machine.keeps_idle(before, storage.nbytes())
+        machine.hold(storage)
 
     def __enter__(self) -> Any:
-        resize, machine = self._resize, self.machine
-
-        def noted(storage: torch.UntypedStorage, size: int) -> Any:
-            before = storage.nbytes()
-            found = resize(storage, size)
-            if CAN_SWAP and not machine.device.accelerator and is_elastic(storage):
-                machine.keeps_idle(before, size)
-            machine.hold(storage)
-            return found
-
-        torch.UntypedStorage.resize_ = noted  # type: ignore[method-assign, assignment]
+        self._resizes.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._resizes.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -146,7 +148,7 @@ class NoValues(TorchDispatchMode):
         """A collective of DTensors: on a stream of its own, until something waits for it."""
         machine = self.machine
         if name == "wait_tensor":
-            machine.wait_until(getattr(args[0].untyped_storage(), "_composable_comes", 0.0))
+            machine.wait_until(self._arrivals.get(args[0].untyped_storage(), 0.0))
             return args[0]
         if name == "_wrap_tensor_autograd":
             return func(*args)
@@ -160,7 +162,7 @@ class NoValues(TorchDispatchMode):
         stream = kind if machine.device.accelerator else machine.current
         with machine.fork(stream):
             group.take(kind, [made if kind == "all_gather" else args[0]])
-            made.untyped_storage()._composable_comes = machine.ready[stream]
+            self._arrivals[made.untyped_storage()] = machine.ready[stream]
         return made
 
     def _skip(
@@ -175,7 +177,7 @@ class NoValues(TorchDispatchMode):
         outputs = tensors_in(made)
         for tensor in outputs:
             self._hold(tensor, unknown=True)
-        if name == "copy_" and any(map(_is_on_host, given)):
+        if name == "copy_" and any(t.untyped_storage() in self.machine.pinned for t in given):
             self.machine.run(args[1].nbytes / self.machine.device.to_host, name)
         else:
             self._take(name, _bytes_of(given) + _bytes_of(outputs), products)
@@ -282,6 +284,11 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             self._values.refuse_to_read(func.__name__, args[:1])
+        elif func == _SET_DATA and type(args[0]) is Tensor:
+            before, data = args
+            # another storage over the same memory (`with_own_storage`)
+            if is_unknown(before) and before.data_ptr() == data.data_ptr():
+                note_unknown(data)
         if not self._accelerator:
             return func(*args, **kwargs)
         if func is torch.dropout:
@@ -300,10 +307,6 @@ def _is_part(tensor: Tensor, whole: Tensor) -> bool:
     if tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata:
         return False
     return 0 <= tensor.data_ptr() - whole.data_ptr() < whole.nbytes
-
-
-def _is_on_host(tensor: Tensor) -> bool:
-    return hasattr(tensor.untyped_storage(), "_composable_on_host")
 
 
 def _hollow(like: Tensor) -> Tensor:
