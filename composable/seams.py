@@ -39,9 +39,9 @@ methods that they list.
 | `is_part_of_backward`        | is an optimizer what steps in backward                            |
 | `Stepping`                   | hands the code of an optimizer other tensors than users see       |
 | `StandIn`                    | what the code has in place of the optimizer                       |
-| `is_stand_in`                | is an optimizer such an object                                    |
 | `LocalStep`                  | a step of element-wise code on shards                             |
-| `parameters_of`              | the parameters of an optimizer                                    |
+| `offloading_from_host`       | a simulated machine offloads tensors of the host, too             |
+| `give_memory`                | gives what is on the meta device memory, without values           |
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ from composable.engine.step.observer import follow_steps as follow_steps
 from composable.engine.step.observer import open_scope as open_scope
 from composable.engine.step.observer import values_exchanged as values_exchanged
 from composable.features import extension, hook_stages
+from composable.features.activations import offloading_from_host as offloading_from_host
+from composable.memory.elastic import ElasticBuffer
 from composable.optim.in_backward import is_part_of_backward as is_part_of_backward
 from composable.optim.in_backward import stepped_in_backward as stepped_in_backward
 from composable.optim.shard_steps import LocalStep as LocalStep
-from composable.optim.shared import parameters_of as parameters_of
 from composable.optim.stand_in import StandIn as StandIn
 from composable.optim.stand_in import Stepping as Stepping
-from composable.optim.stand_in import is_stand_in as is_stand_in
 from composable.state import whole
+from composable.state.materialize import give_memory as give_memory
 from composable.state.whole import write_whole as write_whole
 
 if TYPE_CHECKING:
@@ -134,6 +135,13 @@ class _Precision(Protocol):
     def compute(self) -> torch.dtype: ...
 
 
+class _Gather(Protocol):
+    """What gathered parameters are in."""
+
+    @property
+    def buffers(self) -> Sequence[ElasticBuffer]: ...
+
+
 class Group(Protocol):
     """Parameters of a unit that are gathered together.
 
@@ -141,6 +149,7 @@ class Group(Protocol):
         slots: of the parameters, in their order.
         comm: of the ranks that have shards.
         shard: the memory of this rank's shards; None if there is no one buffer of them.
+        gather: None if modules compute with the memory at rest.
         takes_message: to gather it takes a message.
         extended: parameters are gathered in a form of their own (fp8, 4-bit).
     """
@@ -155,6 +164,8 @@ class Group(Protocol):
     def comm(self) -> Comm: ...
     @property
     def shard(self) -> Tensor | None: ...
+    @property
+    def gather(self) -> _Gather | None: ...
     @property
     def takes_message(self) -> bool: ...
     @property
@@ -175,6 +186,8 @@ class _Spec(Protocol):
     def mp_policy(self) -> MixedPrecisionPolicy: ...
     @property
     def divisor(self) -> float | None: ...
+    @property
+    def on_host(self) -> bool: ...
 
 
 class _Gradients(Protocol):

@@ -40,6 +40,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllreduceOptions,
     ReduceScatterOptions,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fully_shard import get_cls_to_fsdp_cls
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Shard
@@ -712,6 +713,11 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 def active_ddp() -> DistributedDataParallel | None:
     """The `DistributedDataParallel` whose forward is running."""
     return DistributedDataParallel._active_ddp_module
+
+
+# The class of modules that torch's own `fully_shard` has annotated, whatever
+# `torch.distributed.fsdp` holds under its name later on (`composable.fsdp2.install`).
+FSDP2Module: Final[type] = FSDPModule
 
 
 def classes_of_fsdp2() -> list[str]:

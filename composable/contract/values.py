@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _NUMBERS: Final = (int, float, complex)
 _LEAVES: Final = (str, bytes, *_NUMBERS, type(None), torch.dtype, torch.device, torch.Size)
@@ -163,3 +164,8 @@ def _attributes(value: Any) -> dict[str, Any]:
     state: Any = object.__getstate__(value)  # a dict, a pair of dicts, or None
     attributes, slots = state if isinstance(state, tuple) else (state, None)
     return {**(attributes or {}), **(slots or {})}
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

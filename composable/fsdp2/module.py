@@ -13,7 +13,6 @@ from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.fsdp import UnshardHandle
 from typing_extensions import override
 
@@ -30,6 +29,7 @@ from composable.engine.step.observer import HEARERS, Observer
 from composable.engine.step.root import roots_of
 from composable.engine.step.unit import BY_HAND, Unit, units_below
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
+from composable.torch_private import FSDP2Module
 
 _KEEP: Final = "set_reshard_after_backward(False)"
 
@@ -492,7 +492,7 @@ _REFUSED: Final = {
 for _name, _why in {**_NO_EFFECT, **_REFUSED}.items():
     setattr(FSDPModule, _name, _without_effect(_name, _why, refuse=_name in _REFUSED))
 
-TORCHS: Final[type] = fsdp.FSDPModule  # whatever torch.distributed.fsdp holds later on
+TORCHS: Final[type] = FSDP2Module
 NAMES: Final = [
     name for name, value in vars(FSDPModule).items() if callable(value) and name[:2] != "__"
 ]

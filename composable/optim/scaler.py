@@ -22,11 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composable.contract.values import parameters_of
 from composable.engine.params.param import labels_of, model_group_of
 from composable.engine.step.observer import announce
 from composable.errors import OptimizerError
 from composable.optim.in_backward import OptimizerInBackward
-from composable.optim.shared import alike, groups_sharded_over, parameters_of, reduce_over
+from composable.optim.shared import alike, groups_sharded_over, reduce_over
 from composable.torch_private import locals_of, wrap_unscaling
 
 Found = dict[torch.device, Tensor]  # by device: 1.0 if a gradient is not finite

@@ -12,18 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import Optimizer
 
 from composable.comm import backend_of, reduce_numbers
 from composable.engine.params.param import ParamLabel, holds_unreduced, labels_of
 from composable.errors import ComposableError
 
 Groups = tuple[dist.ProcessGroup, ...]
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all groups, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable.contract.values import parameters_of
 from composable.errors import OptimizerError
-from composable.optim.shared import parameters_of, refuse_unreduced
+from composable.optim.shared import refuse_unreduced
 from composable.torch_private import step_hooks
 
 State = dict[str, Any]
@@ -80,6 +81,11 @@ class Stepping(ABC):
         made.__dict__ = optimizer.__dict__
         made.optimizer, made.state, made.stepping = optimizer, state, stepping
         return made
+
+    @staticmethod
+    def is_stand_in(optimizer: object) -> bool:
+        """Whether `optimizer` stands in a step for the one that the user has."""
+        return is_stand_in(optimizer)
 
     @staticmethod
     def is_differentiable(optimizer: Optimizer) -> bool:

@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
+from composable.contract.values import parameters_of
 from composable.engine.edits.written import written
 from composable.engine.params.param import labels_of
 from composable.engine.step.root import UNLANDED, land_held
@@ -38,7 +39,7 @@ from composable.engine.step.unit import Unit, unit_of
 from composable.errors import OptimizerError
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.shard_steps import step_on_shards_unasked
-from composable.optim.shared import is_trained, parameters_of, refuse_unreduced
+from composable.optim.shared import is_trained, refuse_unreduced
 from composable.optim.stand_in import is_stand_in
 from composable.torch_private import as_tensors
 

@@ -109,6 +109,11 @@ class UnitSpec:
     broadcast_buffers: tuple[Place, ...] = ()
     left_alone: tuple[Place, ...] = ()
 
+    @property
+    def on_host(self) -> bool:
+        """Whether shards rest on the host."""
+        return self.grouping.on_host
+
 
 @dataclass(slots=True, eq=False)
 class UnitCall:

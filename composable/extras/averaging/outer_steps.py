@@ -52,9 +52,9 @@ from composable.extras.averaging.averaging import (
 )
 from composable.seams import (
     Managed,
+    Stepping,
     Unit,
     hooks_of,
-    is_stand_in,
     label_of,
     managed_in,
     refuse_moment,
@@ -227,7 +227,7 @@ class LocalSteps:
     @untraced
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer | None = None, *_: Any) -> None:
-        if optimizer is not None and is_stand_in(optimizer):
+        if optimizer is not None and Stepping.is_stand_in(optimizer):
             return  # a step that calls the step of its base class
         self._stepped[optimizer] = None
         if len(self._stepped) < len(self._inner):
@@ -415,7 +415,7 @@ def _version(gradient: Tensor) -> int:
 
 def _before_any_step(steps: ref[LocalSteps], optimizer: Optimizer, *_: Any) -> None:
     found = steps()
-    if found is not None and not is_stand_in(optimizer):
+    if found is not None and not Stepping.is_stand_in(optimizer):
         found.refuse_behind(optimizer)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from composable.api.fully_shard import fully_shard
+from composable import describe, fully_shard
 from composable.errors import ComposableError, ForecastError
 from composable.extras.forecast.command import (
     Refused,
@@ -29,7 +29,6 @@ from composable.extras.forecast.command import (
 )
 from composable.extras.forecast.forecast import pretended_model
 from composable.extras.forecast.plans import Plan
-from composable.report.describe import describe
 
 PROGRAM: Final = "python -m composable describe"
 

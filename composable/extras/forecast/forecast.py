@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from composable.comm import Comm, comms_wrapped_by
 from composable.contract.contract import registry
-from composable.engine.step.unit import units_below
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device, device_of
 from composable.extras.forecast.machine import (
@@ -42,12 +41,10 @@ from composable.extras.forecast.machine import (
 )
 from composable.extras.forecast.result import Collective, Forecast, Subject, by_name
 from composable.extras.forecast.tensors import Functions, NoValues
-from composable.features.activations import offloading_from_host
-from composable.fsdp2.module import TORCHS
 from composable.memory.elastic import resizing_buffers
-from composable.optim.stand_in import STEPPINGS
-from composable.state.materialize import give_memory
+from composable.seams import Stepping, give_memory, offloading_from_host, units_below
 from composable.torch_private import (
+    FSDP2Module,
     constructed_by,
     excepthook_kept,
     foreach_on,
@@ -309,7 +306,7 @@ def _refuse_torchs(module: nn.Module, *_: object, **__: object) -> NoReturn:
 
 
 def _refuse_matrices(optimizer: Optimizer) -> None:
-    stepping = STEPPINGS.get(optimizer)
+    stepping = Stepping.of(optimizer)
     if stepping is None or not stepping.keeps_whole_state:
         return
     raise ForecastError(
@@ -321,7 +318,7 @@ def _refuse_matrices(optimizer: Optimizer) -> None:
 
 def _refuse_torchs_shards(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, TORCHS):
+        if isinstance(module, FSDP2Module):
             raise ForecastError(
                 f"forecast: module '{name or '(root)'}' was annotated by torch's fully_shard,"
                 f" {NOT_SEEN}"
@@ -330,7 +327,7 @@ def _refuse_torchs_shards(model: nn.Module) -> None:
 
 def _refuse_offloaded_shards(model: nn.Module) -> None:
     for unit in units_below([model]):
-        if unit.spec.grouping.on_host:
+        if unit.spec.on_host:
             raise ForecastError(
                 f"forecast: unit '{unit.name}' has an offload_policy; how long an optimizer takes"
                 " on the host of an accelerator is not known. Leave the policy out: the device"

@@ -17,11 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from composable.api.apply_tp_plan import apply_tp_plan, plans_of
-from composable.api.checkpoint import checkpoint
-from composable.api.fully_shard import fully_shard
-from composable.api.offload_activations import offload_activations
-from composable.api.replicate import replicate
+from composable import (
+    apply_tp_plan,
+    checkpoint,
+    fully_shard,
+    offload_activations,
+    replicate,
+)
 from composable.config import MixedPrecisionPolicy
 from composable.errors import ForecastError, first_line
 from composable.extras.forecast.devices import Device, amount, device_of, milliseconds, unit_for
@@ -405,7 +407,8 @@ def suggest(
 
 def _tensor_parallel(lean: Plan, model: nn.Module, ranks: int, device: Device) -> Iterator[Plan]:
     """Plans over ranks of one node, for models that have a plan."""
-    by_model, of_experts = plans_of(model)
+    # as transformers says it of a model
+    by_model, of_experts = (getattr(model, name, None) for name in ("tp_plan", "ep_plan"))
     if lean.tp_plan is None and not by_model:
         return
     tp = 2

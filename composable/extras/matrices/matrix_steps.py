@@ -31,6 +31,7 @@ from composable import ShardStepping
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.compilation import untraced
+from composable.contract.values import parameters_of
 from composable.errors import (
     OptimizerError,
     RanksDisagreeError,
@@ -59,7 +60,6 @@ from composable.seams import (
     copy_attributes,
     is_part_of_backward,
     label_of,
-    parameters_of,
     unit_of,
 )
 from composable.torch_private import (

@@ -39,6 +39,7 @@ from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import ledger_of
 from composable.comm.supplied import SuppliedComm
 from composable.compilation import unwrapped
+from composable.contract.values import parameters_of
 from composable.errors import (
     CommunicationError,
     PhaseError,
@@ -57,7 +58,6 @@ from composable.seams import (
     lose_step,
     observe,
     open_scope,
-    parameters_of,
     stepped_in_backward,
     units_in,
 )

@@ -29,18 +29,18 @@ from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.hooks import detach, dispatcher_of
 from composable.contract.tree import annotation_of
+from composable.contract.values import parameters_of
 from composable.extras.watch.messages import message_of
 from composable.extras.watch.sight import Sight
 from composable.seams import (
     Call,
     Observer,
     Root,
+    Stepping,
     Unit,
     is_part_of_backward,
-    is_stand_in,
     label_of,
     observe,
-    parameters_of,
 )
 from composable.torch_private import step_hooks
 
@@ -230,7 +230,7 @@ def _before_steps(optimizer: Optimizer, *_: Any) -> None:
     Its own hooks come behind all global ones, and so behind that by which `join` tells ranks
     without data of the step.
     """
-    if _OPEN and optimizer not in _HOOKED and not is_stand_in(optimizer):
+    if _OPEN and optimizer not in _HOOKED and not Stepping.is_stand_in(optimizer):
         _HOOKED.add(optimizer)
         handle = optimizer.register_step_pre_hook(_before_step)
         # first of them: the last place is that of steps on shards
