@@ -317,7 +317,7 @@ def mentions(files: list[Source], name: str) -> int:
 def counts() -> list[Row]:
     package, engine = sources(PACKAGE), sources(ENGINE)
     extras = [each for each in package if each.path.startswith("extras/")]
-    outside = ("extras/", "__main__.py", "forecast.py")
+    outside = ("extras/", "seams.py", "__main__.py", "forecast.py")
     core = [each for each in package if not each.path.startswith(outside)]
     steps = [
         each
