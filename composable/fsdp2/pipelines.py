@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from torch import nn
 from torch.distributed import fsdp
-from typing_extensions import override
 
-from composable.engine.step.observer import HEARERS, Observer
+from composable.features.split_backwards import ON_SPLIT
 from composable.fsdp2.module import TORCHS, FSDPModule
 from composable.fsdp2.verb import state
 
@@ -29,19 +28,16 @@ class _OfBoth:
         return state(module) or _VERB.state(module)
 
 
-class _Stages(Observer):
-    """Lets the stages see annotated modules."""
-
-    @override
-    def splits_backwards(self) -> None:
-        for name in _MODULES:
-            names = vars(sys.modules.get(name, object))
-            for key, torchs, ours in (
-                ("FSDPModule", TORCHS, FSDPModule),
-                ("fully_shard", _VERB, _OfBoth),
-            ):
-                if names.get(key) is torchs:
-                    setattr(sys.modules[name], key, ours)
+def _show_stages() -> None:
+    """Let the stages see annotated modules."""
+    for name in _MODULES:
+        names = vars(sys.modules.get(name, object))
+        for key, torchs, ours in (
+            ("FSDPModule", TORCHS, FSDPModule),
+            ("fully_shard", _VERB, _OfBoth),
+        ):
+            if names.get(key) is torchs:
+                setattr(sys.modules[name], key, ours)
 
 
-HEARERS.add(_Stages())
+ON_SPLIT.append(_show_stages)

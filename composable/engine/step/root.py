@@ -2,7 +2,7 @@
 reduced when is in `post_backward.py`; docs/tour.md follows a step line by line.
 
 In this file: what belongs to one step (`Step`, `Forward`, `Iteration`), the end of a backward
-(`BackwardEnd`), and `Root`: which root a call has, forward, backward, a lost step, split backwards.
+(`BackwardEnd`), and `Root`: which root a call has, forward, backward, a lost step.
 
 State machine of a `Root`; what may change its phase is in this file, and the phase is what its
 `Step` says. What runs is the forward in row FORWARD, and the backward in row BACKWARD:
@@ -74,7 +74,6 @@ from composable.engine.step.observer import DECISIONS, HEARERS, announce, gradie
 from composable.engine.step.prepare import Preparation, is_called, modules_calling
 from composable.engine.step.unit import (
     BACKWARD,
-    BY_HAND,
     EXPLICIT,
     GRAPH,
     LENT,
@@ -277,10 +276,6 @@ class Root:
             object reduces the gradients of a parameter.
         step: that is under way.
         training: which units train, as of the last forward.
-        split_by: the pipeline schedule that called the last forward, if it takes gradients of
-            weights by `torch.autograd.grad` and assigns `.grad` itself, and `hold_by_hand` was not
-            called for them. The optimizer's step refuses that: all ranks come to it, and to a
-            forward one stage after another.
         post_backward: reduces gradients.
     """
 
@@ -298,7 +293,6 @@ class Root:
         # Numbers of forwards that began in training mode since a backward has landed, lost ones
         # too: in debug mode ranks compare how many there are.
         self._trained: deque[int] = deque(maxlen=REMEMBERED)
-        self.split_by = ""
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
         self.post_backward = PostBackward(
             [unit.gradients for unit in self.units], self.agreed.gradients
@@ -370,10 +364,6 @@ class Root:
         """The compiler does not reduce gradients any more."""
         self.eager_because = why
         self.agreed.stop_tracing(why)
-
-    def follow_schedule(self, split_by: str) -> None:
-        """A forward is called, see `split_by`."""
-        self.split_by = split_by
 
     @property
     def phase(self) -> Phase:
@@ -476,6 +466,8 @@ class Root:
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
         for unit in explicit:  # `unshard()`, and maybe `model.to(dtype)`, before the step
             unit.hide()
+        for hear in HEARERS.begins_forward if grad else ():
+            hear(self)
         self.prepare()  # of prepare.py: one look, in C, for what users have changed
         for unit in self.units:
             # What earlier forwards left, but for scopes: if that step was lost, some ranks have
@@ -622,7 +614,7 @@ class Root:
                 unit.end_forward()
                 if not unit.step.pending:  # its own root's backward is not to come
                     unit.free()
-        self._idle()
+        release_idle_memory(self)
         wait_for_traffic()  # CPU offload
         self.step.thread.clear()
 
@@ -906,14 +898,7 @@ class Root:
             if following is None or unit not in following.last:
                 unit.free()
         if not self.step.running:
-            self._idle()
-
-    def _idle(self) -> None:
-        """Neither a forward nor a backward is under way."""
-        for unit in self.units:
-            if BY_HAND in unit.kept_by and unit.is_unsharded:  # their backwards take what is shown
-                unit.show()
-        release_idle_memory(self)
+            release_idle_memory(self)
 
     def end_unseen(self) -> None:
         """All ranks come here, as an optimizer steps or an outermost forward begins: give up what
@@ -998,7 +983,7 @@ class Root:
             unit.drop_step()
             unit.swap_out()
             try:
-                unit.release(BY_HAND)  # and whatever else ended, so that it is freed
+                unit.free()
             except CommunicationError as error:
                 self._warn(error)  # what failed in flight must not keep the rest
             if EXPLICIT in unit.kept_by:  # `unshard()` outlives a lost step
@@ -1010,43 +995,12 @@ class Root:
     def _warn(self, error: ComposableError) -> None:
         logger.warning("while unit '%s' was reset: %s", self.name, first_line(error))
 
-    # --- split backwards -------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def hold_by_hand(self) -> None:
-        """Pipelines that split backwards take gradients of weights by `torch.autograd.grad`, for
-        what `parameters()` gives, and assign `.grad` themselves; no hook tells of it. Show compute
-        parameters outside of forwards and backwards from now on, count all buckets as holding, and
-        accumulate what was assigned since the last call.
-
-        All ranks call it outside of forward and backward, before the first of these backwards.
-        """
-        for unit in self.units:
-            unit.keep(BY_HAND)
-            unit.unshard()
-        for unit in self.units:
-            unit.wait_for_unshard()
-            unit.show()
-        self.post_backward.hold()
-        self.split_by = ""
-
-    @torch.no_grad()
-    def end_by_hand(self) -> None:
-        """Modules hold at-rest parameters again, and on these is what was assigned."""
-        if BY_HAND not in self.units[0].kept_by:
-            return
-        self.post_backward.hold()
-        for unit in self.units:
-            unit.hide()
-            unit.release(BY_HAND)
-
     # --- without a backward ----------------------------------------------------------------------
 
     @torch.no_grad()
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated under `no_sync`, without a backward."""
         land_held([self])
-        self.end_by_hand()
         try:
             self.post_backward.compare_held(self.name)
             self.post_backward.launch_held()

@@ -21,9 +21,9 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 | `UNSEEN` there | yes | no | a unit inside returns a parameter, or an output is detached |
 | `LENT` there | yes | no | the same without gradients: until the root's forward ends |
 | `GRAPH` there | yes | no | gradient penalties, `create_graph=True` |
+| `BY_HAND` there | yes | by `EXPLICIT` | zero-bubble pipelines (`features/split_backwards.py`) |
 | `EXPLICIT` in `kept_by` | yes | yes | `unshard(model)`, until a forward with gradients |
 | a scope in `kept_by` | yes | no | `keep_unsharded(model)` |
-| `BY_HAND` in `kept_by` | yes | by `EXPLICIT` | zero-bubble pipelines |
 """
 
 from __future__ import annotations
@@ -68,9 +68,6 @@ if TYPE_CHECKING:
 # The reason for modules to hold whole parameters outside of forwards, after `unshard` or in
 # `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
-# The reason for units to stay unsharded, and for modules to hold whole parameters outside of
-# forwards and backwards, while split backwards bring gradients: `Root.hold_by_hand`.
-BY_HAND: Final = "split backwards"
 # `Unit.given` of a unit that was not computed yet.
 UNKNOWN: Final = -1
 # `Unit.shown_by` of a scope in which ranks hold different things
@@ -170,6 +167,7 @@ UNSEEN: Final = "backward may come to the unit unseen"
 # An output of a call inside of the root's aliases a parameter.
 LENT: Final = "the forward around it may read the parameters"
 GRAPH: Final = "backward may go through a graph of create_graph=True"
+BY_HAND: Final = "split backwards bring gradients, outside of forwards and backwards"
 ROOT_RUNS: Final = "the root computes, and may read the parameters at any time"
 
 
@@ -183,8 +181,8 @@ class UnitStep:
         to_run: of several modules, those that have not run in this forward, or recomputation.
             Until all have, modules hold compute parameters: code between two of them reads the
             weight of the next (losses that are fused with the head do).
-        needed_by: `BACKWARD`, `UNSEEN`, `LENT`, `GRAPH`; `ROOT_RUNS` of replicated units next to
-            shards.
+        needed_by: `BACKWARD`, `UNSEEN`, `LENT`, `GRAPH`, `BY_HAND`; `ROOT_RUNS` of replicated
+            units next to shards.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -307,9 +305,7 @@ class Unit:
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
 
         # --- what users have asked for
-        self.kept_by: dict[
-            object, None
-        ] = {}  # why it stays unsharded: scopes, `EXPLICIT`, `BY_HAND`
+        self.kept_by: dict[object, None] = {}  # why it stays unsharded: scopes, `EXPLICIT`
         # the scope, if any, in which modules hold whole parameters for the user to edit; they are
         # not computed with
         self.shown_by = ""

@@ -158,7 +158,7 @@ def _recomputes(unit: Unit, root: Root) -> bool:
     if not root.eager_because:  # the compiler reduces the gradients
         return runs_again()
     # The second half of a split backward runs outside of a step.
-    return in_backward() and (root.in_step or BY_HAND in unit.kept_by)
+    return in_backward() and (root.in_step or BY_HAND in unit.step.needed_by)
 
 
 def end_call(call: UnitCall, *, keep: bool) -> None:
