@@ -23,7 +23,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from composable.engine.step.observer import HEARERS, Observer
-from composable.engine.step.root import Root, planned_roots
+from composable.engine.step.plan import planned_roots
+from composable.engine.step.root import Root
 from composable.engine.step.unit import BY_HAND, Unit, unit_of
 from composable.errors import OptimizerError
 from composable.torch_private import split_backward_schedule
@@ -96,20 +97,20 @@ def end(root: Root) -> None:
         unit.free()
 
 
-def refuse_split(step: str, unit: Unit) -> None:
-    """An optimizer is about to step parameters of `unit`.
+def refuse_split(step: str, units: Sequence[Unit]) -> None:
+    """An optimizer is about to step parameters of these units.
 
     Raises:
         OptimizerError: a schedule has assigned gradients that nothing reduces.
     """
-    schedule = _split_by.get(unit.root) if unit.root is not None else None
-    if schedule is not None:
-        raise OptimizerError(
-            f"{step}: unit '{unit.name}' was called by {schedule}, which takes"
-            " gradients of weights by torch.autograd.grad and assigns .grad itself: nothing"
-            " reduces them over the ranks. Annotate the module of the stage itself, or use a"
-            " schedule that calls backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
-        )
+    for unit in units if _split_by else ():
+        if unit.root is not None and unit.root in _split_by:
+            raise OptimizerError(
+                f"{step}: unit '{unit.name}' was called by {_split_by[unit.root]}, which takes"
+                " gradients of weights by torch.autograd.grad and assigns .grad itself: nothing"
+                " reduces them over the ranks. Annotate the module of the stage itself, or use a"
+                " schedule that calls backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
+            )
 
 
 HEARERS.add(_Schedules())

@@ -100,7 +100,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
                 f"{step}: unit '{unit.name}' rests on the host since offload_to_host. Call wake()"
                 " on what that returned first"
             )
-        refuse_split(step, unit)
+    refuse_split(step, units)
     if not runs_in_backward:
         for root in dict.fromkeys([unit.root for unit in units if unit.root is not None]):
             root.end_unseen()

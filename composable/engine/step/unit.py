@@ -135,18 +135,15 @@ class UnitCall:
     waits: bool = False
     number: int | None = None
 
-    def take_place(self, number: int | None, *, outermost: bool, inside: bool) -> None:
+    def take_place(self, number: int | None, *, outermost: bool, is_entered: bool) -> None:
         """It begins in a forward of the root, and it is known what ranks give the unit.
 
         Args:
             number: None for a recomputation.
-            inside: another forward runs around the call, so backward must enter the unit on all
-                ranks or on none. The kind ARRIVAL does not need that, unless roots share the unit.
+            is_entered: backward enters the unit on all ranks.
         """
         self.number, self.outermost = number, outermost
-        unit = self.unit
-        needs = inside and (unit.trains or unit.known_given() == 2)
-        self.anchors = needs and unit.mesh_info.all.size > 1
+        self.anchors = is_entered and self.unit.mesh_info.all.size > 1
 
     def await_backward(self) -> None:
         """Backward will come to its outputs."""
@@ -296,10 +293,10 @@ class Unit:
         self.root: Root | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
         # Of a frozen unit, how it was last computed while these units of the root trained
-        # (`Root.training`): 0 without autograd, 1 with inputs that require no gradients, 2 with
+        # (`Order.training`): 0 without autograd, 1 with inputs that require no gradients, 2 with
         # inputs that do. Backward enters it in case 2 only, and must do so on all ranks. A rank
         # that skips the unit (`skipped`) has no inputs to tell by, so ranks that compute it tell
-        # the others in the first forward (`Root.enter_forward`).
+        # the others in the first forward (`Order.enter`).
         self.given: dict[tuple[Agreed, tuple[bool, ...]], int] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
@@ -729,14 +726,9 @@ class Unit:
         """`root` is told of changes from now on."""
         self.root = root
 
-    def note_given(self, root: Root, given: int) -> None:
+    def note_given(self, agreed: Agreed, training: tuple[bool, ...], given: int) -> None:
         """What ranks have agreed on in a forward, see `given`."""
-        self.given[root.agreed, root.training] = given
-
-    def known_given(self) -> int:
-        """See `given`; UNKNOWN if it was not computed while these units train."""
-        root = self.root
-        return UNKNOWN if root is None else self.given.get((root.agreed, root.training), UNKNOWN)
+        self.given[agreed, training] = given
 
     def forget_given(self, agreed: Agreed, training: tuple[bool, ...]) -> None:
         """No rank looks for it any more, see `Agreed.patterns`."""

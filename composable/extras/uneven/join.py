@@ -35,6 +35,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composable.api.accumulation import reduce_held
 from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
 from composable.engine.edits.written import written
@@ -436,7 +437,7 @@ class _Scope(JoinHook):
     def _communicate(self, what: str, parameters: list[Tensor], *args: Any) -> None:
         match what:
             case "reduce":
-                roots.reduce_held(list(dict.fromkeys(filter(None, map(unit_of, parameters)))))()
+                reduce_held(list(dict.fromkeys(filter(None, map(unit_of, parameters)))))()
             case "clip":
                 with suppress(NonFiniteError):
                     clip_grad_norm_(parameters, *args[:-1], error_if_nonfinite=args[-1])

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from composable.engine.step.observer import Observer, open_scope
+from composable.engine.step.plan import root_of
 from composable.engine.step.root import ROOTS, Root
 from composable.engine.step.unit import BACKWARD, Unit, UnitCall
 from composable.engine.step.visit import Visit, come_back, end_call
@@ -85,7 +86,7 @@ class Narrator(Observer):
 
 def shadow(unit: Unit, event: Event, detail: int) -> None:
     """On a rank without data: do what another rank says that it does, and compute nothing."""
-    root = unit.root or Root.plan(unit)
+    root = root_of(unit)
     match event:
         case Event.ENTER:
             Visit(unit).enter(unit.modules[detail], (), {}, computes=False)

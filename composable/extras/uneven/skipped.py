@@ -76,7 +76,7 @@ def _through(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module,
         # If the parameters train, backward comes to this unit on ranks that compute it. If they are
         # frozen, it does where inputs require gradients: an image tower's do not, though what this
         # rank passes through may.
-        given = unit.known_given()
+        given = UNKNOWN if root is None else root.order.known_given(unit)
         enters = unit.trains or given in (UNKNOWN, 2)
         y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor)) if enters else None
     except BaseException:
