@@ -3,9 +3,10 @@
 `Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one
 number, and a rank without data adds 0. The model has many, so behind such a sum the rank with data
 that comes first, the source, says what it does: which units it enters and leaves
-(`narration.py`), and which functions and optimizers it calls. The others do the same
-without computing. They are told each time, and not by a record of an earlier step: so a rank may
-have no data at all, and steps may differ. While all ranks have data, nothing but the sums is sent.
+(`narration.py`), and which functions and optimizers it calls. The others do the same without
+computing (`engine/step/driver.py`). They are told each time, and not by a record of an earlier
+step: so a rank may have no data at all, and steps may differ. While all ranks have data, nothing
+but the sums is sent.
 
 Other joinables of the same `Join` have collectives of their own. They announce them by
 `Join.notify_join_context`, which is taken as a forward is: the source says which joinable it is,
@@ -44,11 +45,12 @@ from composable.engine.params.dtensors import is_unreduced
 from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step import root as roots
 from composable.engine.step.buffers import broadcast_buffers
+from composable.engine.step.driver import Event, drive
 from composable.engine.step.observer import DECISIONS, HEARERS, follow_steps, open_scope
 from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
-from composable.extras.uneven.narration import Event, Narrator, shadow
+from composable.extras.uneven.narration import Narrator
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.scaler import unscale_gradients
@@ -457,7 +459,7 @@ class _Scope(JoinHook):
                     raise _LostStepError
                 if event is Event.END and not detail:
                     return
-                shadow(self._units[unit], event, detail)
+                drive(self._units[unit], event, detail)
                 depth += (event is Event.ENTER) - (event is Event.LEAVE)
             if not depth and not in_backward:
                 return
