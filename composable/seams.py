@@ -15,6 +15,9 @@ methods that they list.
 | `DECISIONS`                  | questions of the engine that an extra may answer                  |
 | `follow_steps`               | opens a scope that follows steps for ranks without data           |
 | `open_scope`                 | is the scope that is open                                         |
+| `Driver`                     | takes part in steps of units that other ranks compute             |
+| `Event`                      | what one unit does, to be driven elsewhere                        |
+| `unscale_gradients`          | unscales gradients as a scaler does that other ranks step         |
 | `Unit`                       | what a call of a verb left on its modules                         |
 | `Group`                      | parameters of a unit that are gathered together                   |
 | `Param`                      | one of them                                                       |
@@ -63,7 +66,8 @@ from composable.engine.edits.loading import warn_of_other_groups as warn_of_othe
 from composable.engine.params import param as params
 from composable.engine.params.param import copy_attributes as copy_attributes
 from composable.engine.params.param import label_of as label_of
-from composable.engine.step import observer, unit
+from composable.engine.step import driver, observer, unit
+from composable.engine.step.driver import Event as Event
 from composable.engine.step.observer import DECISIONS as DECISIONS
 from composable.engine.step.observer import HEARERS
 from composable.engine.step.observer import Observer as Observer
@@ -76,6 +80,7 @@ from composable.features.activations import offloading_from_host as offloading_f
 from composable.memory.elastic import ElasticBuffer
 from composable.optim.in_backward import is_part_of_backward as is_part_of_backward
 from composable.optim.in_backward import stepped_in_backward as stepped_in_backward
+from composable.optim.scaler import unscale_gradients as unscale_gradients
 from composable.optim.shard_steps import LocalStep as LocalStep
 from composable.optim.stand_in import StandIn as StandIn
 from composable.optim.stand_in import Stepping as Stepping
@@ -243,6 +248,8 @@ class Unit(Protocol):
     def on_one_mesh(self) -> bool: ...
     @property
     def forward_number(self) -> int | None: ...
+    @property
+    def is_in_backward(self) -> bool: ...
     def buffers_shown(self) -> Sequence[tuple[Tensor, Tensor]]:
         """Casts of buffers that modules hold now, each with the buffer itself."""
 
@@ -261,6 +268,7 @@ class Root(Protocol):
 
     Attributes:
         running: units whose forwards run, innermost last.
+        ends_inside: a backward around the one that ends goes on, of other roots.
     """
 
     @property
@@ -271,6 +279,8 @@ class Root(Protocol):
     def units(self) -> Sequence[Unit]: ...
     @property
     def running(self) -> Sequence[Unit]: ...
+    @property
+    def ends_inside(self) -> bool: ...
 
 
 class Call(Protocol):
@@ -314,6 +324,14 @@ class Managed(Protocol):
     def param(self) -> Param: ...
 
 
+class _Drivers(Protocol):
+    def __call__(self, units: Sequence[Unit]) -> driver.Driver:
+        """Units in an order that all ranks know."""
+
+    def pass_through(self, module: nn.Module, x: Any) -> Any:
+        """Take part in a forward of `module`, and give `x` back."""
+
+
 # --- functions, over these -----------------------------------------------------------------------
 
 # The engine's own functions, for which each unit is its own class. mypy sees at the end
@@ -321,6 +339,8 @@ class Managed(Protocol):
 
 # `observe(observer)`: it hears of steps from now on; returns what ends it.
 observe: Final[Callable[[Observer], Callable[[], None]]] = HEARERS.add
+# Takes part in steps of units that other ranks compute.
+Driver: Final[_Drivers] = cast("Any", driver.Driver)
 # Tell that all ranks have lost a step of these units.
 lose_step: Final[Callable[[Sequence[Unit]], None]] = cast("Any", observer.lose_step)
 # The units of a module and below, in `.modules()` order; the first one raises if there are none.

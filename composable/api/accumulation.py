@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import torch
@@ -12,7 +13,10 @@ from torch import nn
 from composable.api.scopes import units_in
 from composable.compilation import untraced
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.step.root import end_interrupted, reduce_held
+from composable.engine.step.observer import announce
+from composable.engine.step.plan import launch_held
+from composable.engine.step.root import end_interrupted, land_held
+from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, PhaseError, did_you_mean
 from composable.torch_private import in_backward
 
@@ -120,3 +124,13 @@ def launch_reductions(model: nn.Module) -> Callable[[], None]:
             " of no_sync"
         )
     return reduce_held(units)
+
+
+def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
+    """Launch the reduction of what these units accumulated under `no_sync`.
+
+    All ranks call it, outside of forward and backward, and what it returns: that lands the
+    gradients.
+    """
+    announce("reduce", [param.at_rest for unit in units for param in unit.params])
+    return partial(land_held, launch_held(units))

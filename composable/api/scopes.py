@@ -17,8 +17,10 @@ from composable.contract.hooks import dispatcher_of
 from composable.contract.naming import module_name
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.params.param_group import ShardedState
-from composable.engine.step import root
 from composable.engine.step.observer import called
+from composable.engine.step.plan import prepare
+from composable.engine.step.root import end_interrupted
+from composable.engine.step.root import reset as reset_steps
 from composable.engine.step.unit import EXPLICIT, Unit, units_below
 from composable.errors import NotAnnotatedError, PhaseError, did_you_mean
 
@@ -103,7 +105,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     if recurse:
         # replicated parameters next to shards are no plain ones either
         units = units_below([unwrapped(module)])
-    root.prepare(units)
+    prepare(units)
     for unit in units:
         if (
             not unit.step.calls
@@ -131,7 +133,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
         PhaseError: inside of a forward of a unit.
     """
     units = units_in("reshard", module, sharded=True, recurse=recurse)
-    root.end_interrupted(units)
+    end_interrupted(units)
     running = next((unit for unit in units if unit.step.calls), None)
     if running is not None:
         raise PhaseError(
@@ -172,7 +174,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     units_in("keep_unsharded", module, sharded=True)
     # replicated parameters next to shards are no plain ones either
     units = units_below([unwrapped(module)])
-    root.prepare(units)
+    prepare(units)
     scope = object()
     shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
     shown = [
@@ -277,4 +279,4 @@ def reset(module: nn.Module) -> None:
         ...     reset(model)
     """
     units_in("reset", module)
-    root.reset([unwrapped(module)])
+    reset_steps([unwrapped(module)])

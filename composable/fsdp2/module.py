@@ -27,8 +27,9 @@ from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.step.observer import HEARERS, Observer
 from composable.engine.step.root import roots_of
-from composable.engine.step.unit import BY_HAND, Unit, units_below
+from composable.engine.step.unit import Unit, units_below
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
+from composable.features import split_backwards
 from composable.torch_private import FSDP2Module
 
 _KEEP: Final = "set_reshard_after_backward(False)"
@@ -97,10 +98,10 @@ def _follow_schedule(units: Sequence[Unit]) -> None:
         asked = all(
             _reductions.get(unit, _Reduction()).mode(unit) is SyncMode.HOLD for unit in root.units
         )
-        if not asked:
-            root.end_by_hand()
-        elif not root.step.running and (root.split_by or BY_HAND in root.units[0].kept_by):
-            root.hold_by_hand()
+        if asked:
+            split_backwards.hold(root)
+        else:
+            split_backwards.end(root)
 
 
 def _unit(name: str, module: Any) -> Unit:

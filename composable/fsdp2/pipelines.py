@@ -10,9 +10,8 @@ from typing import Any, Final
 
 from torch import nn
 from torch.distributed import fsdp
-from typing_extensions import override
 
-from composable.engine.step.observer import HEARERS, Observer
+from composable.features.split_backwards import ON_SPLIT
 from composable.fsdp2.module import TORCHS, FSDPModule
 from composable.fsdp2.verb import state
 from composable.torch_private import exchange_in_pipelining
@@ -28,13 +27,10 @@ class _OfBoth:
         return state(module) or _VERB.state(module)
 
 
-class _Stages(Observer):
-    """Lets the stages see annotated modules."""
-
-    @override
-    def splits_backwards(self) -> None:
-        exchange_in_pipelining("FSDPModule", TORCHS, FSDPModule)
-        exchange_in_pipelining("fully_shard", _VERB, _OfBoth)
+def _show_stages() -> None:
+    """Let the stages see annotated modules."""
+    exchange_in_pipelining("FSDPModule", TORCHS, FSDPModule)
+    exchange_in_pipelining("fully_shard", _VERB, _OfBoth)
 
 
-HEARERS.add(_Stages())
+ON_SPLIT.append(_show_stages)

@@ -37,6 +37,7 @@ from composable.engine.params.param import labels_of
 from composable.engine.step.root import UNLANDED, land_held
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import OptimizerError
+from composable.features.split_backwards import refuse_split
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.shard_steps import step_on_shards_unasked
 from composable.optim.shared import is_trained, refuse_unreduced
@@ -100,13 +101,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
                 f"{step}: unit '{unit.name}' rests on the host since offload_to_host. Call wake()"
                 " on what that returned first"
             )
-        if unit.root is not None and unit.root.split_by:
-            raise OptimizerError(
-                f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes"
-                " gradients of weights by torch.autograd.grad and assigns .grad itself: nothing"
-                " reduces them over the ranks. Annotate the module of the stage itself, or use a"
-                " schedule that calls backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
-            )
+    refuse_split(step, units)
     if not runs_in_backward:
         for root in dict.fromkeys([unit.root for unit in units if unit.root is not None]):
             root.end_unseen()

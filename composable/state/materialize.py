@@ -34,7 +34,7 @@ from composable.contract.tree import Place
 from composable.contract.values import tensors_in
 from composable.engine.edits.written import written
 from composable.engine.params.param_hooks import move_hooks
-from composable.engine.step.root import planned_roots
+from composable.engine.step.plan import planned_roots
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import (
     ForeignParameterError,

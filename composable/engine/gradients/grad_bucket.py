@@ -197,6 +197,16 @@ class GradBucket:
         """Launch the reduction of what is here, or accumulate it. All ranks call it at the same
         point of their program.
 
+        | mode        | on a hybrid mesh               | shards alone   | replicas alone |
+        |-------------|--------------------------------|----------------|----------------|
+        | REDUCE      | both stages                    | one stage      | one stage      |
+        | HOLD_SHARDS | the first stage; its sums wait | as REDUCE      | as HOLD        |
+        | HOLD        | this rank's gradients wait     | likewise       | likewise       |
+
+        A reduction takes what waits with it: gradients that are in no sum yet are added to those of
+        this backward; sums of the first stage are `carried` to the second one, and wait on if there
+        is none.
+
         Args:
             absent: in place, indices of parameters that this backward brought no gradient for.
         """
@@ -207,7 +217,7 @@ class GradBucket:
         if reducer.is_alone:
             self._land_alone()
             return
-        if mode is SyncMode.HOLD_SHARDS and reducer.shard_comm is None:  # replicas alone
+        if mode is SyncMode.HOLD_SHARDS and reducer.shard_comm is None:
             mode = SyncMode.HOLD
         if mode is SyncMode.HOLD:
             waiting.begin(self.trainable)
@@ -215,7 +225,6 @@ class GradBucket:
                 waiting.add(self._take(), self.trainable)
             return
         assert self.reduction is None
-        # without replicas the first stage is the only one
         shards_only = mode is SyncMode.HOLD_SHARDS and reducer.mesh_info.replicate is not None
         trainable = (
             tuple(map(or_, waiting.wanted, self.trainable)) if waiting.wanted else self.trainable

@@ -320,11 +320,14 @@ class Plan:
     most = _PLANS
 
     def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
+        """In this order, as each needs those before it: the layout; where in the flat buffer this
+        rank's sums are; how gradients are made of these; the message; what is copied into it.
+        """
         info, precision = reducer.mesh_info, reducer.precision
         self.at_rest = reducer.at_rest
         self.rename(reducer)
         self._slots = reducer.slots
-        self._ranks = ranks = info.shard.size
+        self._ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
         self.row = Row(trained, compares=reducer.compares)
@@ -335,37 +338,47 @@ class Plan:
             packed_align=max(1, info.all.traits.align // smallest),
             numbers=self.row.numel - sum(trainable),
         )
+        row_start = self.layout.row_start + self.layout.flags_start
+        self.row_at = slice(row_start, row_start + self.row.numel)
+        self.segments = self._segments_of(info.shard.rank)
+        rests_on = local_tensor(reducer.at_rest[0]).device
+        self.stand_in = torch.empty(0, dtype=precision.gradient, device=rests_on)
+        self.specs: dict[int, Any] = {}
+        if precision.gradient == precision.original:  # a `_spec` says its parameter's dtype
+            at_rest = [(index, reducer.at_rest[index]) for index in self.layout.trainable]
+            self.specs = {i: each._spec for i, each in at_rest if isinstance(each, DTensor)}
+        numel = self._ranks * self.layout.row_numel
+        self.message = ElasticBuffer(numel, precision.reduce, reducer.device)
+        with torch.inference_mode(False):
+            self.sent = self.message.tensor.data
+            self.rows = self.sent.view(self._ranks, -1)
+        # a hook does not write to what is between gradients
+        self._new = self.sent.new_zeros if reducer.first_stage else self.sent.new_empty
+        self._plan_copies()
+
+    def _segments_of(self, rank: int) -> dict[int, tuple[Sequence[int], Sequence[int], int]]:
+        """See `segments`."""
         layout = self.layout
         begins = dict(layout.direct)
         begins |= {index: layout.row_start + start for index, start, _ in layout.columns}
-        self.segments: dict[int, tuple[Sequence[int], Sequence[int], int]] = {}
+        segments: dict[int, tuple[Sequence[int], Sequence[int], int]] = {}
         for index in layout.trainable:
-            slot = reducer.slots[index]
-            shape = slot.local_shape(info.shard.rank)
-            local = as_parameter(torch.empty(shape, device="meta"), slot)
-            self.segments[index] = local.shape, local.stride(), begins.get(index, 0)
-        row_start = layout.row_start + layout.flags_start
-        self.row_at = slice(row_start, row_start + self.row.numel)
-        self.specs: dict[int, Any] = {}
-        rests_on = local_tensor(reducer.at_rest[0]).device
-        self.stand_in = torch.empty(0, dtype=precision.gradient, device=rests_on)
-        if precision.gradient == precision.original:  # a `_spec` says its parameter's dtype
-            at_rest = [(index, reducer.at_rest[index]) for index in layout.trainable]
-            self.specs = {i: each._spec for i, each in at_rest if isinstance(each, DTensor)}
-        self.message = ElasticBuffer(ranks * layout.row_numel, precision.reduce, reducer.device)
-        with torch.inference_mode(False):
-            self.sent = self.message.tensor.data
-            self.rows = self.sent.view(ranks, -1)
-        # a hook does not write to what is between gradients
-        self._new = self.sent.new_zeros if reducer.first_stage else self.sent.new_empty
+            slot = self._slots[index]
+            local = as_parameter(torch.empty(slot.local_shape(rank), device="meta"), slot)
+            segments[index] = local.shape, local.stride(), begins.get(index, 0)
+        return segments
+
+    def _plan_copies(self) -> None:
+        """Plan how packed gradients are copied into the message."""
+        layout, slots = self.layout, self._slots
         # Which columns can be handed to `chunk_cat` as autograd made them: cut along their first
         # dimension, or not cut at all. What each rank gets whole is repeated first.
         self._plain = all(
             slot.dim == 0
             and not slot.order
             and slot.shape
-            and (slot.route is not Route.WHOLE or ranks == 1)
-            for slot in (reducer.slots[index] for index, _, _ in layout.columns)
+            and (slot.route is not Route.WHOLE or self._ranks == 1)
+            for slot in (slots[index] for index, _, _ in layout.columns)
         )
         # What `chunk_cat` gets, as indices in gradients and zeros: these are between two columns
         # that start at multiples of the alignment, and where the row goes.
@@ -375,9 +388,9 @@ class Plan:
         for (index, start, numel), end in zip(layout.columns, ends, strict=False):
             self._order.append(index)
             if gap := end - start - numel:
-                self._order.append(len(reducer.slots) + len(self._gaps))
+                self._order.append(len(slots) + len(self._gaps))
                 self._gaps.append(gap)
-        self._order.append(len(reducer.slots) + len(self._gaps))
+        self._order.append(len(slots) + len(self._gaps))
         self._gaps.append(layout.row_numel - layout.flags_start)
         # `chunk_cat` repeats no rows, but fills missing ones with zeros
         self._zeros: dict[torch.dtype, list[Tensor]] = {}

@@ -118,14 +118,25 @@ class Accumulated:
         gradients: Sequence[Tensor | None],
         trainable: Sequence[bool],
     ) -> None:
-        """Add the gradients of the backward that `begin` was called for to what waits."""
+        """Add the gradients of the backward that `begin` was called for to what waits.
+
+        | what is on the parameter               | then                                            |
+        |----------------------------------------|-------------------------------------------------|
+        | nothing                                | the gradient waits                              |
+        | what waits, in no sum yet              | the gradient is added to it                     |
+        | a mean, whole on each rank (`marks`)   | likewise: it is a term of the next mean         |
+        | this rank's shard of a sum or mean     | the gradient waits; the shard, times the number |
+        |                                        | of shards, is added to its part of it           |
+
+        The reduction to come divides by as many ranks as it sums over. So in the last case each
+        rank of the shard dimension adds its own shard, all replicas the same. A mean becomes a term
+        of the next one on all ranks alike, also without a gradient here: other ranks may have one.
+        """
         for index, gradient in enumerate(gradients):
             at_rest = self._at_rest[index]
             before = at_rest.grad
             unreduced = self.backwards > 1 if self.marks else is_unreduced(before)
             reduced = before is not None and not unreduced
-            # Without a gradient there is nothing to do, but for a mean that is to become a term of
-            # the next one, on all ranks alike. A marked one reads as a term already.
             if gradient is None and (self.marks or not (reduced and trainable[index])):
                 continue
             if reduced:
@@ -140,9 +151,6 @@ class Accumulated:
                 self._show(index, before)
                 local_tensor(before).add_(gradient)
             else:
-                # `before` is this rank's shard of a mean that was reduced earlier. The reduction to
-                # come divides by as many ranks as it sums over: those of the shard dimension each
-                # add the shard that they have, times their number, and all replicas the same.
                 whole, slot = gradient.to(dtype), self._reducer.slots[index]
                 # of a parameter that each rank has whole, that is all of it
                 ranks = 1 if slot.route is Route.WHOLE else slot.num_shards

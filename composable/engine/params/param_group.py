@@ -367,7 +367,21 @@ class ParamGroup(ABC):
             self._note(self._versions_now(), by_all=True)
 
     def _note(self, now: list[int], *, by_all: bool = False) -> None:
-        """Move the versions of compute parameters whose at-rest parameters were written to."""
+        """Move the versions of compute parameters whose at-rest parameters were written to.
+
+        | written to                       | gathered again | version counters move            |
+        |----------------------------------|----------------|----------------------------------|
+        | by an operator on a parameter    | yes: all ranks | of what is gathered              |
+        | its memory, by a call of all     | yes            | likewise                         |
+        | ranks that says so (`by_all`),   |                |                                  |
+        | or after `expect_load`           |                |                                  |
+        | its memory, otherwise            | no, a warning: | likewise                         |
+        |                                  | one rank alone |                                  |
+
+        Parameters that stay (`_stays`: computed with as they are) need no gather. Their compute
+        form shares the memory's counter, which an operator on a `DTensor` does not move; a write to
+        the memory does not move that of a `DTensor`.
+        """
         number = len(self.params)
         changed = list(map(ne, self._seen, now))
         self._seen = now
@@ -383,8 +397,6 @@ class ParamGroup(ABC):
         self._versions = tuple(map(add, self._versions, moved))
         if not any(self._stays):
             return
-        # What stays shares its memory's counter, which an operator on a `DTensor` did not move. A
-        # write to the memory did not move that of a `DTensor`.
         behind = [
             param.compute
             for param, stays, operated, told in zip(

@@ -25,6 +25,9 @@ class Observer:
     Each is called before the engine does it, but for `gradient_came` and `gradients_landed`.
     """
 
+    def begins_forward(self, root: Root) -> None:
+        """The outermost forward of a root begins, with gradients."""
+
     def enters(self, root: Root, call: UnitCall) -> None:
         """A call of a unit gathers it, and computes or recomputes."""
 
@@ -67,9 +70,6 @@ class Observer:
         the former ones `back`.
         """
 
-    def splits_backwards(self) -> None:
-        """A pipeline schedule that splits backwards calls a forward."""
-
     def loses(self, units: Sequence[Unit]) -> None:
         """A step of these units was lost, and all ranks know it (`together`)."""
 
@@ -81,6 +81,7 @@ class Observer:
 class Hearers:
     """The observers' methods, by event."""
 
+    begins_forward: list[Callable[[Root], None]] = field(default_factory=list)
     enters: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
     leaves: list[Callable[[Root, UnitCall, bool], None]] = field(default_factory=list)
     raises: list[Callable[[Root, UnitCall, BaseException], None]] = field(default_factory=list)
@@ -93,7 +94,6 @@ class Hearers:
     communicates: list[Callable[..., None]] = field(default_factory=list)
     calls: list[Callable[[str], None]] = field(default_factory=list)
     exchanges_values: list[Callable[[bool], None]] = field(default_factory=list)
-    splits_backwards: list[Callable[[], None]] = field(default_factory=list)
     loses: list[Callable[[Sequence[Unit]], None]] = field(default_factory=list)
     interrupted: list[Callable[[], None]] = field(default_factory=list)
 

@@ -32,9 +32,8 @@ from composable.engine.params.param import (
     set_label,
     trainability,
 )
-from composable.engine.step.observer import HEARERS
 from composable.engine.step.ties import Holder, follow_ties, holders_of
-from composable.engine.step.unit import BY_HAND, Unit, unit_of, units_below
+from composable.engine.step.unit import Unit, unit_of, units_below
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -51,7 +50,6 @@ from composable.torch_private import (
     innermost,
     local_of,
     outside_transforms,
-    split_backward_schedule,
 )
 
 if TYPE_CHECKING:
@@ -88,15 +86,10 @@ class Preparation:
                 " themselves"
             )
         if torch.is_grad_enabled():
-            schedule = split_backward_schedule()
-            split_by = schedule if schedule and _needs_hooks(root.units) else ""
-            root.follow_schedule(split_by)
-            for hear in HEARERS.splits_backwards if split_by else ():
-                hear()
-            if not self._looked_around:  # in the first forward that may be trained on
-                self._looked_around = True
-                if ddp is None and not _is_alone(root):  # DDP averages what is around
-                    _warn_of_unmanaged_around(root)
+            # in the first forward that may be trained on; DDP averages what is around
+            if not self._looked_around and ddp is None and not _is_alone(root):
+                _warn_of_unmanaged_around(root)
+            self._looked_around = True
         if self._watched is not None and self._unchanged(*self._watched):
             return
         self._watched = None
@@ -265,14 +258,6 @@ def _look_into(unit: Unit, root: Root, owners: Mapping[int, Holder]) -> bool:
 
 def _is_alone(root: Root) -> bool:
     return all(unit.mesh_info.all.size == 1 for unit in root.units)
-
-
-def _needs_hooks(units: Sequence[Unit]) -> bool:
-    """Whether gradients that are assigned by hand would be lost, or be this rank's alone."""
-    return any(
-        BY_HAND not in unit.kept_by and (unit.mesh_info.all.size > 1 or unit.computes_apart)
-        for unit in units
-    )
 
 
 def _is_managed(parameter: nn.Parameter) -> bool:

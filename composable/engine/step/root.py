@@ -1,8 +1,9 @@
-"""The order of one step: which units are entered and left, gathered ahead and freed when. What is
-reduced when is in `post_backward.py`; docs/tour.md follows a step line by line.
+"""The phases of one step: which units are entered and left, and freed when. Which root a call has
+is in `plan.py`, what is gathered ahead in `order.py`, what is reduced when in `post_backward.py`;
+docs/tour.md follows a step line by line.
 
-In this file: what belongs to one step (`Step`, `Forward`, `Iteration`), the end of a backward
-(`BackwardEnd`), and `Root`: which root a call has, forward, backward, a lost step, split backwards.
+In this file: what belongs to one step (`Step`, `Iteration`), the end of a backward (`BackwardEnd`),
+and `Root`: forward, backward, a lost step, reductions without a backward.
 
 State machine of a `Root`; what may change its phase is in this file, and the phase is what its
 `Step` says. What runs is the forward in row FORWARD, and the backward in row BACKWARD:
@@ -48,19 +49,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, islice
-from operator import attrgetter
 from threading import RLock, get_ident
 from threading import enumerate as enumerate_threads
-from traceback import walk_stack
 from typing import Any, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
 
-from composable.comm.base import Comm, compare_launches
-from composable.comm.launch import COMPARISON_OF_FORWARDS, Launch
+from composable.comm.base import compare_launches
 from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import untraced
 from composable.contract.hooks import drop_calls
@@ -71,21 +68,18 @@ from composable.engine.params.param_group import Kind
 from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
-from composable.engine.step.observer import DECISIONS, HEARERS, announce, gradients_landed
-from composable.engine.step.prepare import Preparation, is_called, modules_calling
+from composable.engine.step.observer import DECISIONS, HEARERS, gradients_landed
+from composable.engine.step.order import CLOCK, REMEMBERED, Forward, Order
+from composable.engine.step.prepare import Preparation, is_called
 from composable.engine.step.unit import (
     BACKWARD,
-    BY_HAND,
     EXPLICIT,
     GRAPH,
     LENT,
     ROOT_RUNS,
-    UNKNOWN,
     UNSEEN,
     Unit,
     UnitCall,
-    rename_below,
-    unit_of,
     units_below,
 )
 from composable.errors import (
@@ -93,7 +87,6 @@ from composable.errors import (
     ComposableError,
     DifferentiationError,
     PhaseError,
-    RanksDisagreeError,
     first_line,
 )
 from composable.memory.elastic import keep_idle_memory, release_idle_memory
@@ -108,14 +101,6 @@ from composable.torch_private import (
 
 logger = logging.getLogger("composable")
 
-# Entries of `Iteration.finished` and `Step.history` at most: forwards without a backward (rollouts
-# with gradients on) must not fill the memory. Older ones are not gathered ahead, and a checkpoint
-# that runs one of so many calls again does not enter the units around it first.
-REMEMBERED: Final = 4096
-
-CLOCK: Final = count()  # of forwards and ends of backwards
-_KEPT_BY: Final = attrgetter("kept_by")  # in C
-
 
 class Phase(enum.Enum):
     """Where a root is in a step."""
@@ -125,27 +110,6 @@ class Phase(enum.Enum):
     WAITING = "a forward has ended, and its backward may come"
     BACKWARD = "a backward runs, maybe inside of a forward"
     LOST = "a backward raised"
-
-
-@dataclass(slots=True)
-class Forward:
-    """One forward of the outermost module.
-
-    Attributes:
-        module: the outermost one.
-        with_gradients: autograd records it.
-        number: when it began, on the clock of `CLOCK`.
-        order: the units whose gather it has launched, as it has entered them.
-        cursor: in `Root.order`; what follows there is gathered ahead.
-        compared: units at which it has compared the ranks, for the first time.
-    """
-
-    module: nn.Module
-    with_gradients: bool
-    number: int = field(default_factory=partial(next, CLOCK))
-    order: list[Unit] = field(default_factory=list)
-    cursor: int = 0
-    compared: list[Unit] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +125,7 @@ class Iteration:
             backward was in that forward.
         order: `Forward.order` of its last forward with gradients.
         finished: units that gather and whose forward has ended, newest last. Backward will probably
-            enter them in reverse.
+            enter them in reverse, and gathers ahead by it.
         last: units that `reshard_after_forward=None` keeps until a forward enters another unit over
             the same ranks.
         end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that
@@ -190,17 +154,15 @@ class Step:
         iteration: None if no backward is to come, and none runs.
         forward: the forward of the outermost module that is under way.
         running: units whose forward is under way, outermost first.
-        gathered: units whose gather was launched since this forward began, and that it has not
-            entered since.
         history: calls of units with gradients, as they began, from the first on whose backward has
-            not come. Recomputation looks for them.
+            not come. Recomputation looks for them; a checkpoint that runs one of more than
+            `REMEMBERED` calls again does not enter the units around it first.
         thread: that runs the forward, by None. Which of two comes first is decided in C.
     """
 
     iteration: Iteration | None = None
     forward: Forward | None = None
     running: list[Unit] = field(default_factory=list)
-    gathered: dict[Unit, None] = field(default_factory=dict)
     history: deque[UnitCall] = field(default_factory=partial(deque, maxlen=REMEMBERED))
     thread: dict[None, int] = field(default_factory=dict)
 
@@ -271,17 +233,11 @@ class Root:
         modules: of that unit.
         units: of both verbs, in the order of `.modules()` at the first plan.
         agreed: what all ranks have alike about these units.
-        order: `Agreed.order`. The next forward gathers ahead by it; a backward does by
-            `Iteration.finished`.
+        order: in which forwards gather the units.
         shared: units below that are below another annotated model, too (an encoder of an actor and
             a critic). They are the units of a root of their own, whichever model calls them: one
             object reduces the gradients of a parameter.
         step: that is under way.
-        training: which units train, as of the last forward.
-        split_by: the pipeline schedule that called the last forward, if it takes gradients of
-            weights by `torch.autograd.grad` and assigns `.grad` itself, and `hold_by_hand` was not
-            called for them. The optimizer's step refuses that: all ranks come to it, and to a
-            forward one stage after another.
         post_backward: reduces gradients.
     """
 
@@ -289,61 +245,37 @@ class Root:
     # compiler does.
     eager_because: str = NOT_ON
 
-    def __init__(self, top: Unit, units: Sequence[Unit], shared: Sequence[Unit]) -> None:
+    def __init__(
+        self,
+        top: Unit,
+        units: Sequence[Unit],
+        shared: Sequence[Unit],
+        root_of: Callable[[Unit], Root],  # `plan.root_of`, for those that are shared
+    ) -> None:
         self.top, self.modules = top, top.modules
         self.agreed = agreed_by(units)  # the first forward fills it, and all ranks alike change it
         self.units: list[Unit] = self.agreed.units()
-        self.order = [self.units[index] for index in self.agreed.order]
+        self.order = Order(self.units, self.agreed)
         self.step = Step()
-        self.training: tuple[bool, ...] = ()
-        # Numbers of forwards that began in training mode since a backward has landed, lost ones
-        # too: in debug mode ranks compare how many there are.
-        self._trained: deque[int] = deque(maxlen=REMEMBERED)
-        self.split_by = ""
+        self._root_of = root_of
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
         self.post_backward = PostBackward(
             [unit.gradients for unit in self.units], self.agreed.gradients
         )
         # replicated units next to shards
         self.beside = [unit for unit in self.units if unit.kind is Kind.BESIDE]
-        self._watch_tree(shared)
+        self.watch_tree(shared)
         ROOTS.add(self)
 
-    def _watch_tree(self, shared: Sequence[Unit]) -> None:
+    def watch_tree(self, shared: Sequence[Unit]) -> None:
+        """It was planned: watch from now on whether modules come or go."""
         self.shared = list(shared)
-        self._trees = [TreeWatch(module) for module in self.modules]  # if modules came or went
+        self._trees = [TreeWatch(module) for module in self.modules]
         self._preparation = Preparation(self)
 
-    @staticmethod
-    def plan(unit: Unit) -> Root:
-        """Plan the modules of `unit` and what is below them as one tree."""
-        units = units_below(unit.modules)
-        # What is below others, too, or was, is shared.
-        relations = unit.relations
-        inside = (each.relations.number for each in relations.below)
-        known = {relations.number, *relations.around, *inside}
-        shared = [
-            each
-            for each in units
-            if not known.issuperset(each.relations.around.keys() - {each.relations.number})
-        ]
-        # Replicated units that own a parameter which modules here read as well.
-        owners = [unit_of(each) for module in unit.modules for each in module.parameters()]
-        units += [owner for owner in owners if owner is not None and owner.kind is Kind.BESIDE]
-        units = [each for each in dict.fromkeys(units) if each not in shared]
-        rename_below(unit.modules, units)
-        for former in roots_of(units):
-            if not in_backward():  # checkpointing runs a part again: the backward goes on
-                former.give_up_backward()
-            if former.top is unit and set(former.units) == set(units):
-                former._watch_tree(shared)  # of units nothing has changed
-                return former
-        root = Root(unit, units, shared)
-        for each in units:
-            each.follow_root(root)
-        for each in shared:
-            each.relations.share()
-        return root
+    def tree_changed(self) -> bool:
+        """Whether modules came or went since then."""
+        return any(tree.changed() for tree in self._trees)
 
     def forget(self) -> None:
         """A unit came or went below: the next forward plans anew."""
@@ -355,6 +287,13 @@ class Root:
     @property
     def name(self) -> str:
         return self.units[0].name
+
+    @property
+    def ends_inside(self) -> bool:
+        """Whether a backward around the one that ends goes on, of other roots (reentrant
+        checkpointing).
+        """
+        return any(each.ends_after(self) for each in ROOTS)
 
     @property
     def running(self) -> Sequence[Unit]:
@@ -377,10 +316,6 @@ class Root:
         self.eager_because = why
         self.agreed.stop_tracing(why)
 
-    def follow_schedule(self, split_by: str) -> None:
-        """A forward is called, see `split_by`."""
-        self.split_by = split_by
-
     @property
     def phase(self) -> Phase:
         """See the table at the top of this file."""
@@ -400,8 +335,14 @@ class Root:
     # --- forward ---------------------------------------------------------------------------------
 
     def enter_forward(self, call: UnitCall, inputs: object) -> None:
-        """A module is about to compute: free what ran last, gather its unit, and launch the next
-        one's gather.
+        """A module is about to compute.
+
+        1. The outermost one begins the forward (`_begin`).
+        2. With gradients, the units around note that this one ran inside: backward asks.
+        3. Units that were kept after forward are freed, as memory is about to be taken.
+        4. The unit is gathered, and others ahead (`Order.enter`). This may compare the ranks.
+        5. The call notes whether backward must enter it on all ranks or on none: inside of another
+           call. Buckets by arrival go without an entrance, unless roots share the unit.
 
         Args:
             inputs: of the module; None if this rank does not compute it.
@@ -416,82 +357,59 @@ class Root:
                 self.step.thread.clear()
                 raise
         step = self.step
-        forward = step.forward
+        forward, iteration = step.forward, step.iteration
         assert forward is not None
-        for outer in step.running if forward.with_gradients else ():  # read by backwards
+        assert iteration is not None
+        for outer in step.running if forward.with_gradients else ():
             # a module may call itself
             if outer is not unit and unit not in outer.relations.ran_inside:
                 outer.relations.note_inside(unit)
-        # Backward must enter the call on all ranks or on none. Buckets go without an entrance.
         inside = not outermost and unit.kind is not Kind.ARRIVAL
-        inside = inside or self._is_called_by_another(unit)
+        if unit.relations.is_shared:
+            inside = inside or self._is_called_by_another(unit)
         step.running.append(unit)
         try:
-            iteration = step.iteration
-            assert iteration is not None
-            if iteration.last and not unit.is_unsharded:  # memory is about to be taken
+            if iteration.last and not unit.is_unsharded:
                 self._free_last(unit, iteration)
-            if unit.gathers:
-                try:  # noqa: SIM105, `suppress` takes calls of Python
-                    # Behind it in the agreed order: what follows there is gathered ahead.
-                    forward.cursor = self.order.index(unit, forward.cursor) + 1
-                except ValueError:
-                    pass  # it did not run there
-            given = UNKNOWN if unit.trains or inputs is None else unit.describe_inputs(inputs)
-            if not (unit.compared or self._is_kept):
-                # `given` as ranks that compute the unit have it
-                given = self._compare_place(unit.mesh_info.all, self.units.index(unit), given)
-                if given != UNKNOWN or unit.trains:  # otherwise no rank has computed it
-                    forward.compared.append(unit)
-            # an evaluation says nothing of what backward will enter
-            if given != UNKNOWN and forward.with_gradients:
-                unit.note_given(self, given)
-            call.take_place(forward.number, outermost=outermost, inside=inside)
-            self._gather(unit, islice(self.order, forward.cursor, None))
-            if unit in step.gathered:
-                del step.gathered[unit]
-                forward.order.append(unit)
+            self.order.enter(unit, forward, inputs)
         except BaseException:
             self.on_error(unit)
             raise
+        enters = inside and (unit.trains or self.order.known_given(unit) == 2)
+        call.take_place(forward.number, outermost=outermost, is_entered=enters)
         if torch.is_grad_enabled():
             step.history.append(call)
 
     def _begin(self, module: nn.Module) -> None:
-        """The outermost forward begins."""
-        land_held([self])  # reductions without a backward that nobody has waited for
+        """The outermost forward begins.
+
+        1. Reductions without a backward land.
+        2. What earlier steps kept for a backward is given up, if none is to come to it.
+        3. Modules hold at-rest parameters, since 4. looks at what is registered.
+        4. What users did to parameters is adopted or refused.
+        5. What earlier forwards left gathered is freed. If that step was lost, some ranks have lost
+           it in the forward, and left nothing. What scopes keep, and `unshard()` has just gathered,
+           is the same on all.
+        6. The iteration begins, or goes on with one more forward.
+        7. What `unshard()` has gathered is shown, in an evaluation. A step uses it up.
+        8. Replicated units next to shards are shown.
+        9. With gradients: ranks agree on what trains, buffers follow one rank, the compiler is
+           asked whether it will reduce.
+        """
+        land_held([self])
         grad = torch.is_grad_enabled()
         forward = self.step.forward = Forward(module, grad)
-        self.step.gathered = {}
-        if not any(unit.step.pending > 0 or GRAPH in unit.step.needed_by for unit in self.units):
-            # outputs were detached; what that forward has kept may have been written to since
-            self.end_unseen()
-        iteration = self.step.iteration
-        # Gradient penalties: a forward with gradients, or a write, ends them when a backward
-        # without create_graph=True has ended the step. Before, another loss may use the graph.
-        if iteration is None:
-            for unit in self.units:
-                if GRAPH in unit.step.needed_by and (
-                    grad or any(group.is_stale for group in unit.groups)
-                ):
-                    unit.end_need(GRAPH)
-        # a shared `[norm, head]`, between the two: `prepare` looks at what is registered
+        self._give_up_kept(grad=grad)
+        explicit = self._hide()
+        for hear in HEARERS.begins_forward if grad else ():
+            hear(self)
+        self.prepare()
         for unit in self.units:
-            if unit.step.to_run:
-                unit.swap_out()
-        explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
-        for unit in explicit:  # `unshard()`, and maybe `model.to(dtype)`, before the step
-            unit.hide()
-        self.prepare()  # of prepare.py: one look, in C, for what users have changed
-        for unit in self.units:
-            # What earlier forwards left, but for scopes: if that step was lost, some ranks have
-            # lost it in the forward, and left nothing. What `unshard()` has just gathered is the
-            # same on all.
             if not unit.kept_by and unit not in explicit:
                 unit.free(before_step=True)
-        saved = iteration is not None
-        if iteration is None:
-            iteration = self.step.iteration = Iteration(None)
+        saved = self.step.iteration is not None
+        iteration = self.step.iteration or Iteration(None)
+        self.step.iteration = iteration
         for unit in explicit if not grad else ():  # goes on behind this forward
             unit.show()
         iteration.stream, iteration.began = self._streams.here(), forward.number
@@ -499,11 +417,7 @@ class Root:
             for unit in self.beside:
                 unit.show_in_root()
             if grad:
-                if (oldest := self.agreed.note_pattern(self.training)) is not None:
-                    for unit in self.units:
-                        unit.forget_given(self.agreed, oldest)
-                if module.training:
-                    self._trained.append(forward.number)
+                self.order.begin_training(forward)
                 # as DDP does, in evaluation mode with gradients, too; of replicated units only
                 broadcast_buffers(self.units, DECISIONS.source(), saved=saved)
                 self.eager_because = why_not(self)
@@ -512,10 +426,37 @@ class Root:
             raise
         keep_idle_memory(self)
 
+    def _give_up_kept(self, *, grad: bool) -> None:
+        """A forward begins: give up what no backward will need."""
+        if not any(unit.step.pending > 0 or GRAPH in unit.step.needed_by for unit in self.units):
+            # outputs were detached; what that forward has kept may have been written to since
+            self.end_unseen()
+        if self.step.iteration is not None:
+            return  # another loss may use the graph of a gradient penalty
+        # Graphs of gradient penalties end with a forward with gradients, or a write, when a
+        # backward without create_graph=True has ended the step.
+        for unit in self.units:
+            if GRAPH in unit.step.needed_by and (
+                grad or any(group.is_stale for group in unit.groups)
+            ):
+                unit.end_need(GRAPH)
+
+    def _hide(self) -> list[Unit]:
+        """Modules hold at-rest parameters. Returns the units that `unshard()` has shown; after it,
+        maybe `model.to(dtype)` was called.
+        """
+        for unit in self.units:
+            if unit.step.to_run:  # a shared `[norm, head]`, between the two
+                unit.swap_out()
+        explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
+        for unit in explicit:
+            unit.hide()
+        return explicit
+
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
         self._preparation.prepare()
-        self.training = tuple([unit.trains for unit in self.units])
+        self.order.note_training()
 
     def _free_last(self, unit: Unit, iteration: Iteration) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay:
@@ -525,35 +466,6 @@ class Root:
             if other is not unit and other.mesh_info.all is unit.mesh_info.all:
                 del iteration.last[other]
                 other.free()
-
-    def _gather(self, unit: Unit, following: Iterable[Unit]) -> None:
-        """Have `unit` unshard. Before waiting, launch the gathers of units ahead, which travel
-        while it computes: of those that probably follow, the next `prefetch` ones over its ranks.
-
-        Units over fewer ranks (experts) do not count, since not every rank enters them. One of them
-        is gathered ahead as well if it is the very next unit, and otherwise none. A replicated unit
-        next to shards gathers none ahead, unless it is the root: some ranks may skip it.
-        """
-        ahead = [unit]
-        comm, missing, is_first = unit.mesh_info.all, unit.spec.prefetch, True
-        if unit.kind is Kind.BESIDE and unit is not self.units[0]:
-            missing = 0
-        for other in following:
-            if not missing:
-                break
-            if other.mesh_info.all is comm:
-                missing -= 1
-            elif not is_first or other.mesh_info.all.size >= comm.size:
-                continue
-            is_first = False
-            if not other.step.calls:  # otherwise it computes, and must stay as it is
-                ahead.append(other)
-        for each in ahead:
-            for group in each.groups:
-                if group.unshard():
-                    self.step.gathered[each] = None
-        for group in unit.groups:
-            group.wait_for_unshard()
 
     def leave_forward(self, call: UnitCall, *, keep: bool) -> None:
         """A module has computed.
@@ -582,10 +494,15 @@ class Root:
     def _reshard_after_forward(self, unit: Unit, iteration: Iteration, *, grad: bool) -> None:
         """Do what `reshard_after_forward` says.
 
-        None: it stays until another unit has run (`_free_last`); False: it stays; True: it goes; a
-        number: a shard over so many ranks stays. In a call without gradients it goes, unless an
-        earlier one with gradients in the same forward left it there: this may be a call of one rank
-        alone, which would then be the only one to gather the unit in backward.
+        | it is    | with gradients                                   | without               |
+        |----------|--------------------------------------------------|-----------------------|
+        | True     | it goes                                          | it goes               |
+        | a number | a shard over so many ranks stays                 | it goes               |
+        | None     | it stays until another unit runs (`_free_last`)  | it goes, unless left  |
+        | False    | it stays                                         | it goes, unless left  |
+
+        "left": an earlier call with gradients in the same forward left it there. This may be a call
+        of one rank alone, which would then be the only one to gather the unit in backward.
         """
         after = unit.spec.reshard_after_forward
         if after is None and (grad or unit in iteration.last):
@@ -593,87 +510,51 @@ class Root:
             iteration.last[unit] = None
         elif after is False and (grad or unit in iteration.finished):
             pass
-        elif grad and isinstance(after, int) and after is not True:
+        elif not grad or after is True:
+            unit.reshard()
+        else:
             for group in unit.groups:
                 group.reshard_after_forward()
-        else:
-            unit.reshard()
 
     def _end_forward(self, iteration: Iteration, *, grad: bool) -> None:
-        """The outermost module has computed."""
-        # a backward inside of this forward raised, and that was caught
-        forward, backward_raised = self.step.forward, iteration.end is not None
+        """The outermost module has computed.
+
+        1. Its order may be that of the next forwards.
+        2. If nothing waits for a backward, the iteration ends, but for one whose backward inside of
+           this forward raised, and that was caught: that one is lost.
+        3. What was needed by forward only is given up, also in shared units, of whose modules this
+           forward may have called some.
+        4. Units are freed, but for those that backward comes to: of them `_reshard_after_forward`
+           has decided, or some of their modules have not run, whose weights may have been read
+           (fused losses). An evaluation frees also what it found gathered.
+        """
+        forward = self.step.forward
         assert forward is not None
-        self._learn_order(forward, iteration, grad=grad)
+        if (order := self.order.learn(forward)) and grad:
+            iteration.order = order
         self.step.forward = None
         waits = any(unit.step.pending > 0 or UNSEEN in unit.step.needed_by for unit in self.units)
-        # what backward will come to; an evaluation that ends now frees also what it found gathered
-        stay = dict.fromkeys(iteration.finished) if waits and grad else {}
+        if not waits and iteration.end is None:
+            self.step.iteration = None
         for unit in self.beside:
             unit.end_need(ROOT_RUNS)
-        if not (waits or backward_raised):
-            self.step.iteration = None  # no backward will come
+        stay = dict.fromkeys(iteration.finished) if waits and grad else {}
         for unit in self.units:
             # otherwise the forward of a model around this unit of several modules goes on
             if unit.step.to_run and not self._is_called_by_another(unit):
                 unit.end_forward()
             if LENT in unit.step.needed_by:
                 unit.end_need(LENT)
-            # Of those that stay `_reshard_after_forward` has decided, or some of their modules have
-            # not run: their weights may have been read (fused losses), and backward needs them.
             if unit not in stay:
                 unit.free()
-        for unit in self.shared:  # of several modules, of which this model has called some
+        for unit in self.shared:
             if unit.step.to_run:
                 unit.end_forward()
                 if not unit.step.pending:  # its own root's backward is not to come
                     unit.free()
-        self._idle()
+        release_idle_memory(self)
         wait_for_traffic()  # CPU offload
         self.step.thread.clear()
-
-    def _learn_order(self, forward: Forward, iteration: Iteration, *, grad: bool) -> None:
-        """All ranks have run the same units, if they were compared: the first forward's order is
-        that of the next ones. Later a backward that lands says it (`_conclude`).
-        """
-        for comm in dict.fromkeys(unit.mesh_info.all for unit in forward.compared):
-            self._compare_place(comm, len(self.units))
-        for unit in forward.compared:
-            unit.pass_comparison()
-        if forward.order and not self._is_kept:
-            if grad:
-                iteration.order = forward.order
-            if not self.order:
-                self._follow(forward.order)
-
-    @property
-    def _is_kept(self) -> bool:
-        """Whether everything is gathered already, so that each rank may run what it likes."""
-        return any(map(_KEPT_BY, self.units))
-
-    def _follow(self, order: Sequence[Unit]) -> None:
-        """From now on gather ahead in this order."""
-        self.order = list(order)
-        self.agreed.follow(tuple(map(self.units.index, order)))
-
-    def _compare_place(self, comm: Comm, place: int, code: int = UNKNOWN) -> int:
-        """In the first forward: all ranks enter the unit with this index, or end, which is one more
-        than the last. Returns the highest code of a rank.
-        """
-        name = [*(unit.name for unit in self.units), self.name][place]
-        (lowest, _), (highest, code) = comm.min_max(
-            [place, code], Launch(f"check of the order of units at unit '{name}'")
-        )
-        if lowest != highest:
-            said = comm.all_gather_ints([place], Launch("exchange of the order of units"))
-            does = [*(f"runs '{each.name}'" for each in self.units), "ends"]
-            where = [f"rank {rank} {does[index]}" for rank, (index,) in enumerate(said)]
-            raise RanksDisagreeError(
-                f"the ranks run different units in the first forward: {', '.join(where)}. Every"
-                " rank must run the same annotated modules in the same order. If data decides what"
-                " runs, annotate a module around it"
-            )
-        return code
 
     def _is_called_by_another(self, unit: Unit) -> bool:
         return unit.relations.is_shared and any(
@@ -715,7 +596,7 @@ class Root:
             # recomputation is told from a forward only while its root is in a step. One with shards
             # that has no root was not computed since the tree changed.
             if unit.root is not None or unit.kind is Kind.ARRIVAL:
-                (unit.root or Root.plan(unit)).open_backward()
+                self._root_of(unit).open_backward()
         return iteration
 
     def open_backward(self) -> Iteration:
@@ -762,23 +643,29 @@ class Root:
             iteration.due.build_graph()
             unit.need(GRAPH)
         # another output of it: anew, if it was written to since
-        self._gather(unit, following)
+        self.order.gather(unit, following, self.step.forward)
 
     def _enter(self, unit: Unit, iteration: Iteration) -> Iterable[Unit]:
-        """Backward comes to `unit`, in which it is not. Returns what will probably follow."""
-        # Leave every active unit that neither encloses `unit` nor lies in it, innermost first, as
-        # at the end of backward. Ranks that enter an expert leave the units before it earlier than
-        # ranks that do not, and both must launch in the same order.
+        """Backward comes to `unit`, in which it is not. Returns what will probably follow.
+
+        It leaves the active units, innermost first, as at the end of backward: ranks that enter an
+        expert leave the units before it earlier than ranks that do not, and both must launch in the
+        same order. These stay active:
+
+        * units that enclose `unit`, or lie in it;
+        * units that wait for one more backward, if some ranks may skip `unit` (an expert, or
+          replicated next to shards): on these ranks backward may come back to them next.
+
+        A unit that was left is reduced, unless another forward of it waits for its backward.
+        """
         ran_inside = unit.relations.ran_inside
         for other in [*reversed(iteration.active)]:
             if other in ran_inside or unit in other.relations.ran_inside:
                 continue
             fewer_run = unit.mesh_info.all.size < other.mesh_info.all.size
             if other.step.pending > 0 and (fewer_run or unit.kind is Kind.BESIDE):
-                continue  # backward may come back to it next on a rank that skips `unit`
+                continue
             self._leave_backward(other, iteration)
-            # With several forwards before one backward, a unit is reduced when the last of them has
-            # been left.
             if other.step.pending <= 0 and UNSEEN not in other.step.needed_by:
                 self.post_backward.leave(other.gradients, iteration.due)
         iteration.active[unit] = None
@@ -862,7 +749,7 @@ class Root:
         if iteration is None:
             return  # see `launch_remaining`
         if debug_enabled():
-            self._compare_forwards()
+            self.order.compare_forwards(self.step.history)
         with self._streams.on(iteration.stream):
             self.post_backward.land(iteration.due)
             self._conclude(iteration)
@@ -874,31 +761,9 @@ class Root:
                 assert comm.group is not None
                 compare_launches(ledger_of(comm.group), comm)  # did all ranks launch the same?
 
-    def _compare_forwards(self) -> None:
-        """`replicate` launches nothing in forward: no comparison of launches tells that a rank has
-        left a backward out. Ranks may run other numbers of forwards, if a backward comes to all.
-        """
-        waiting = [call.number for call in self.step.history if call.outermost and call.waits]
-        mine = [len(self._trained), len({*waiting} & {*self._trained})]
-        replicas = [unit.mesh_info.all for unit in self.units if unit.kind is Kind.ARRIVAL]
-        for comm in dict.fromkeys(replicas):
-            said = comm.all_gather_ints(mine, COMPARISON_OF_FORWARDS)
-            # a rank in evaluation mode counts none
-            if any(left for _, left in said) and len({ran for ran, _ in said if ran}) > 1:
-                ran = ", ".join(f"rank {rank} {ran}" for rank, (ran, _) in enumerate(said))
-                raise RanksDisagreeError(
-                    f"unit '{self.name}': before this backward the ranks ran other numbers of"
-                    f" forwards in training mode, not all of them with a backward: {ran}. Every"
-                    " rank must run the same backwards; forwards that are not trained on belong"
-                    " under torch.no_grad() or in evaluation mode"
-                )
-
     def _conclude(self, iteration: Iteration) -> None:
         following = None
-        self._trained.clear()
-        self.agreed.end_backward(next(CLOCK))
-        if iteration.order and iteration.order != self.order:
-            self._follow(iteration.order)
+        self.order.end_backward(iteration.order)
         if self.step.running or iteration.due.builds_graph:
             following = Iteration(iteration.stream)
             following.finished, following.last = iteration.finished, iteration.last
@@ -912,14 +777,7 @@ class Root:
             if following is None or unit not in following.last:
                 unit.free()
         if not self.step.running:
-            self._idle()
-
-    def _idle(self) -> None:
-        """Neither a forward nor a backward is under way."""
-        for unit in self.units:
-            if BY_HAND in unit.kept_by and unit.is_unsharded:  # their backwards take what is shown
-                unit.show()
-        release_idle_memory(self)
+            release_idle_memory(self)
 
     def end_unseen(self) -> None:
         """All ranks come here, as an optimizer steps or an outermost forward begins: give up what
@@ -1004,7 +862,7 @@ class Root:
             unit.drop_step()
             unit.swap_out()
             try:
-                unit.release(BY_HAND)  # and whatever else ended, so that it is freed
+                unit.free()
             except CommunicationError as error:
                 self._warn(error)  # what failed in flight must not keep the rest
             if EXPLICIT in unit.kept_by:  # `unshard()` outlives a lost step
@@ -1016,43 +874,12 @@ class Root:
     def _warn(self, error: ComposableError) -> None:
         logger.warning("while unit '%s' was reset: %s", self.name, first_line(error))
 
-    # --- split backwards -------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def hold_by_hand(self) -> None:
-        """Pipelines that split backwards take gradients of weights by `torch.autograd.grad`, for
-        what `parameters()` gives, and assign `.grad` themselves; no hook tells of it. Show compute
-        parameters outside of forwards and backwards from now on, count all buckets as holding, and
-        accumulate what was assigned since the last call.
-
-        All ranks call it outside of forward and backward, before the first of these backwards.
-        """
-        for unit in self.units:
-            unit.keep(BY_HAND)
-            unit.unshard()
-        for unit in self.units:
-            unit.wait_for_unshard()
-            unit.show()
-        self.post_backward.hold()
-        self.split_by = ""
-
-    @torch.no_grad()
-    def end_by_hand(self) -> None:
-        """Modules hold at-rest parameters again, and on these is what was assigned."""
-        if BY_HAND not in self.units[0].kept_by:
-            return
-        self.post_backward.hold()
-        for unit in self.units:
-            unit.hide()
-            unit.release(BY_HAND)
-
     # --- without a backward ----------------------------------------------------------------------
 
     @torch.no_grad()
     def launch_held(self) -> None:
         """Launch the reduction of what was accumulated under `no_sync`, without a backward."""
         land_held([self])
-        self.end_by_hand()
         try:
             self.post_backward.compare_held(self.name)
             self.post_backward.launch_held()
@@ -1073,88 +900,11 @@ class Root:
         wait_for_traffic()
 
 
-def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
-    """The root of a forward of `module` that begins."""
-    root = unit.root
-    if root is None:
-        return Root.plan(unit)
-    if root.step.running:
-        first = root.step.thread.get(None)
-        if first != get_ident() and not in_backward():
-            if _is_on_a_stack(root.step):
-                root.refuse_second_thread(first)
-            _reset_interrupted(root, "its forward did not end", entering=module)
-            return root_for_call(unit, module, computes=computes)
-        forward = root.step.forward
-        assert forward is not None
-        # not `computes`: `join` and `skipped` enter it without a call on the stack
-        if forward.module is not module or not computes or _is_called_inside_its_call(module):
-            return root
-        # Entered again from outside: an interrupt ended the last forward without a word.
-        _reset_interrupted(root, "its forward did not end", entering=module)
-    else:
-        if root.phase is Phase.BACKWARD and not in_backward() and (first := _runs_backward()):
-            root.refuse_second_thread(first)
-        root.give_up_backward()
-    # from where it was planned, as on ranks whose modules are as before
-    if any(tree.changed() for tree in root._trees) and Root.plan(root.top) is not root:
-        root.forget()
-    return unit.root or Root.plan(unit)
-
-
 def roots_of(units: Iterable[Unit]) -> list[Root]:
     return [root for root in dict.fromkeys(unit.root for unit in units) if root is not None]
 
 
-def planned_roots(units: Sequence[Unit]) -> list[Root]:
-    """The roots of these units; units that have none get one."""
-    for unit in units:
-        if unit.root is None:
-            Root.plan(unit)
-    return roots_of(units)
-
-
-def prepare(units: Sequence[Unit]) -> None:
-    """These are about to be gathered outside of forwards. Follow what users have changed now, on
-    all ranks: a forward of one rank alone would gather again what it finds changed.
-    """
-    with torch.no_grad():
-        for root in planned_roots(units):
-            # what is shown, asleep or between two of its modules holds other tensors, on purpose
-            if root.phase in (Phase.IDLE, Phase.WAITING) and not any(
-                unit.kept_by or unit.shown_by or unit.asleep or unit.step.to_run
-                for unit in root.units
-            ):
-                root.prepare()
-
-
-def _is_called_inside_its_call(module: nn.Module) -> bool:
-    """Whether a call of `module` is on the stack around the one that begins: a forward that calls
-    itself, or `generate` in the role of a forward.
-    """
-    return modules_calling("_call_impl", "_call_as_forward").count(module) > 1
-
-
-def _is_on_a_stack(step: Step) -> bool:
-    """Whether the forward's thread is in it, and was not interrupted there."""
-    forward, frame = step.forward, sys._current_frames().get(step.thread.get(None, 0))
-    # it begins or ends
-    return forward is None or (
-        frame is not None
-        and forward.module in modules_calling("_call_impl", "_call_as_forward", frame=frame)
-    )
-
-
-def _runs_backward() -> int | None:
-    """Another thread that waits in a backward."""
-    for thread, frame in sys._current_frames().items():
-        names = [each.f_code.co_name for each, _ in walk_stack(frame)]
-        if thread != get_ident() and "_engine_run_backward" in names:
-            return thread
-    return None
-
-
-def _reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = None) -> None:
+def reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = None) -> None:
     """Give up the step, and close what a KeyboardInterrupt left open: torch does not tell forward
     hooks of it.
     """
@@ -1172,25 +922,13 @@ def end_interrupted(units: Iterable[Unit]) -> None:
     for root in roots_of(units):
         forward = root.step.forward
         if forward is not None and root.step.running and not is_called([forward.module]):
-            _reset_interrupted(root, "its forward did not end")
+            reset_interrupted(root, "its forward did not end")
 
 
 def reset(modules: Sequence[nn.Module]) -> None:
     """Give up the step that the roots of these modules are in."""
     for root in roots_of(units_below(modules)):
-        _reset_interrupted(root)
-
-
-def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
-    """Launch the reduction of what these units accumulated under `no_sync`. All ranks call it,
-    outside of forward and backward, and what it returns: that lands the gradients.
-    """
-    announce("reduce", [param.at_rest for unit in units for param in unit.params])
-    roots = planned_roots(units)
-    for root in roots:
-        root.give_up_backward()
-        root.launch_held()
-    return partial(land_held, roots)
+        reset_interrupted(root)
 
 
 def land_held(roots: Iterable[Root] = UNLANDED) -> None:

@@ -21,9 +21,9 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 | `UNSEEN` there | yes | no | a unit inside returns a parameter, or an output is detached |
 | `LENT` there | yes | no | the same without gradients: until the root's forward ends |
 | `GRAPH` there | yes | no | gradient penalties, `create_graph=True` |
+| `BY_HAND` there | yes | by `EXPLICIT` | zero-bubble pipelines (`features/split_backwards.py`) |
 | `EXPLICIT` in `kept_by` | yes | yes | `unshard(model)`, until a forward with gradients |
 | a scope in `kept_by` | yes | no | `keep_unsharded(model)` |
-| `BY_HAND` in `kept_by` | yes | by `EXPLICIT` | zero-bubble pipelines |
 """
 
 from __future__ import annotations
@@ -68,9 +68,6 @@ if TYPE_CHECKING:
 # The reason for modules to hold whole parameters outside of forwards, after `unshard` or in
 # `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
-# The reason for units to stay unsharded, and for modules to hold whole parameters outside of
-# forwards and backwards, while split backwards bring gradients: `Root.hold_by_hand`.
-BY_HAND: Final = "split backwards"
 # `Unit.given` of a unit that was not computed yet.
 UNKNOWN: Final = -1
 # `Unit.shown_by` of a scope in which ranks hold different things
@@ -143,18 +140,15 @@ class UnitCall:
     waits: bool = False
     number: int | None = None
 
-    def take_place(self, number: int | None, *, outermost: bool, inside: bool) -> None:
+    def take_place(self, number: int | None, *, outermost: bool, is_entered: bool) -> None:
         """It begins in a forward of the root, and it is known what ranks give the unit.
 
         Args:
             number: None for a recomputation.
-            inside: another forward runs around the call, so backward must enter the unit on all
-                ranks or on none. The kind ARRIVAL does not need that, unless roots share the unit.
+            is_entered: backward enters the unit on all ranks.
         """
         self.number, self.outermost = number, outermost
-        unit = self.unit
-        needs = inside and (unit.trains or unit.known_given() == 2)
-        self.anchors = needs and unit.mesh_info.all.size > 1
+        self.anchors = is_entered and self.unit.mesh_info.all.size > 1
 
     def await_backward(self) -> None:
         """Backward will come to its outputs."""
@@ -175,6 +169,7 @@ UNSEEN: Final = "backward may come to the unit unseen"
 # An output of a call inside of the root's aliases a parameter.
 LENT: Final = "the forward around it may read the parameters"
 GRAPH: Final = "backward may go through a graph of create_graph=True"
+BY_HAND: Final = "split backwards bring gradients, outside of forwards and backwards"
 ROOT_RUNS: Final = "the root computes, and may read the parameters at any time"
 
 
@@ -188,8 +183,8 @@ class UnitStep:
         to_run: of several modules, those that have not run in this forward, or recomputation.
             Until all have, modules hold compute parameters: code between two of them reads the
             weight of the next (losses that are fused with the head do).
-        needed_by: `BACKWARD`, `UNSEEN`, `LENT`, `GRAPH`; `ROOT_RUNS` of replicated units next to
-            shards.
+        needed_by: `BACKWARD`, `UNSEEN`, `LENT`, `GRAPH`, `BY_HAND`; `ROOT_RUNS` of replicated
+            units next to shards.
     """
 
     calls: list[UnitCall] = field(default_factory=list)
@@ -303,18 +298,16 @@ class Unit:
         self.root: Root | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
         # Of a frozen unit, how it was last computed while these units of the root trained
-        # (`Root.training`): 0 without autograd, 1 with inputs that require no gradients, 2 with
+        # (`Order.training`): 0 without autograd, 1 with inputs that require no gradients, 2 with
         # inputs that do. Backward enters it in case 2 only, and must do so on all ranks. A rank
         # that skips the unit (`skipped`) has no inputs to tell by, so ranks that compute it tell
-        # the others in the first forward (`Root.enter_forward`).
+        # the others in the first forward (`Order.enter`).
         self.given: dict[tuple[Agreed, tuple[bool, ...]], int] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
 
         # --- what users have asked for
-        self.kept_by: dict[
-            object, None
-        ] = {}  # why it stays unsharded: scopes, `EXPLICIT`, `BY_HAND`
+        self.kept_by: dict[object, None] = {}  # why it stays unsharded: scopes, `EXPLICIT`
         # the scope, if any, in which modules hold whole parameters for the user to edit; they are
         # not computed with
         self.shown_by = ""
@@ -463,6 +456,11 @@ class Unit:
                     if each.is_sharded and each.spec.mesh_info.mesh is self.rest_mesh:
                         return each.spec.mesh_info
         return self.spec.mesh_info
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether backward is in the unit, and needs its parameters."""
+        return BACKWARD in self.step.needed_by
 
     @property
     def forward_number(self) -> int | None:
@@ -766,14 +764,9 @@ class Unit:
         """`root` is told of changes from now on."""
         self.root = root
 
-    def note_given(self, root: Root, given: int) -> None:
+    def note_given(self, agreed: Agreed, training: tuple[bool, ...], given: int) -> None:
         """What ranks have agreed on in a forward, see `given`."""
-        self.given[root.agreed, root.training] = given
-
-    def known_given(self) -> int:
-        """See `given`; UNKNOWN if it was not computed while these units train."""
-        root = self.root
-        return UNKNOWN if root is None else self.given.get((root.agreed, root.training), UNKNOWN)
+        self.given[agreed, training] = given
 
     def forget_given(self, agreed: Agreed, training: tuple[bool, ...]) -> None:
         """No rank looks for it any more, see `Agreed.patterns`."""

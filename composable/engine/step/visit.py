@@ -24,7 +24,8 @@ from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
 from composable.engine.step.observer import HEARERS
 from composable.engine.step.outputs import lends, owned, watch
-from composable.engine.step.root import Root, root_for_call
+from composable.engine.step.plan import plan, root_for_call
+from composable.engine.step.root import Root
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
 from composable.torch_private import current_node, in_backward, next_node
@@ -57,7 +58,9 @@ class Visit:
             if root.in_step:  # not in the second half of a split backward
                 before = _before_recomputation(root, call)
                 # so that it repeats what its forward did
-                call.take_place(None, outermost=False, inside=before is None or before.anchors)
+                inside = before is None or before.anchors
+                enters = inside and (unit.trains or root.order.known_given(unit) == 2)
+                call.take_place(None, outermost=False, is_entered=enters)
                 for hear in HEARERS.enters:
                     hear(root, call)
             unit.unshard()
@@ -158,7 +161,7 @@ def _recomputes(unit: Unit, root: Root) -> bool:
     if not root.eager_because:  # the compiler reduces the gradients
         return runs_again()
     # The second half of a split backward runs outside of a step.
-    return in_backward() and (root.in_step or BY_HAND in unit.kept_by)
+    return in_backward() and (root.in_step or BY_HAND in unit.step.needed_by)
 
 
 def end_call(call: UnitCall, *, keep: bool) -> None:
@@ -180,7 +183,7 @@ def come_back(call: UnitCall, *_: object) -> None:
     unit = call.unit
     if unit.modules:
         # anew, if a unit came or went since the forward
-        root = unit.root or Root.plan(unit)
+        root = unit.root or plan(unit)
         root.enter_backward(call)
     elif unit.is_sharded and unit.spec.params:
         raise PhaseError(
@@ -215,7 +218,7 @@ def _before_recomputation(root: Root, again: UnitCall) -> UnitCall | None:
 
 def _gradient_arrived(unit: Unit, param: ManagedParam) -> None:
     """Autograd has accumulated a gradient on what modules compute with."""
-    (unit.root or Root.plan(unit)).on_gradient(unit, param)
+    (unit.root or plan(unit)).on_gradient(unit, param)
 
 
 def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:

@@ -3,9 +3,10 @@
 `Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one
 number, and a rank without data adds 0. The model has many, so behind such a sum the rank with data
 that comes first, the source, says what it does: which units it enters and leaves
-(`narration.py`), and which functions and optimizers it calls. The others do the same
-without computing. They are told each time, and not by a record of an earlier step: so a rank may
-have no data at all, and steps may differ. While all ranks have data, nothing but the sums is sent.
+(`narration.py`), and which functions and optimizers it calls. The others do the same without
+computing (`engine/step/driver.py`). They are told each time, and not by a record of an earlier
+step: so a rank may have no data at all, and steps may differ. While all ranks have data, nothing
+but the sums is sent.
 
 Other joinables of the same `Join` have collectives of their own. They announce them by
 `Join.notify_join_context`, which is taken as a forward is: the source says which joinable it is,
@@ -36,24 +37,22 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable import clip_grad_norm_
-from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
 from composable.comm.launch import Launch
-from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.param_hooks import hook_gradients
-from composable.engine.step import root as roots
-from composable.engine.step.buffers import broadcast_buffers
-from composable.engine.step.root import Root
-from composable.engine.step.unit import Unit, unit_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
-from composable.extras.uneven.narration import Event, Narrator, shadow
-from composable.optim.scaler import unscale_gradients
+from composable.extras.uneven.narration import Narrator
 from composable.seams import (
     DECISIONS,
+    Driver,
+    Event,
+    Root,
+    Unit,
     follow_steps,
     observe,
     open_scope,
     stepped_in_backward,
+    units_in,
+    unscale_gradients,
     written,
 )
 from composable.tensors.dtensors import is_unreduced
@@ -147,6 +146,7 @@ class _Scope(JoinHook):
         self._optimizers = [each for member in members for each in member.optimizers]
         self._carried = [each for member in members for each in member.carried]
         self._units = list(dict.fromkeys(unit for member in members for unit in member.units))
+        self._driver = Driver(self._units)
         self._indices = {unit: index for index, unit in enumerate(self._units)}
         self._phase = ""  # what the source does now: "forward", "backward" or nothing
         self._said: list[tuple[int, int, int, bool]] = []  # and was not sent yet
@@ -184,9 +184,8 @@ class _Scope(JoinHook):
                 return gradient
             return gradient * (scope._comm.size / scope.running)
 
-        for unit in self._units:
-            for undo in hook_gradients([param.compute for param in unit.params], scaled):
-                self._undo.callback(undo)
+        for undo in self._driver.scale_gradients(scaled):
+            self._undo.callback(undo)
 
     # --- sums and messages -----------------------------------------------------------------------
 
@@ -294,8 +293,7 @@ class _Scope(JoinHook):
         self.tell(Event.OPEN, root.units[0])
 
     def _call_backward(self) -> None:
-        modes = [unit.gradients.accumulation.now for unit in self._units]
-        self._call("backward", self._trains(), modes, *self._cleared())
+        self._call("backward", self._trains(), self._driver.modes, *self._cleared())
         self._phase = "backward"
 
     def call(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
@@ -413,7 +411,7 @@ class _Scope(JoinHook):
                 try:
                     self._perform(*self._exchange())
                 except _LostStepError:
-                    roots.reset([module for unit in self._units for module in unit.modules])
+                    self._driver.reset()
                 if not self._sum(0.0):
                     return
         finally:
@@ -442,7 +440,7 @@ class _Scope(JoinHook):
     def _communicate(self, what: str, parameters: list[Tensor], *args: Any) -> None:
         match what:
             case "reduce":
-                roots.reduce_held(list(dict.fromkeys(filter(None, map(unit_of, parameters)))))()
+                self._driver.reduce(parameters)
             case "clip":
                 with suppress(NonFiniteError):
                     clip_grad_norm_(parameters, *args[:-1], error_if_nonfinite=args[-1])
@@ -462,28 +460,17 @@ class _Scope(JoinHook):
                     raise _LostStepError
                 if event is Event.END and not detail:
                     return
-                shadow(self._units[unit], event, detail)
+                self._driver.visit(unit, event, detail)
                 depth += (event is Event.ENTER) - (event is Event.LEAVE)
             if not depth and not in_backward:
                 return
 
     def _follow_backward(
-        self, trains: bytes, modes: list[SyncMode], none: list[int], zeroed: list[int]
+        self, trains: bytes, modes: Sequence[Any], none: list[int], zeroed: list[int]
     ) -> None:
         self._freeze(trains)
         self._clear(none, zeroed)
-        scope = object()
-        for unit, mode in zip(self._units, modes, strict=True):
-            unit.gradients.accumulation.open_scope(scope, mode)
-        try:
-            # In autograd's engine, which calls the end of backward.
-            with torch.enable_grad():
-                anchor = torch.zeros((), device=self._comm.device, requires_grad=True)
-                outcome = _Shadow.apply(anchor, partial(self._follow, in_backward=True))  # type: ignore[no-untyped-call]
-                outcome.backward()
-        finally:
-            for unit in self._units:
-                unit.gradients.accumulation.close_scope(scope)
+        self._driver.backward(modes, partial(self._follow, in_backward=True))
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -504,7 +491,7 @@ class _Scope(JoinHook):
             [each.state_dict() for each in self._carried],
         )
         trains, cleared, options, states = self._exchange(state)
-        broadcast_buffers(self._units, self.source, saved=False)
+        self._driver.take_buffers(self.source)
         stepped = self._stepped()
         unknown = [
             param.at_rest
@@ -609,18 +596,6 @@ def _hear_of_zeros(owner: nn.Module | Optimizer) -> Callable[[], None]:
             open_scope().note_zeroed(_parameters_of(owner))
 
     return on_zero_grad(owner, hear)
-
-
-class _Shadow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, follow: Callable[[], None]) -> Tensor:
-        ctx.follow = follow
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
-        ctx.follow()
-        return None, None
 
 
 def _parameters_of(owner: nn.Module | Optimizer) -> Sequence[Tensor]:

@@ -1,57 +1,34 @@
-"""How a rank without data follows one that has data (`join`).
+"""How a rank that has data tells ranks without data which visits of units it makes (`join`).
 
-All ranks of a model launch the same collectives in the same order. Which ones a step launches is
-decided where a forward or a backward enters or leaves a unit, and an observer hears of these
-places while a scope is open. A rank that has data says them to the others, and a rank without data
-does them through the same hooks: it gathers, reduces and reshards, and does not compute.
+An observer hears of these visits while a scope is open. A rank without data is driven by what it is
+told (`engine/step/driver.py`).
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from composable.engine.step.root import ROOTS, Root
-from composable.engine.step.unit import BACKWARD, Unit, UnitCall
-from composable.engine.step.visit import Visit, come_back, end_call
-from composable.seams import Observer, open_scope
-
-
-class Event(enum.IntEnum):
-    """What one unit does. `shadow` does it without computing; its `detail` is a number."""
-
-    # A forward of the module with this index, or its recomputation, begins.
-    ENTER = 0
-    OUTPUT = 1  # that forward has outputs through which backward will come
-    LEAVE = 2  # it ends; 1: parameters must outlive it
-    OPEN = 3  # a backward begins in the unit's root
-    BACK = 4  # it enters the unit; 1: by the first output of a forward
-    GRADIENT = 5  # a parameter has a gradient, and its unit was not entered
-    # It ends, as far as this root is concerned: it launches the rest; 1: a backward around it goes
-    # on, of other roots.
-    END = 6
-    LANDED = 7  # behind that 1: the root waits for what it launched
-    LOST = 8  # the step failed
+from composable.seams import Call, Event, Observer, Root, Unit, open_scope
 
 
 class Narrator(Observer):
     """Tells the scope that is open."""
 
     @override
-    def enters(self, root: Root, call: UnitCall) -> None:
-        if call.root is root and not root.step.running:
+    def enters(self, root: Root, call: Call) -> None:
+        if call.root is root and not root.running:
             open_scope().begin(root)
         open_scope().tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
 
     @override
-    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+    def leaves(self, root: Root, call: Call, keep: bool) -> None:
         if call.waits:
             open_scope().tell(Event.OUTPUT, call.unit)
-        outermost = call.root is root and len(root.step.running) == 1
+        outermost = call.root is root and len(root.running) == 1
         open_scope().tell(Event.LEAVE, call.unit, keep, now=outermost)
 
     @override
@@ -59,9 +36,9 @@ class Narrator(Observer):
         open_scope().open(root)
 
     @override
-    def comes_back(self, root: Root, call: UnitCall) -> None:
+    def comes_back(self, root: Root, call: Call) -> None:
         unit = call.unit
-        if call.waits or BACKWARD not in unit.step.needed_by or not unit.is_unsharded:
+        if call.waits or not unit.is_in_backward or not unit.is_unsharded:
             open_scope().tell(Event.BACK, unit, call.waits, now=True)
 
     @override
@@ -71,8 +48,7 @@ class Narrator(Observer):
     @override
     def ends_backward(self, root: Root) -> None:
         # Of those that end together with the backward around all, the first root's is heard.
-        inside = any(each.ends_after(root) for each in ROOTS)  # reentrant checkpointing
-        open_scope().tell(Event.END, root.units[0], inside, now=True)
+        open_scope().tell(Event.END, root.units[0], root.ends_inside, now=True)
 
     @override
     def lands_backward(self, root: Root) -> None:
@@ -81,26 +57,3 @@ class Narrator(Observer):
     @override
     def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
         open_scope().call(what, parameters, *args)
-
-
-def shadow(unit: Unit, event: Event, detail: int) -> None:
-    """On a rank without data: do what another rank says that it does, and compute nothing."""
-    root = unit.root or Root.plan(unit)
-    match event:
-        case Event.ENTER:
-            Visit(unit).enter(unit.modules[detail], (), {}, computes=False)
-        case Event.OUTPUT:
-            unit.count(1)
-        case Event.LEAVE:
-            end_call(unit.end(), keep=bool(detail))
-        case Event.OPEN:
-            root.open_backward()
-        case Event.BACK:
-            unit.count(-detail)
-            come_back(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward
-        case Event.GRADIENT:
-            root.on_gradient(unit, unit.params[0])
-        case Event.END:
-            root.launch_remaining()
-        case Event.LANDED:
-            root.finish_backward()
