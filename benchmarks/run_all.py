@@ -142,6 +142,7 @@ JOBS = (
     Job("timeline", "timeline.py", selected=False),
     # the larger model takes minutes for each bandwidth: --limit 3600
     Job("plans", "plans.py", selected=False),
+    Job("life", "life.py"),
     Job("load", "load.py"),
     Job("local-steps", "local_steps.py", selected=False),
     Job("watch", "watch.py", selected=False),

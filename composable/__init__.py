@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from composable import errors, traversal
 from composable.api.accumulation import no_sync, reduce_gradients
-from composable.api.apply_tp_plan import apply_tp_plan
 from composable.api.checkpoint import checkpoint
 from composable.api.comm_hooks import register_comm_hook
 from composable.api.fully_shard import fully_shard
@@ -29,14 +28,11 @@ from composable.policies import (
     Policy,
     SizePolicy,
 )
-from composable.report.describe import describe
+from composable.report import explain as _explain  # noqa: F401  (takes its place in the engine)
 from composable.state.full import export, full_state_dict, stream_full
-from composable.state.host import HostOffload, offload_to_host
-from composable.state.materialize import load, materialize, refresh
-from composable.state.optimizers import rebind_optimizer
-from composable.state.unsharded import unsharded
 
 if TYPE_CHECKING:
+    from composable.api.apply_tp_plan import apply_tp_plan
     from composable.extras.averaging.averaging import (
         HierarchicalAverager,
         PeriodicAverager,
@@ -49,6 +45,11 @@ if TYPE_CHECKING:
     from composable.extras.uneven.skipped import skipped
     from composable.extras.uneven.together import together
     from composable.extras.watch.watch import Watch, watch
+    from composable.report.describe import describe
+    from composable.state.host import HostOffload, offload_to_host
+    from composable.state.materialize import load, materialize, refresh
+    from composable.state.optimizers import rebind_optimizer
+    from composable.state.unsharded import unsharded
 
 try:
     __version__ = version("torch-composable")
@@ -116,28 +117,37 @@ __all__ = [
     "watch",
 ]
 
-# The extras: each is loaded when one of its names is first used.
-_EXTRAS = {
+# The extras, and what most programs do not call: loaded when one of their names is first used.
+_LAZY = {
     "EMA": "composable.extras.averaging.ema",
+    "HostOffload": "composable.state.host",
     "HierarchicalAverager": "composable.extras.averaging.averaging",
     "LocalSteps": "composable.extras.averaging.outer_steps",
     "PeriodicAverager": "composable.extras.averaging.averaging",
     "Watch": "composable.extras.watch.watch",
+    "apply_tp_plan": "composable.api.apply_tp_plan",
     "average_parameters": "composable.extras.averaging.averaging",
+    "describe": "composable.report.describe",
     "join": "composable.extras.uneven.join",
     "joinable": "composable.extras.uneven.join",
+    "load": "composable.state.materialize",
     "local_steps": "composable.extras.averaging.outer_steps",
+    "materialize": "composable.state.materialize",
+    "offload_to_host": "composable.state.host",
+    "rebind_optimizer": "composable.state.optimizers",
+    "refresh": "composable.state.materialize",
     "skipped": "composable.extras.uneven.skipped",
     "step_on_matrices": "composable.extras.matrices.matrix_steps",
     "together": "composable.extras.uneven.together",
+    "unsharded": "composable.state.unsharded",
     "watch": "composable.extras.watch.watch",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXTRAS:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_EXTRAS[name]), name)
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
     return value
 
 

@@ -34,7 +34,6 @@ methods that they list.
 | `written`                    | tells units that all ranks have written to parameters at rest     |
 | `write_whole`                | writes this rank's part of a whole tensor                         |
 | `copy_attributes`            | gives a parameter what users have set on another one              |
-| `digests`                    | numbers by which ranks compare tensors                            |
 | `warn_of_other_groups`       | tells once of parameters that other ranks have otherwise          |
 | `hooks_of`                   | the communication hooks of a unit                                 |
 | `refuse_extended`            | raises if parameters are gathered in a form of their own          |
@@ -57,7 +56,6 @@ import torch
 from torch import Tensor, nn
 
 from composable.api import comm_hooks, scopes
-from composable.api.sync_module_states import digests as digests
 from composable.comm import Comm, MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.contract.tree import Place
@@ -102,7 +100,7 @@ class Param(Protocol):
     Attributes:
         fqn: below the unit's module.
         at_rest, compute: what users hold, and what modules compute with.
-        places: where it is registered.
+        registered_at: modules and names there.
         is_whole: no ranks share it but those of its unit (no tensor parallelism).
         own_mesh_info: if it is on a mesh of its own; None for that of its unit.
     """
@@ -114,7 +112,7 @@ class Param(Protocol):
     @property
     def compute(self) -> nn.Parameter: ...
     @property
-    def places(self) -> tuple[Place, ...]: ...
+    def registered_at(self) -> tuple[Place, ...]: ...
     @property
     def is_whole(self) -> bool: ...
     @property

@@ -440,14 +440,15 @@ as_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFun
 
 
 def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter on the mesh object of `tensor`.
+    """Make a new `DTensor` a parameter.
 
-    `nn.Parameter` detaches its argument, and DTensor's caches may give the result of an operation
-    an equal mesh that was made earlier, whose process groups are destroyed or differ.
+    `nn.Parameter` would detach it: an operation on a `DTensor`, whose caches may give the result an
+    equal mesh that was made earlier, whose process groups are destroyed or differ. What makes a
+    tensor of a subclass a parameter is this mark.
     """
-    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
-    parameter._spec = tensor._spec  # type: ignore[attr-defined]
-    return parameter
+    tensor.requires_grad_(requires_grad)
+    tensor._is_param = True
+    return tensor  # type: ignore[return-value]
 
 
 def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = None) -> DTensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
+from importlib import import_module
 from operator import attrgetter
+from types import ModuleType
 from typing import Any, Final
 
 import pytest
@@ -29,6 +32,19 @@ METHODS: Final = [
     for method, value in vars(getattr(composable, name)).items()
     if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
 ]
+
+
+def test_public_names_are_not_hidden_by_modules_of_the_same_name() -> None:
+    for found in pkgutil.walk_packages(composable.__path__, "composable."):
+        if not found.name.endswith(".__main__"):
+            import_module(found.name)
+    below = {found.name for found in pkgutil.iter_modules(composable.__path__)}
+    # `contract` is set after its package was imported; what is loaded later could not be
+    assert below.intersection(composable.__all__) == {*MODULES, "contract"}
+    for name in NAMES:
+        value = getattr(composable, name)
+        assert callable(value), name
+        assert not isinstance(value, ModuleType), name
 
 
 def test_the_reference_has_every_public_name_once() -> None:

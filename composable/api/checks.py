@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from composable.api.arguments import dim_without_padding
 from composable.api.mesh import Spread, part_of
 from composable.comm import is_distributed
+from composable.comm.mesh_info import communication_device
 from composable.contract.contract import add_attribute
 from composable.contract.naming import find_fqn, module_name
 from composable.contract.tree import REPLICATE, SHARD, Managed
@@ -273,11 +274,11 @@ def _half_or_all(name: str, tensor: Tensor) -> bool:
 def refuse_unfit_extension(
     managed: Managed[nn.Parameter],
     dim: int | None,
-    ranks: int,
+    over: Spread,
     settings: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Raise for a parameter with FSDP2's extension protocol that cannot be cut over `ranks`."""
+    """Raise for a parameter with FSDP2's extension protocol that cannot be cut over a mesh."""
     parameter, name = managed.tensor, full_name(managed)
     plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
     if plain or is_packed(parameter):
@@ -290,7 +291,7 @@ def refuse_unfit_extension(
     elif after is not None and not isinstance(after, bool):
         what = f"kept over {after} ranks after forward"
         instead = "Pass reshard_after_forward=True, False or None"
-    elif settings["grouping"].on_host and device.type != "cpu":
+    elif settings["grouping"].on_host and communication_device(over.mesh, device).type != "cpu":
         what, instead = "offloaded", "Leave offload_policy out"
     if what:
         raise AnnotationError(
@@ -298,7 +299,9 @@ def refuse_unfit_extension(
             f" and cannot be {what}. {instead}, or leave it out with ignored_params"
         )
     try:
-        cloned(pieces_of(parameter, ranks)[0])  # as each rank does whose shard is not empty
+        cloned(
+            pieces_of(parameter, over.num_shards)[0]
+        )  # as each rank does whose shard is not empty
     except AnnotationError as error:
         raise AnnotationError(
             f"parameter '{name}': {error}, or leave it out with ignored_params"

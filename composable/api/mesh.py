@@ -73,6 +73,11 @@ class Spread:
         """The ranks of the mesh; those of the last dimension shard together."""
         return self.mesh.mesh.movedim(self.shard_dim, -1)
 
+    @property
+    def num_shards(self) -> int:
+        """How many ranks shard together."""
+        return self.mesh.size(self.shard_dim)
+
 
 Mesh = (
     DeviceMesh

@@ -29,9 +29,9 @@ from composable.contract.tree import Managed
 from composable.engine.params.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.features.spread import spread_of
+from composable.memory.digests import digests_as_ints
 from composable.tensors.protocol import plain_parts
 
-_CHUNK: Final = 1 << 18  # words that are digested at once
 # without the verb: texts pair messages, and verbs may differ
 _LAUNCH: Final = Launch("check of an annotation across ranks")
 _AS_FLAGS: Final = {"True": "broadcast", "False": "off"}  # what FSDP1 and DDP mean by them
@@ -190,55 +190,9 @@ def _difference(verb: str, said: Sequence[Any]) -> str:
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
     """Numbers that are the same for equal values and hardly ever for different ones; the position
-    of values counts.
-
-    Takes a few MiB, however large the tensors are, and waits for each device once.
+    of values counts. Waits for each device once.
     """
-    found = [0] * len(tensors)
-    for indices, totals in digests(tensors):
-        for index, total in zip(indices, totals.tolist(), strict=True):
-            found[index] = (total >> 16) & 0x7FFF_FFFF_FFFF
-    return found
-
-
-def digests(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-    """Numbers as those of `fingerprints`, on each device: the indices of the tensors there, and a
-    number for each. Empty tensors and those on the meta device have none. Waits for no device.
-    """
-    alike: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.device.type != "meta" and tensor.numel():
-            alike.setdefault(tensor.device, []).append(index)
-    for device, indices in alike.items():
-        weights = _weights(device, min(_CHUNK, max(tensors[index].nbytes for index in indices)))
-        yield indices, torch.stack([_total(tensors[index], weights) for index in indices])
-
-
-def _total(tensor: Tensor, weights: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64, device=weights.device)
-    for part in plain_parts(tensor):
-        data = part.contiguous().reshape(-1)
-        if data.stride(0) != 1:  # one element, whose stride is any
-            data = data.clone(memory_format=torch.contiguous_format)
-        data = data.view(torch.uint8)
-        if data.storage_offset() % 4:  # a view that begins between two words
-            data = data.clone()
-        whole = data.numel() // 4 * 4
-        for words in (*data[:whole].view(torch.int32).split(_CHUNK), data[whole:]):
-            # Each word counts as often as its position says; numbers are taken modulo 2 ** 64.
-            total = total * _STEP + (words.to(torch.int64) * weights[: words.numel()]).sum()
-    return total
-
-
-_STEP: Final = 0x5851_F42D_4C95_7F2D
-
-
-def _weights(device: torch.device, count: int) -> Tensor:
-    """An odd number for each position, in no simple proportion to the others, so that no exchange
-    of rows cancels out.
-    """
-    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _STEP
-    return (mixed ^ (mixed >> 29)) * _STEP | 1
+    return digests_as_ints(list(map(plain_parts, tensors)))
 
 
 # --- broadcast ----------------------------------------------------------------------------------

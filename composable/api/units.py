@@ -170,7 +170,8 @@ def annotate(
             parameters = [each.managed for each in params]
             ignored = ids_of_ignored(modules, ignored_params)
             buffers = managed_buffers(modules, ignored=ignored)
-            treatment = [text for plan in plans for text in _treatment(name, plan)]
+            names = names_below(modules[0])
+            treatment = [text for plan in plans for text in _treatment(name, plan, names)]
         apart: dict[Spread, list[Managed[nn.Parameter]]] = {}  # on meshes of their own
         for each in params:
             if each.own is not None:
@@ -280,17 +281,16 @@ def _plan(
         followed = buffers if options["broadcast_buffers"] else []
         settings["broadcast_buffers"] = tuple(place for each in followed for place in each.places)
     exact, params = ids_of_exact(modules, precision), []
+    ranks = 1 if spread is None else spread.num_shards
     for managed in share:
         dim = own = None
         if verb == SHARD:
-            ranks = 1 if spread is None else spread.rows.shape[-1]
             dim, given = placement_of(managed, options["shard_placement_fn"], ranks)
             if given is not None and spread is not None:
                 own = own_spread(verb, managed.fqn, given, spread)
                 check_reshard_after_forward(own, after)
             if (over := own or spread) is not None:
-                at = communication_device(over.mesh, device)
-                refuse_unfit_extension(managed, dim, over.rows.shape[-1], settings, at)
+                refuse_unfit_extension(managed, dim, over, settings, device)
         refuse_spread(verb, managed, own or spread)
         is_exact = is_packed(managed.tensor) or all(
             id(place.module) in exact for place in managed.places
@@ -307,8 +307,12 @@ def _plan(
 _OF_BUCKETS: Final = ("bucket_cap_mb", "broadcast_buffers")
 
 
-def _treatment(verb: str, plan: UnitPlan) -> list[str]:
-    """For each parameter, what the arguments mean for it, as text; ranks compare these texts."""
+def _treatment(verb: str, plan: UnitPlan, names: Mapping[int, str]) -> list[str]:
+    """For each parameter, what the arguments mean for it, as text; ranks compare these texts.
+
+    Args:
+        names: the FQNs of modules, by their ids.
+    """
     settings, rest = plan.settings, [str(plan.precision)]
     if settings["divisor"] is not None:
         rest.append(f"grad_reduce {grad_reduce_in_words(settings['divisor'])}")
@@ -317,7 +321,7 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
         if settings["keeps_buckets"]:
             rest.append("gradient_as_bucket_view=True")
     else:
-        name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
+        name = unit_name(names.get(id(plan.modules[0]), ""))
         start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}"
         if plan.options["mesh"] is not None and plan.spread is not None:
             start += f", over ranks {plan.spread.rows.tolist()}"

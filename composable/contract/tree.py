@@ -90,7 +90,7 @@ def walk(
         fqn, module = pending.pop()
         if id(module) in seen:
             continue
-        if stop and module is not root and any(verb in registry(module) for verb in stop):
+        if stop and module is not root and not registry(module).keys().isdisjoint(stop):
             continue
         seen.add(id(module))
         yield fqn, module

@@ -93,8 +93,10 @@ class SpreadForm(ParamForm):
         return self.joint
 
     @override
-    def like(self, local: Tensor) -> Tensor:
-        return self.spread
+    def size_of(
+        self, shape: torch.Size, strides: tuple[int, ...]
+    ) -> tuple[torch.Size, tuple[int, ...]]:
+        return self.spread.shape, self.spread.stride()
 
     @override
     def comms(self, device: torch.device) -> list[Comm]:

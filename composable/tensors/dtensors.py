@@ -17,7 +17,6 @@ from composable.torch_private import (
     dtensors_around,
     local_of,
     parameter_around,
-    set_local,
     spec_of,
 )
 
@@ -49,15 +48,9 @@ def dtensor_parameter(
     *,
     requires_grad: bool,
 ) -> nn.Parameter:
-    """A parameter around `local`. Around a stand-in first, since a Parameter is a detached copy of
-    what it is made of, and takes over the storage offset: then it could not be copied.
-    """
-    stand_in = torch.empty(0, dtype=local.dtype, device=local.device)
-    made = wrap(stand_in, mesh, placements, shape, stride)
-    parameter = parameter_around(made, requires_grad=requires_grad)
-    assert isinstance(parameter, DTensor)
-    set_local(parameter, local)
-    return parameter
+    """A parameter around `local`."""
+    made = wrap(local, mesh, placements, shape, stride)
+    return parameter_around(made, requires_grad=requires_grad)
 
 
 def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:

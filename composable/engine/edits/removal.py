@@ -67,7 +67,7 @@ def restore(unit: Unit) -> None:
             _restore(param, param.own, gradient)
         elif whole:
             _restore_whole(param, *whole[index])
-        set_label(param.at_rest, param.info, unit.name, "removed")
+        set_label(param.at_rest, param, unit.name, "removed")
         registered = param.registered
         if registered is not None:
             drop_label(registered)

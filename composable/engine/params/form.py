@@ -58,9 +58,11 @@ class ParamForm:
         """The mesh that it rests on in a unit over `mesh`: all ranks that have a part or a copy."""
         return mesh
 
-    def like(self, local: Tensor) -> Tensor:
-        """A tensor with the shape and strides of the whole, of which `local` is the local one."""
-        return local
+    def size_of(
+        self, shape: torch.Size, strides: tuple[int, ...]
+    ) -> tuple[torch.Size, tuple[int, ...]]:
+        """Shape and strides of the whole, of which those of the local tensor are given."""
+        return shape, strides
 
     def comms(self, device: torch.device) -> list[Comm]:
         """The comms along the user's dimensions."""
@@ -169,11 +171,11 @@ class ParamForm:
         """This rank's gradient, not yet reduced: the mean over all ranks is the gradient."""
         if not isinstance(at_rest, DTensor):
             return local
-        mesh, like = at_rest.device_mesh, self.like(local)
+        mesh, size = at_rest.device_mesh, self.size_of(local.shape, local.stride())
         placements = [*self.kept, *[Partial("avg")] * (mesh.ndim - len(self.kept))]
         # torch refuses a gradient on another device than its parameter; where parameters rest on
         # the host, this one is on its way there.
-        return wrap(local, mesh, placements, like.shape, like.stride(), at_rest.device)
+        return wrap(local, mesh, placements, *size, at_rest.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamForm:
         return self  # it may hold process groups, and nothing of it changes

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -59,6 +59,7 @@ class Slot:
     shard_start: int  # in the shard buffer
     full_start: int  # in the full buffer
     order: tuple[int, ...]
+    chunk_numel: int  # elements of the largest shard; every rank reserves as many
 
     @property
     def is_cut(self) -> bool:
@@ -77,11 +78,6 @@ class Slot:
     @property
     def outer(self) -> int:
         return math.prod(self.shape[: self.dim])
-
-    @property
-    def chunk_numel(self) -> int:
-        """Elements of the largest shard. Every rank reserves as many."""
-        return self.local_numel(0)
 
     @property
     def full_numel(self) -> int:
@@ -167,6 +163,14 @@ def _route(spec: ParamShape, num_shards: int, direct_numel: int, align: int) -> 
     )
 
 
+def _chunk_numel(spec: ParamShape, num_shards: int, route: Route) -> int:
+    numel = math.prod(spec.shape)
+    if route is Route.WHOLE or not numel:
+        return numel
+    size = spec.shape[spec.dim or 0]
+    return numel // size * -(-size // num_shards)
+
+
 def plan_layout(
     specs: Sequence[ParamShape],
     *,
@@ -192,10 +196,10 @@ def plan_layout(
     direct = [index for index, route in enumerate(routes) if route is Route.DIRECT]
     for index in sorted(direct, key=lambda index: -math.prod(specs[index].shape))[max_direct:]:
         routes[index] = Route.PACKED
-    slots = [
-        Slot(spec.name, spec.shape, spec.dim or 0, num_shards, route, 0, 0, spec.order)
-        for spec, route in zip(specs, routes, strict=True)
+    chunks = [
+        _chunk_numel(spec, num_shards, route) for spec, route in zip(specs, routes, strict=True)
     ]
+    slots: dict[int, Slot] = {}
     shard, sizes = 0, {"full": 0, "late": 0}
     ends = {}  # of the routes in the shard buffer
     for route in (Route.DIRECT, Route.PACKED, Route.WHOLE):
@@ -204,17 +208,19 @@ def plan_layout(
         if route is Route.PACKED:
             # Those of one size side by side, to be copied out at once; and behind those that are
             # rows those that are not.
-            indices.sort(key=lambda index: (slots[index].dim != 0, -slots[index].chunk_numel))
+            indices.sort(key=lambda index: (bool(specs[index].dim), -chunks[index]))
         for index in indices:
-            slot = replace(slots[index], shard_start=shard, full_start=sizes[buffer])
+            spec, chunk = specs[index], chunks[index]
+            slot = Slot(
+                spec.name, spec.shape, spec.dim or 0, num_shards, route,
+                shard, sizes[buffer], spec.order, chunk,
+            )  # fmt: skip
             slots[index] = slot
-            shard = round_up(
-                shard + slot.chunk_numel, align if route is Route.DIRECT else packed_align
-            )
+            shard = round_up(shard + chunk, align if route is Route.DIRECT else packed_align)
             sizes[buffer] = round_up(sizes[buffer] + slot.full_numel, align)
         ends[route] = shard
     return Layout(
-        slots=tuple(slots),
+        slots=tuple(map(slots.__getitem__, range(len(specs)))),
         num_shards=num_shards,
         shard_numel=shard,
         packed_start=ends[Route.DIRECT],

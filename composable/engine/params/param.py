@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import accumulate, repeat
 from operator import attrgetter
 from typing import Any, Final, Protocol
 from weakref import ref
@@ -131,16 +131,16 @@ def labels_of(parameters: Sequence[Tensor]) -> list[ParamLabel | None]:
 
 
 def set_label(
-    parameter: nn.Parameter, info: ParamInfo, unit: str, form: str, owner: object = None
+    parameter: nn.Parameter, param: ManagedParam, unit: str, form: str, owner: object = None
 ) -> None:
-    label = label_of(parameter)
+    label, info = label_of(parameter), param.info
     if label is None:
         label = ParamLabel()
         setattr(parameter, _LABEL, label)
     label.unit, label.fqn, label.form = unit, info.fqn, form
     label.mesh_info = info.mesh_info
     label.mesh = info.form.mesh_at_rest(None)
-    label.places = tuple((ref(place.module), place.name) for place in info.places)
+    label.places = param.places
     if owner is not None:
         label.owner = ref(owner)
 
@@ -232,6 +232,8 @@ class ManagedParam:
 
     Attributes:
         info: what the annotation asked for; `places` may grow by tied places of other units.
+        tables: where it is looked up and registered, at each place.
+        places: modules, weakly, and names, for labels.
         own: the user's parameter, for units that leave its memory where it is; None where the unit
             has shards.
         original: weakly, the parameter that was registered before the annotation, or that the user
@@ -265,7 +267,8 @@ class ManagedParam:
 
     def set_info(self, info: ParamInfo) -> None:
         self.info = info
-        self.tables = tuple((_table_of(place.module), place.name) for place in info.places)
+        self.tables = tuple([(_table_of(place.module), place.name) for place in info.places])
+        self.places = tuple([(ref(place.module), place.name) for place in info.places])
 
     def agree(self, sends: Sends | None) -> None:
         """See `sends`; None: ranks are to tell each other again."""
@@ -302,7 +305,7 @@ class ManagedParam:
         return self.info.fqn
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def registered_at(self) -> tuple[Place, ...]:
         return self.info.places
 
     @property
@@ -316,14 +319,17 @@ class ManagedParam:
 
     @property
     def registered(self) -> nn.Parameter | None:
-        return next(
-            (found for place in self.info.places if (found := place.registered) is not None), None
-        )
+        for table, name in self.tables:
+            if (found := table.get(name)) is not None:
+                return found
+        return None
 
     @property
     def current(self) -> nn.Parameter:
         """What is registered, of a parameter that no user has deleted."""
-        return next(place.registered for place in self.info.places if place.registered is not None)
+        found = self.registered
+        assert found is not None
+        return found
 
     @property
     def users_local(self) -> Tensor | None:
@@ -488,9 +494,19 @@ def as_parameter(tensor: Tensor, slot: Slot) -> Tensor:
     )
 
 
-def whole_shape(slot: Slot) -> Tensor:
-    """A meta tensor with the shape and strides of the whole parameter."""
-    return as_parameter(torch.empty(slot.shape, dtype=torch.float32, device="meta"), slot)
+def shape_and_strides(slot: Slot) -> tuple[torch.Size, tuple[int, ...]]:
+    """Those of the whole parameter."""
+    strides = (
+        tuple(accumulate(slot.shape[:0:-1], lambda step, size: step * max(size, 1), initial=1))[
+            ::-1
+        ]
+        if slot.shape
+        else ()
+    )
+    if not slot.order:
+        return torch.Size(slot.shape), strides
+    dims = sorted(range(len(slot.order)), key=slot.order.__getitem__)
+    return torch.Size([slot.shape[dim] for dim in dims]), tuple([strides[dim] for dim in dims])
 
 
 def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:

@@ -63,7 +63,7 @@ from composable.engine.params.param import (
     label_of,
     memory_order,
     set_label,
-    whole_shape,
+    shape_and_strides,
 )
 from composable.engine.params.precision import Precision
 from composable.errors import few
@@ -253,9 +253,8 @@ class ParamGroup(ABC):
 
     def _local_compute(self, slot: Slot) -> Tensor:
         assert self.gather is not None
-        shape = whole_shape(slot)
         buffer = self.gather.buffer_of(slot)
-        return buffer.part(slot.full_start, shape.shape, shape.stride()).data
+        return buffer.part(slot.full_start, *shape_and_strides(slot)).data
 
     @property
     def _differentiable(self) -> bool:
@@ -309,7 +308,7 @@ class ParamGroup(ABC):
             # `model.to()` exchanges a DTensor with one that was made of it, also where nothing
             # moves: hooks in C++, and the label, stay behind
             if label_of(at_rest) is None:
-                set_label(at_rest, param.info, self.unit, "at_rest")
+                set_label(at_rest, param, self.unit, "at_rest")
         return changed or any(map(is_not, self._spread_locals(), map(call, self._locals)))
 
     def _spread_locals(self) -> list[Tensor]:

@@ -20,7 +20,7 @@ from composable.engine.params.param import (
     at_home,
     copy_attributes,
     cut,
-    whole_shape,
+    shape_and_strides,
 )
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.precision import Precision
@@ -79,11 +79,10 @@ class ShardedGroup(ParamGroup):
         assert info.mesh is not None
         if param.users_local is None:
             return at_home(registered, self._local(slot))
-        whole = form.like(whole_shape(slot))
         at_rest = dtensor_parameter(
             self._local(slot), mesh,
             [*form.kept, *_shard_placements(slot, info.mesh, info.shard_dim)],
-            whole.shape, whole.stride(), requires_grad=registered.requires_grad,
+            *form.size_of(*shape_and_strides(slot)), requires_grad=registered.requires_grad,
         )  # fmt: skip
         take_hooks(registered, at_rest)
         copy_attributes(registered, at_rest)

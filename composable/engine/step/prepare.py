@@ -415,7 +415,7 @@ def _adopt(unit: Unit, owners: Mapping[int, Holder]) -> bool:
         _refuse_late_tie(where, *owners[id(newcomers[param])])
     changed = [group for group in unit.groups if group.adopt_changes()]
     for param, newcomer in newcomers.items():
-        set_label(param.at_rest, param.info, unit.name, "replaced")
+        set_label(param.at_rest, param, unit.name, "replaced")
         param.follow(newcomer)
     unit.give(tied)
     return bool(newcomers or changed)

@@ -65,7 +65,7 @@ def _move(held: list[Holder], places: list[Place], units: Sequence[Unit]) -> Non
     for unit, other in held:
         unit.give([other])
         if other.at_rest is not tensor:
-            set_label(other.at_rest, other.info, unit.name, "replaced")
+            set_label(other.at_rest, other, unit.name, "replaced")
     owner.take(param, tuple(inside[owner][place] for place in places))
     for unit in touched:
         unit.reshard()

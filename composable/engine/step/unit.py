@@ -493,10 +493,10 @@ class Unit:
         for param in self.params:
             original = param.original()
             if original is not None and original is not param.own:
-                set_label(original, param.info, fqn, "original", self)
-            set_label(param.compute, param.info, fqn, "compute")
+                set_label(original, param, fqn, "original", self)
+            set_label(param.compute, param, fqn, "compute")
             # also where it is the same object
-            set_label(param.at_rest, param.info, fqn, "at_rest", self)
+            set_label(param.at_rest, param, fqn, "at_rest", self)
 
     @property
     def computes_apart(self) -> bool:

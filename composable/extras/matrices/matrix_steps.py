@@ -39,7 +39,6 @@ from composable.errors import (
     unit_name,
     what_is_there,
 )
-from composable.extras.matrices.fingerprints import fingerprints
 from composable.extras.matrices.matrices import BATCHES, Exchange, Layout, Layouts, Matrix, assign
 from composable.extras.matrices.matrix_state import (
     PartOfState,
@@ -53,6 +52,7 @@ from composable.extras.matrices.matrix_state import (
     with_tuples,
     without_tuples,
 )
+from composable.memory.digests import digests_as_ints
 from composable.seams import (
     LocalStep,
     StandIn,
@@ -488,7 +488,7 @@ class MatrixStepping(Stepping):
     def _fingerprints(self, stepped: Sequence[Tensor]) -> dict[Tensor, int]:
         """Of what is stepped; 0 of what its owners have anyway."""
         found = [each for each in stepped if not all(m.stays for m in self._matrices[each])]
-        taken = fingerprints([local_tensor(each).detach() for each in found])
+        taken = digests_as_ints([[local_tensor(each).detach()] for each in found])
         return dict.fromkeys(stepped, 0) | dict(zip(found, taken, strict=True))
 
     @override

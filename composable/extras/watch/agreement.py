@@ -33,10 +33,10 @@ from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.contract.tree import managed_buffers
 from composable.errors import few
-from composable.extras.watch.calls import by_index, generator_state, version_of
+from composable.extras.watch.calls import by_index, digests_of, generator_state, version_of
 from composable.extras.watch.findings import Finding, hint
 from composable.memory.offload import wait_for_traffic
-from composable.seams import Group, Param, Root, Unit, digests, hooks_of
+from composable.seams import Group, Param, Root, Unit, hooks_of
 from composable.torch_private import local_tensor
 
 _LAUNCH: Final = Launch("comparison of digests by watch")
@@ -162,7 +162,7 @@ class Agreement:
         for key, tensor in rows:
             keys.append(key)
             tensors.append(tensor)
-        self._noted.append((comm, keys, list(digests(tensors))))
+        self._noted.append((comm, keys, list(digests_of(tensors))))
 
     # --- the comparison --------------------------------------------------------------------------
 

@@ -14,7 +14,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from composable.contract.hooks import dispatcher_of
 from composable.contract.values import map_tensors, tensors_in
-from composable.seams import Unit, digests
+from composable.memory.digests import digests
+from composable.seams import Unit
+from composable.tensors.protocol import plain_parts
 
 # What calls a module: torch's, and that of methods that `register_forward_method` knows.
 _CALLERS: Final = ("_call_impl", "_call_as_forward")
@@ -52,7 +54,7 @@ class Call:
     @torch.no_grad()
     def end(self, output: Any) -> None:
         """The module has computed."""
-        self.outputs = list(digests([each.detach() for each in tensors_in(output)]))
+        self.outputs = list(digests_of([each.detach() for each in tensors_in(output)]))
 
     def end_step(self) -> None:
         """The step has ended. Hooks of outputs refer to the gradients for as long as these live."""
@@ -94,6 +96,11 @@ def _detached(tensor: Tensor) -> Tensor:
 def version_of(tensor: Tensor) -> int:
     """Of its writes; those of inference tensors are not counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def digests_of(tensors: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
+    """Numbers by which ranks compare tensors, see `memory/digests.py`."""
+    return digests(list(map(plain_parts, tensors)))
 
 
 def by_index(found: Iterable[tuple[list[int], Tensor]]) -> dict[int, int]:

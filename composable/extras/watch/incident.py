@@ -150,7 +150,7 @@ def _without_parameters(
         (id(place.module), place.name): f"{names[unit]} {param.fqn}"
         for unit in units
         for param in unit.params
-        for place in param.places
+        for place in param.registered_at
     }
     places = [
         (fqn, name, named[id(below), name])
