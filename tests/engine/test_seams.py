@@ -19,6 +19,7 @@ from composable import (
     apply_optimizer_in_backward,
     fully_shard,
     keep_unsharded,
+    no_sync,
     register_comm_hook,
     replicate,
     seams,
@@ -28,6 +29,8 @@ from composable.comm.base import LAUNCHING, GroupComm
 from composable.comm.launch import Launch, LaunchKind
 from composable.contract.values import parameters_of
 from composable.errors import NotAnnotatedError, PhaseError
+from composable.features.activations import copies_of
+from composable.memory.streams import Streams
 from docs.counts import PACKAGE, Source, sources, taken
 from tests.helpers.world import Pool, current_device
 
@@ -214,6 +217,7 @@ def _a_step_is_looked_at() -> set[str]:
         LAUNCHING.remove(looking.launching)
         end()
     looking.look("Managed", next(seams.managed_in("test", model)))
+    looking.look("_Drivers", seams.Driver)
     return {*looking.read, *("Unit.forward_number" for number in numbers if number is not None)}
 
 
@@ -297,9 +301,65 @@ def _reading_and_writing() -> None:
     fully_shard(inside)(torch.ones(1, device=current_device()))
 
 
+class _Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(4, 4, bias=False, device=current_device())
+        self.outer = nn.Linear(4, 1, bias=False, device=current_device())
+
+    @override
+    def forward(self, x: Tensor, computes: bool = True) -> Tensor:
+        y = self.inner(x) if computes else seams.Driver.pass_through(self.inner, x)
+        return self.outer(y)
+
+
+def _driving() -> None:
+    model, alone = _Choosing(), _Choosing()
+    fully_shard(model.inner)
+    fully_shard(model)
+    units, x = seams.units_in("test", model), torch.ones(2, 4, device=current_device())
+    rank, device = torch.distributed.get_rank(), current_device()
+    driver = seams.Driver(units)
+
+    model(x, computes=rank == 0).sum().backward()
+    alone(x).sum().backward()
+    gradient = model.inner.weight.grad.full_tensor()
+    torch.testing.assert_close(gradient, alone.inner.weight.grad / 2)  # none from the other rank
+
+    event, order = seams.Event, [0, 1, 1, 0]  # the root around the other one
+    with torch.no_grad():
+        if rank == 0:
+            model(x)
+        for number, index in enumerate(order if rank else ()):
+            driver.visit(index, event.ENTER if number < 2 else event.LEAVE, 0)
+    assert [each.name for each in driver.modes] == ["REDUCE", "REDUCE"]
+
+    undo = driver.scale_gradients(lambda gradient: 2 * gradient)
+    model.zero_grad()
+    model(x).sum().backward()
+    for end in undo:
+        end()
+    torch.testing.assert_close(model.inner.weight.grad.full_tensor(), 2 * alone.inner.weight.grad)
+
+    with no_sync(model):
+        model(x).sum().backward()
+    driver.reduce([model.inner.weight])  # as `reduce_gradients` on another rank
+    driver.reduce([model.outer.weight])
+    assert not any(unit.gradients.has_unreduced for unit in units)
+    model(x)
+    driver.reset()
+    driver.take_buffers(0)
+    assert not any(unit.is_unsharded for unit in units)
+
+    found = seams.unscale_gradients([model.inner.weight], torch.full((), 0.5, device=device), False)
+    assert [each.item() for each in found.values()] == [0.0]
+
+
 def _all_of_it() -> set[str]:
     _finding()
     _reading_and_writing()
+    _driving()
     return _a_step_is_looked_at()
 
 
@@ -391,3 +451,22 @@ class _Unknown(SGD):
     @override
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
+
+
+# --- the simulated machine -----------------------------------------------------------------------
+
+
+def test_a_simulated_machine_has_memory_without_values_and_offloads_from_the_host() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    seams.give_memory(model, torch.device("cpu"))
+    assert model[1].weight is model[0].weight
+    assert not any(each.is_meta for each in model.parameters())
+
+    host, streams = torch.device("cpu"), Streams()
+    with seams.offloading_from_host(streams):
+        copies = copies_of(host)
+        assert copies is not None
+        assert copies.streams is streams
+    assert copies_of(host) is None
