@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+
 from docs.notes import notes
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -31,7 +32,7 @@ def test_notes_of_a_release_are_its_part_of_the_changelog() -> None:
     )
     assert notes(changelog, "0.1.0") == "## Added\n\n* first\n"
     assert notes(changelog, "Unreleased") == "* new\n"
-    with pytest.raises(LookupError, match="has no part 0.2.0. It has Unreleased, 0.1.0"):
+    with pytest.raises(LookupError, match=r"has no part 0\.2\.0\. It has Unreleased, 0.1.0"):
         notes(changelog, "0.2.0")
 
 
