@@ -167,8 +167,8 @@ def install() -> None:
             Watch.looks_away = False
 
     ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
-    GroupComm.min_max = lambda self, values, label: (list(values), list(values))  # type: ignore[method-assign]
-    GroupComm.all_gather_ints = lambda self, values, label: [list(values)] * self.size  # type: ignore[method-assign]
+    GroupComm.min_max = lambda self, values, launch: (list(values), list(values))  # type: ignore[method-assign]
+    GroupComm.all_gather_ints = lambda self, values, launch: [list(values)] * self.size  # type: ignore[method-assign]
 
     Buckets._agree_on_order = lambda self: setattr(self, "_ready", None)  # type: ignore[method-assign]
     decide = GradBucket.decide

@@ -24,6 +24,8 @@ from harness import Measure, Rounds, Sample, compete, series
 from options import counts, parse, parser
 from publish import curves, emit, rounded, table
 
+from composable.comm.launch import Launch
+
 SYNCHRONOUS: Final = "composable"
 TURN: Final = 10  # steps in a turn, over which losses are averaged
 
@@ -41,9 +43,11 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def all_reduce(self, tensors: Sequence[torch.Tensor], label: str, scale: float = 1.0) -> Any:
+    def all_reduce(
+        self, tensors: Sequence[torch.Tensor], launch: Launch, scale: float = 1.0
+    ) -> Any:
         self._sent[0] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return self._inner.all_reduce(tensors, label, scale)
+        return self._inner.all_reduce(tensors, launch, scale)
 
 
 def build(contender: str, options: argparse.Namespace) -> Measure:

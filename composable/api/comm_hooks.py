@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.naming import find_fqn, modules_of
 from composable.contract.tree import SHARD, annotation_of, walk
@@ -206,7 +207,7 @@ def register_comm_hook(
         refusal = error
         mine = f"refuses: {first_line(error)}"
     comm = unit.mesh_info.all
-    said = comm.all_gather_objects(mine, f"check of {_VERB}() across ranks")
+    said = comm.all_gather_objects(mine, Launch(f"check of {_VERB}() across ranks"))
     if refusal is not None:
         raise refusal
     for rank, text in enumerate(said):

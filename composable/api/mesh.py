@@ -27,6 +27,7 @@ from composable.comm import (
     mesh_info_of_shards,
     world_group,
 )
+from composable.comm.launch import Launch
 from composable.contract.tree import SHARD
 from composable.errors import AnnotationError, MeshError, RanksDisagreeError
 from composable.policies.base import kind_of
@@ -134,7 +135,7 @@ def _device_type(verb: str, modules: Sequence[nn.Module], group: dist.ProcessGro
     own = _real_device(modules)
     flags = [int(own is not None and own.type == "cpu"), int(own is not None and own.type != "cpu")]
     on_host, on_accelerator = comm_of(group, _CPU).min_max(
-        flags, label=f"device of {verb}() across ranks"
+        flags, launch=Launch(f"device of {verb}() across ranks")
     )[1]
     if on_host and on_accelerator:
         here = "on the meta device" if own is None else f"on {own}"
@@ -289,11 +290,11 @@ def _refuse_different_dims(verb: str, mesh: DeviceMesh, named: dict[str, tuple[s
     """
     if mesh.get_coordinate() is None:
         return
-    label = f"dp_mesh_dims of {verb}()"
+    launch = Launch(f"dp_mesh_dims of {verb}()")
     said = {repr(named): dist.get_rank()}  # by the first rank that says so
     for group in mesh.get_all_groups():
         comm = comm_of(group, communication_device(mesh, _CPU))
-        for told in comm.all_gather_objects(said, label):
+        for told in comm.all_gather_objects(said, launch):
             said |= {text: min(rank, said.get(text, rank)) for text, rank in told.items()}
     if len(said) > 1:
         (rank, text), (other_rank, other), *_ = sorted((rank, text) for text, rank in said.items())
@@ -317,7 +318,7 @@ def _mesh_of_hosts(verb: str, modules: Sequence[nn.Module], kind: str | None) ->
     device = _CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
     told: list[tuple[str, str]] = comm_of(group, device).all_gather_objects(
         (os.environ.get("LOCAL_WORLD_SIZE", ""), socket.gethostname()),
-        label=f"ranks of the hosts of {verb}()",
+        launch=Launch(f"ranks of the hosts of {verb}()"),
     )
     said, hosts = [list(each) for each in zip(*told, strict=True)]
     if not any(said) and hosts == sorted(hosts, key=hosts.index):  # ranks of a host in a row
@@ -372,14 +373,14 @@ def joint_mesh(
     together.
     """
     mesh, at = spread.mesh, communication_device(spread.mesh, device)
-    label, ranks = f"ranks of the mesh of {verb}()", mesh.mesh.flatten().tolist()
+    launch, ranks = Launch(f"ranks of the mesh of {verb}()"), mesh.mesh.flatten().tolist()
     # A rank knows the ranks of its own meshes only; those along `spread` know others'.
-    told = spread.comm_of_all(device).all_gather_objects(own.mesh.tolist(), label)
+    told = spread.comm_of_all(device).all_gather_objects(own.mesh.tolist(), launch)
     known = dict(zip(sorted(ranks), told, strict=True))
     mine = [known[rank] for rank in ranks]
     said = [mine]
     for dim in range(own.ndim):
-        said += comm_of(own.get_group(dim), at).all_gather_objects(mine, label)
+        said += comm_of(own.get_group(dim), at).all_gather_objects(mine, launch)
     parts = [torch.tensor(each, device="cpu") for each in mine]
     fits = all(each == mine for each in said) and all(each.shape == own.shape for each in parts)
     if fits:

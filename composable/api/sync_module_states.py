@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.comm import Comm
+from composable.comm.launch import Launch
 from composable.config import SYNC_MODES
 from composable.contract.tree import Managed
 from composable.engine.params.param import copy_attributes
@@ -31,8 +32,8 @@ from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.features.spread import spread_of
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
-# without the verb: labels pair messages, and verbs may differ
-_LABEL: Final = "check of an annotation across ranks"
+# without the verb: texts pair messages, and verbs may differ
+_LAUNCH: Final = Launch("check of an annotation across ranks")
 _AS_FLAGS: Final = {"True": "broadcast", "False": "off"}  # what FSDP1 and DDP mean by them
 
 
@@ -59,8 +60,8 @@ def failures_told(verb: str, comm: Comm) -> Iterator[None]:
         yield
     except Exception as error:
         if comm.size > 1:
-            comm.min_max([1, *([0] * len(_CURES))], _LABEL)
-            comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", _LABEL)
+            comm.min_max([1, *([0] * len(_CURES))], _LAUNCH)
+            comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", _LAUNCH)
         raise
 
 
@@ -150,14 +151,14 @@ def synchronise(
             text for each, text in zip(parameters, treated, strict=True) if id(each.tensor) in apart
         ]
         compared |= {"verbs": [], "parameters": [], "buffers": [], "arguments": meshes}
-    lowest, highest = comm.min_max([0, *map(_digest, compared.values())], _LABEL)
+    lowest, highest = comm.min_max([0, *map(_digest, compared.values())], _LAUNCH)
     differ = {
         topic
         for topic, low, high in zip(("", *compared), lowest, highest, strict=True)
         if low != high
     }
     if differ - ({"devices"} if mode == "broadcast" else set()):
-        raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(told, _LABEL)))
+        raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(told, _LAUNCH)))
     if mode == "broadcast":  # gives values to what is on the meta device
         _broadcast(verb, together, comm, some_on_meta="devices" in differ)
 
@@ -251,7 +252,7 @@ def _broadcast(
     verb: str, entries: Sequence[Managed[Any]], comm: Comm, *, some_on_meta: bool
 ) -> None:
     own = [_HOMES.index(t) if (t := each.tensor.device.type) in _HOMES else 2 for each in entries]
-    rows = comm.all_gather_ints(own, _LABEL) if some_on_meta else [own]
+    rows = comm.all_gather_ints(own, _LAUNCH) if some_on_meta else [own]
     sent = []
     for entry, home, column in zip(entries, rows[0], zip(*rows, strict=True), strict=True):
         if not home and any(column):
@@ -266,7 +267,7 @@ def _broadcast(
             tensor = _materialise(entry, torch.device("cpu") if home == 1 else comm.device)
         sent += plain_parts(tensor) if home else []
     with torch.inference_mode():  # which may write to tensors that were made in it, too
-        comm.broadcast(sent, f"broadcast of rank 0's values by {verb}()")
+        comm.broadcast(sent, Launch(f"broadcast of rank 0's values by {verb}()"))
 
 
 def _materialise(entry: Managed[Any], device: torch.device) -> Tensor:

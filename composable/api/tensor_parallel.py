@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.api.mesh import Spread, joint_mesh, part_of
 from composable.api.selection import ids_of_ignored
 from composable.comm import Comm, comm_of
+from composable.comm.launch import Launch
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.dtensors import describe_mesh
 from composable.engine.params.form import ParamForm
@@ -58,16 +59,16 @@ def told_across(
 @contextmanager
 def told_to(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
     """Around what all ranks of `comms` do: a failure here is raised on all of them."""
-    label = f"agreement of {verb}() with each other {whom}"
+    launch = Launch(f"agreement of {verb}() with each other {whom}")
     try:
         yield
     except Exception as error:
         for comm in comms:
-            comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", label)
+            comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", launch)
         raise
     failed = ""
     for comm in comms:
-        said = comm.all_gather_objects(failed, label)
+        said = comm.all_gather_objects(failed, launch)
         failed = failed or next(filter(None, said), "")
     if failed:
         raise RanksDisagreeError(
@@ -114,7 +115,7 @@ def _refuse_different_placements(
     mine = [(each.fqn, str(spread_of(each.tensor))) for each in parameters]
     for axis in range(mesh.ndim):
         told = comm_of(mesh.get_group(axis), device).all_gather_objects(
-            mine, label=f"placements of parameters of {verb}()"
+            mine, launch=Launch(f"placements of parameters of {verb}()")
         )
         for rank, other in enumerate(told):
             for first, second in zip(told[0], other, strict=False):
@@ -140,7 +141,7 @@ def _whole_shape(
     shape = list(managed.tensor.shape)
     for axis in reversed(range(mesh.ndim)):  # the innermost cut first
         told = comm_of(mesh.get_group(axis), device).all_gather_objects(
-            tuple(shape), label=f"shapes of parts of {verb}()"
+            tuple(shape), launch=Launch(f"shapes of parts of {verb}()")
         )
         placement, expected = placements[axis], [tuple(shape)] * len(told)
         if isinstance(placement, Shard):

@@ -32,6 +32,7 @@ from composable.comm.choose import (
     world_group,
 )
 from composable.comm.host import GenericComm, PointToPointComm
+from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import Ledger, debug_enabled, ledger_of
 from composable.comm.local import LocalComm
 from composable.comm.mesh_info import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
@@ -41,6 +42,8 @@ __all__ = [
     "AcceleratorComm",
     "Comm",
     "GenericComm",
+    "Launch",
+    "LaunchKind",
     "Ledger",
     "LocalComm",
     "MeshInfo",

@@ -4,15 +4,15 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from composable.comm.base import GroupComm, Traits, Work, launch_each
+from composable.comm.base import Columns, GroupComm, Traits, Work, launch_each
+from composable.comm.launch import Launch
 from composable.memory.streams import Mark, Streams, range_label
 from composable.torch_private import Launcher, cannot_coalesce
 
@@ -24,17 +24,17 @@ ON_ACCELERATOR: Final = Traits(direct_bytes=1 << 20, max_direct=32, align=16, on
 class _StreamWork:
     """Collectives on a stream. To wait orders the current stream, and does not hold up the host."""
 
-    __slots__ = ("_kept", "_label", "_mark")
+    __slots__ = ("_kept", "_launch", "_mark")
 
-    def __init__(self, mark: Mark, label: str, kept: object) -> None:
+    def __init__(self, mark: Mark, launch: Launch, kept: object) -> None:
         self._mark = mark
-        self._label = label
+        self._launch = launch
         # Memory that the stream uses must not be freed before the compute stream waits, see Note
         # [Stream discipline].
         self._kept = kept
 
     def wait(self) -> None:
-        with range_label(self._label, "wait for the "):
+        with range_label(self._launch.text, "wait for the "):
             self._mark.join()
         self._kept = None
 
@@ -63,28 +63,26 @@ class AcceleratorComm(GroupComm):
         self._reductions = self._group if reductions is None else ref(reductions)
         self._coalesces = True  # until the backend says that it does not
 
-    def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
-        launcher, factor = self._launcher(kind, scale)
-        group = (kind == "reduce_scatter" and self._reductions()) or self.group
-        with self._streams.fork(kind):
+    def _start(self, launch: Launch, collective: str, tensors: Columns, scale: float) -> Work:
+        launcher, factor = self._launcher(collective, scale)
+        group = (collective == "reduce_scatter" and self._reductions()) or self.group
+        with self._streams.fork(collective):
             for work in self._works(group, launcher, tensors):
                 if work is not None:  # of a backend that has not made the current stream wait
                     work.wait()
             if factor != 1.0:
                 torch._foreach_mul_(list(tensors[0]), factor)
-            return _StreamWork(self._streams.mark(), label, tensors)
+            return _StreamWork(self._streams.mark(), launch, tensors)
 
     def _start_by(
-        self, call: Callable[[], Any], kind: str, label: str, tensors: Sequence[Tensor]
+        self, call: Callable[[], Any], launch: Launch, collective: str, tensors: Columns, *_: Any
     ) -> Work:
-        with self._streams.fork(kind):
+        with self._streams.fork(collective):
             if (work := call()) is not None:
                 work.wait()
-            return _StreamWork(self._streams.mark(), label, tensors)
+            return _StreamWork(self._streams.mark(), launch, tensors)
 
-    def _works(
-        self, group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]
-    ) -> list[Any]:
+    def _works(self, group: dist.ProcessGroup, launcher: Launcher, tensors: Columns) -> list[Any]:
         # The tensors of one launch have one dtype, a real one.
         if (
             self._coalesces

@@ -10,22 +10,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composable.comm.launch import COMPARISON_OF_LAUNCHES, Launch
 from composable.comm.ledger import Ledger, ledger_of
 from composable.errors import CommunicationError, RanksDisagreeError, first_line
 from composable.memory.streams import range_label
 from composable.torch_private import Launcher, as_real, launchers, profiled
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
+# outputs and inputs, or what is reduced in place
+Columns = Sequence[Sequence[Tensor]]
 
 # a broadcast is sent in messages of this size at most, which bounds its memory
 MESSAGE_BYTES: Final = 64 << 20
@@ -34,29 +36,10 @@ _AVERAGING: Final = ("nccl", "fake")
 _DESTROYED: Final = "this rank has destroyed its process group"
 
 
-class Label(str):
-    """The label of a message that knows what sends it: labels of different senders may be equal.
-
-    Attributes:
-        sender: weak, since labels are kept in ledgers. None in what is copied or sent.
-    """
-
-    __slots__ = ("sender",)
-
-    def __new__(cls, text: str, sender: object) -> Label:
-        label = super().__new__(cls, text)
-        label.sender = ref(sender)
-        return label
-
-    sender: ref[Any]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, (str(self),)
-
-
 # What hears of each launch of this process, before it and when it has been launched: the comm, the
-# label, and the arguments of the call that launches, with the tensors.
-Hears = list[Callable[["GroupComm", str, Sequence[Any]], None]]
+# launch, the collective (a key of `launchers`, "all_to_all", "broadcast" or "max"), its tensors,
+# and the scale of sums or the rank that sends a broadcast.
+Hears = list[Callable[["GroupComm", Launch, str, Columns, Any], None]]
 LAUNCHING: Final[Hears] = []
 LAUNCHED: Final[Hears] = []
 
@@ -112,8 +95,7 @@ class Comm(Protocol):
     """The collectives among the ranks of a process group, for tensors on one device. Tests put
     others in their place.
 
-    All ranks launch the same collectives in the same order. `label` names one, e.g. "all-gather of
-    unit 'layers.3'".
+    All ranks launch the same collectives in the same order. A `Launch` says what one is for.
     """
 
     @property
@@ -132,7 +114,7 @@ class Comm(Protocol):
     @property
     def traits(self) -> Traits: ...
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         """For each (whole, shard): fill `whole` with the `shard` of every rank, in the order of
         ranks.
 
@@ -140,14 +122,14 @@ class Comm(Protocol):
         dtype.
         """
 
-    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
         """For each (out, whole): the sum over all ranks of this rank's part of `whole`, times
         `scale`, becomes `out`.
 
         Shapes are as for `all_gather`. `out` must not overlap `whole`.
         """
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
         """Sums over all ranks, times `scale`, in place. The tensors are contiguous."""
 
     def all_to_all(
@@ -156,7 +138,7 @@ class Comm(Protocol):
         out_sizes: Sequence[int],
         source: Tensor,
         sizes: Sequence[int],
-        label: str,
+        launch: Launch,
     ) -> Work:
         """Give each rank another part of `source`, of the next of `sizes` elements: `out` becomes
         what all ranks give to this one, in the order of ranks.
@@ -165,20 +147,20 @@ class Comm(Protocol):
         and may be 0.
         """
 
-    def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], launch: Launch, src: int = 0) -> None:
         """Rank `src` of the group's values everywhere, in place. Blocks. The tensors may be on any
         device.
         """
 
-    def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
+    def min_max(self, values: Sequence[int], launch: Launch) -> tuple[list[int], list[int]]:
         """The lowest and the highest of all ranks' `values` (as many on each rank), one by one.
         Blocks.
         """
 
-    def all_gather_ints(self, values: Sequence[int], label: str) -> list[list[int]]:
+    def all_gather_ints(self, values: Sequence[int], launch: Launch) -> list[list[int]]:
         """All ranks' `values` (as many on each rank), by rank. Blocks."""
 
-    def all_gather_objects(self, value: Any, label: str) -> list[Any]:
+    def all_gather_objects(self, value: Any, launch: Launch) -> list[Any]:
         """All ranks' `value`, pickled, by rank. Blocks, and grows with the ranks: for what went
         wrong.
         """
@@ -237,23 +219,25 @@ class GroupComm(ABC):
 
     # --- collectives in flight -------------------------------------------------------------------
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         if not pairs:
             return DONE
         if isinstance(pairs, Again):
-            return self._launch(label, self._start_again, pairs, label)
-        return self._launch(label, self._start, "all_gather", label, 1.0, *zip(*pairs, strict=True))
+            start = partial(self._start_again, pairs)
+            return self._launch(launch, "all_gather", pairs.columns, 1.0, start)
+        columns = tuple(zip(*pairs, strict=True))
+        return self._launch(launch, "all_gather", columns, 1.0, self._start)
 
-    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
         if not pairs:
             return DONE
-        tensors = zip(*pairs, strict=True)
-        return self._launch(label, self._start, "reduce_scatter", label, scale, *tensors)
+        columns = tuple(zip(*pairs, strict=True))
+        return self._launch(launch, "reduce_scatter", columns, scale, self._start)
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
         if not tensors:
             return DONE
-        return self._launch(label, self._start, "all_reduce", label, scale, tensors)
+        return self._launch(launch, "all_reduce", (tensors,), scale, self._start)
 
     def all_to_all(
         self,
@@ -261,43 +245,51 @@ class GroupComm(ABC):
         out_sizes: Sequence[int],
         source: Tensor,
         sizes: Sequence[int],
-        label: str,
+        launch: Launch,
     ) -> Work:
         # `_launch` is told of no tensors, since ranks send different amounts
-        start = partial(self._start_to_all, out, list(out_sizes), source, list(sizes), label)
-        return self._launch(label, start)
+        start = partial(self._start_to_all, out, list(out_sizes), source, list(sizes))
+        return self._launch(launch, "all_to_all", (), 1.0, start)
 
     def _start_to_all(
-        self, out: Tensor, out_sizes: list[int], source: Tensor, sizes: list[int], label: str
+        self,
+        out: Tensor,
+        out_sizes: list[int],
+        source: Tensor,
+        sizes: list[int],
+        launch: Launch,
+        *_: Any,
     ) -> Work:
         call = partial(
             dist.all_to_all_single, out, source, out_sizes, sizes,
             group=self.group, async_op=not self.traits.on_stream,
         )  # fmt: skip
-        return self._start_by(call, "all_to_all", label, (out, source))
+        return self._start_by(call, launch, "all_to_all", ((out,), (source,)))
 
     @abstractmethod
-    def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
+    def _start(self, launch: Launch, collective: str, tensors: Columns, scale: float) -> Work:
         """Launch collectives of one kind, a key of `launchers`, for outputs and inputs, or for what
         is reduced in place.
         """
 
-    def _start_again(self, pairs: Again, label: str) -> Work:
+    def _start_again(
+        self, pairs: Again, launch: Launch, collective: str, tensors: Columns, scale: float
+    ) -> Work:
         """Launch an all-gather of tensors that are the same in each step."""
-        return self._start("all_gather", label, 1.0, *pairs.columns)
+        return self._start(launch, collective, tensors, scale)
 
     def launched_by(
-        self, call: Callable[[], Any], kind: str, label: str, tensors: Sequence[Tensor]
+        self, call: Callable[[], Any], collective: str, launch: Launch, tensors: Columns
     ) -> Work:
         """Launch a collective by `call`, of the user's, which returns a work of torch's, or None.
 
         Args:
-            tensors: what it reads and writes.
+            tensors: what it writes and reads.
         """
-        return self._launch(label, self._start_by, call, kind, label, tensors)
+        return self._launch(launch, collective, tensors, 1.0, partial(self._start_by, call))
 
     def _start_by(
-        self, call: Callable[[], Any], kind: str, label: str, tensors: Sequence[Tensor]
+        self, call: Callable[[], Any], launch: Launch, collective: str, tensors: Columns, *_: Any
     ) -> Work:
         if (work := call()) is not None:
             work.wait()
@@ -313,82 +305,92 @@ class GroupComm(ABC):
 
     # --- launches and errors ---------------------------------------------------------------------
 
-    def _launch(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call what launches a collective. All collectives go through here."""
+    def _launch(
+        self,
+        launch: Launch,
+        collective: str,
+        tensors: Columns,
+        option: Any,
+        call: Callable[[Launch, str, Columns, Any], R],
+    ) -> R:
+        """Call what launches a collective, with all that observers are told. All collectives go
+        through here.
+        """
         for hear in LAUNCHING:
-            hear(self, label, args)
-        self._ledger.note(label, args)
+            hear(self, launch, collective, tensors, option)
+        self._ledger.note(launch, collective, tensors)
         try:
             if not profiled():  # a context that does nothing would be called, too
-                launched = call(*args, **kwargs)
+                launched = call(launch, collective, tensors, option)
             else:
-                with range_label(label):
-                    launched = call(*args, **kwargs)
+                with range_label(launch.text):
+                    launched = call(launch, collective, tensors, option)
         except (torch.OutOfMemoryError, RanksDisagreeError):
             raise  # of this rank alone
         except (RuntimeError, OSError) as error:
-            raise self.failure(label, error) from error
+            raise self.failure(launch, error) from error
         for hear in LAUNCHED:
-            hear(self, label, args)
+            hear(self, launch, collective, tensors, option)
         return launched
 
-    def failure(self, label: str, error: Exception) -> CommunicationError:
+    def failure(self, launch: Launch, error: Exception) -> CommunicationError:
         """An error of the backend's, at the launch of a collective or while it was waited for, with
         the collective's name, what to do, and what every rank launched last.
         """
         said = first_line(error) or type(error).__name__
         return CommunicationError(
-            f"rank {self._name}: the {label} failed:"
+            f"rank {self._name}: the {launch} failed:"
             f" {said}\n{_cure(error)}\n{self._ledger.report()}"
         )
 
     # --- checks and exchanges --------------------------------------------------------------------
 
     @torch.no_grad()
-    def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], launch: Launch, src: int = 0) -> None:
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)  # a view, where that is possible
             # As bytes, because backends do not know all dtypes.
             for piece in flat.view(torch.uint8).split(MESSAGE_BYTES) if flat.numel() else ():
                 message = piece.to(self.device)
-                self._launch(label, self._broadcast, message, src)
+                self._launch(launch, "broadcast", ((message,),), src, self._broadcast)
                 if message is not piece and self.rank != src:
                     piece.copy_(message)
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view(tensor.shape))
 
-    def _broadcast(self, message: Tensor, src: int) -> None:
-        dist.broadcast(message, group=self.group, group_src=src)
+    def _broadcast(self, launch: Launch, collective: str, tensors: Columns, src: int) -> None:
+        dist.broadcast(tensors[0][0], group=self.group, group_src=src)
 
-    def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
+    def min_max(self, values: Sequence[int], launch: Launch) -> tuple[list[int], list[int]]:
         both = torch.tensor(
             [*values, *(-value for value in values)], dtype=torch.int64, device=self.device
         )
-        highest = self._launch(label, self._max, both)
+        highest = self._launch(launch, "max", ((both,),), None, self._max)
         return [-value for value in highest[len(values) :]], highest[: len(values)]
 
-    def _max(self, numbers: Tensor) -> list[int]:
+    def _max(self, launch: Launch, collective: str, tensors: Columns, _: None) -> list[int]:
+        numbers = tensors[0][0]
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
         found: list[int] = numbers.tolist()
         return found
 
-    def all_gather_ints(self, values: Sequence[int], label: str) -> list[list[int]]:
-        return self._rows(torch.tensor(list(values), dtype=torch.int64, device=self.device), label)
+    def all_gather_ints(self, values: Sequence[int], launch: Launch) -> list[list[int]]:
+        return self._rows(torch.tensor(list(values), dtype=torch.int64, device=self.device), launch)
 
-    def all_gather_objects(self, value: Any, label: str) -> list[Any]:
+    def all_gather_objects(self, value: Any, launch: Launch) -> list[Any]:
         sent = pickle.dumps(value)
-        lengths = [row[0] for row in self.all_gather_ints([len(sent)], label)]
+        lengths = [row[0] for row in self.all_gather_ints([len(sent)], launch)]
         padded = torch.tensor(
             list(sent.ljust(max(lengths), b"\0")), dtype=torch.uint8, device=self.device
         )
         return [
             pickle.loads(bytes(row[:length]))
-            for row, length in zip(self._rows(padded, label), lengths, strict=True)
+            for row, length in zip(self._rows(padded, launch), lengths, strict=True)
         ]
 
-    def _rows(self, numbers: Tensor, label: str) -> list[list[int]]:
+    def _rows(self, numbers: Tensor, launch: Launch) -> list[list[int]]:
         every = numbers.new_empty(self.size, numbers.numel())
-        self.all_gather([(every.view(-1), numbers)], label).wait()
+        self.all_gather([(every.view(-1), numbers)], launch).wait()
         rows: list[list[int]] = every.tolist()
         return rows
 
@@ -403,10 +405,10 @@ def compare_launches(ledger: Ledger, comm: Comm) -> None:
     Raises:
         RanksDisagreeError: they did not; names the first difference.
     """
-    mine = (ledger.count, list(ledger.labels))  # before the exchange below adds to them
-    rows = comm.all_gather_ints([ledger.count, ledger.digest], "comparison of launches")
+    mine = (ledger.count, list(ledger.texts))  # before the exchange below adds to them
+    rows = comm.all_gather_ints([ledger.count, ledger.digest], COMPARISON_OF_LAUNCHES)
     if any(row != rows[0] for row in rows):
-        ledger.refuse(comm.all_gather_objects(mine, "exchange of launches that differ"))
+        ledger.refuse(comm.all_gather_objects(mine, Launch("exchange of launches that differ")))
 
 
 def launch_each(

@@ -16,6 +16,7 @@ from torch import Tensor
 from composable.comm.accelerator import AcceleratorComm
 from composable.comm.base import Comm, backend_of
 from composable.comm.host import GenericComm, PointToPointComm
+from composable.comm.launch import Launch
 from composable.comm.local import LocalComm
 from composable.comm.supplied import with_own_memory, with_symmetric_memory
 from composable.errors import CommunicationError, RanksDisagreeError, first_line
@@ -104,19 +105,22 @@ def comms_wrapped_by(wrapper: Callable[[Comm], Comm]) -> Iterator[None]:
 
 
 def reduce_numbers(
-    numbers: Tensor, group: dist.ProcessGroup, *, largest: bool, label: str
+    numbers: Tensor, group: dist.ProcessGroup, *, largest: bool, text: str
 ) -> Tensor:
     """The sum, or the largest, of all ranks' `numbers` (1-D, a few), one by one. NaN on one rank is
     NaN on all.
+
+    Args:
+        text: of the launch.
     """
-    comm = comm_of(group, numbers.device)
+    comm, launch = comm_of(group, numbers.device), Launch(text)
     if not largest:
         found = numbers.clone()
-        comm.all_reduce([found], label).wait()
+        comm.all_reduce([found], launch).wait()
         return found
     # Gathered, because backends differ in which one of NaN and a number is the larger.
     every = numbers.new_empty(comm.size * numbers.numel())
-    comm.all_gather([(every, numbers.contiguous())], label).wait()
+    comm.all_gather([(every, numbers.contiguous())], launch).wait()
     return every.view(comm.size, -1).amax(0)
 
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from composable.comm.base import Again, GroupComm, Traits, Work, launch_each, scale_sums
+from composable.comm.base import Again, Columns, GroupComm, Traits, Work, launch_each, scale_sums
+from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.errors import CommunicationError
 from composable.memory.elastic import borrow, give_back
@@ -33,17 +34,17 @@ _FIRST_TAG: Final = 1 << 30
 class _HostWork:
     """The works of one collective, and what is left to do on this rank when they are complete."""
 
-    __slots__ = ("_comm", "_failure", "_finish", "_label", "_works")
+    __slots__ = ("_comm", "_failure", "_finish", "_launch", "_works")
 
     def __init__(
         self,
         comm: GenericComm,
-        label: str,
+        launch: Launch,
         works: list[Any],
         finish: Callable[[], None] | None = None,
     ) -> None:
         self._comm = comm
-        self._label = label
+        self._launch = launch
         self._works = works
         self._finish = finish
         self._failure = ""
@@ -55,10 +56,10 @@ class _HostWork:
             if not profiled():
                 self._complete()
                 return
-            with range_label(self._label, "wait for the "):
+            with range_label(self._launch.text, "wait for the "):
                 self._complete()
         except (RuntimeError, OSError) as error:
-            failure = self._comm.failure(self._label, error)
+            failure = self._comm.failure(self._launch, error)
             self._failure = str(failure)
             raise failure from error
 
@@ -79,17 +80,17 @@ class GenericComm(GroupComm):
 
     traits = Traits(direct_bytes=1 << 20, max_direct=512, align=1, on_stream=False)
 
-    def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
-        launcher, factor = self._launcher(kind, scale)
+    def _start(self, launch: Launch, collective: str, tensors: Columns, scale: float) -> Work:
+        launcher, factor = self._launcher(collective, scale)
         works = launch_each(self.group, launcher, tensors)
         return _HostWork(
-            self, label, works, None if factor == 1.0 else partial(scale_sums, tensors[0], factor)
+            self, launch, works, None if factor == 1.0 else partial(scale_sums, tensors[0], factor)
         )
 
     def _start_by(
-        self, call: Callable[[], Any], kind: str, label: str, tensors: Sequence[Tensor]
+        self, call: Callable[[], Any], launch: Launch, collective: str, tensors: Columns, *_: Any
     ) -> Work:
-        return _HostWork(self, label, [call()])
+        return _HostWork(self, launch, [call()])
 
 
 class _Gathers(NamedTuple):
@@ -105,9 +106,9 @@ class _Gathers(NamedTuple):
 class PointToPointComm(GenericComm):
     """gloo, up to 8 ranks: each pair of ranks exchanges the bytes that it must, and no others.
 
-    Ranks count messages alike, and each has a tag of its own in its pair of ranks. The tag says the
-    label, too: ranks that launched different collectives must not get each other's bytes. They wait
-    for the timeout, and say what they launched.
+    Ranks count messages alike, and each has a tag of its own in its pair of ranks. The launch's
+    text is part of the tag: ranks that launched different collectives must not get each other's
+    bytes. They wait for the timeout, and say what they launched.
     """
 
     traits = Traits(direct_bytes=512 << 10, max_direct=512, align=1, on_stream=False)
@@ -119,18 +120,18 @@ class PointToPointComm(GenericComm):
         # bottleneck.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
-    def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
-        if kind == "all_gather":
-            return self._all_gather(self._gathers(zip(*tensors, strict=True)), label)
-        if kind == "reduce_scatter":
-            return self._reduce_scatter(zip(*tensors, strict=True), label, scale)
-        return super()._start(kind, label, scale, *tensors)
+    def _start(self, launch: Launch, collective: str, tensors: Columns, scale: float) -> Work:
+        if collective == "all_gather":
+            return self._all_gather(self._gathers(zip(*tensors, strict=True)), launch)
+        if collective == "reduce_scatter":
+            return self._reduce_scatter(zip(*tensors, strict=True), launch, scale)
+        return super()._start(launch, collective, tensors, scale)
 
     @override
-    def _start_again(self, pairs: Again, label: str) -> Work:
+    def _start_again(self, pairs: Again, launch: Launch, *_: Any) -> Work:
         if self not in pairs.plans:
             pairs.plans[self] = self._gathers(pairs)
-        return self._all_gather(pairs.plans[self], label)
+        return self._all_gather(pairs.plans[self], launch)
 
     def _gathers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> _Gathers:
         split = [(whole.split(shard.numel()), shard) for whole, shard in pairs if shard.numel()]
@@ -143,20 +144,20 @@ class PointToPointComm(GenericComm):
             [shard for _, shard in split],
         )
 
-    def _all_gather(self, planned: _Gathers, label: str) -> Work:
-        works = self._exchange(label, planned.messages)
+    def _all_gather(self, planned: _Gathers, launch: Launch) -> Work:
+        works = self._exchange(launch, planned.messages)
         if planned.own:
             torch._foreach_copy_(planned.own, planned.shards)
-        return _HostWork(self, label, works)
+        return _HostWork(self, launch, works)
 
     def _reduce_scatter(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], label: str, scale: float
+        self, pairs: Iterable[tuple[Tensor, Tensor]], launch: Launch, scale: float
     ) -> Work:
         split = [(out, whole.split(out.numel())) for out, whole in pairs if out.numel()]
         lent = [borrow(len(self._peers) * out.numel(), out.dtype) for out, _ in split]
         received = [buffer.split(out.numel()) for buffer, (out, _) in zip(lent, split, strict=True)]
         works = self._exchange(
-            label,
+            launch,
             [
                 (rows, [parts[peer] for peer in self._peers])
                 for rows, (_, parts) in zip(received, split, strict=True)
@@ -175,27 +176,33 @@ class PointToPointComm(GenericComm):
             if scale != 1.0:
                 scale_sums([out for out, _ in split], scale)
 
-        return _HostWork(self, label, works, add_up)
+        return _HostWork(self, launch, works, add_up)
 
     @override
     def _start_to_all(
-        self, out: Tensor, out_sizes: list[int], source: Tensor, sizes: list[int], label: str
+        self,
+        out: Tensor,
+        out_sizes: list[int],
+        source: Tensor,
+        sizes: list[int],
+        launch: Launch,
+        *_: Any,
     ) -> Work:
         received, sent = out.split(out_sizes), source.split(sizes)
         message = [received[peer] for peer in self._peers], [sent[peer] for peer in self._peers]
-        works = self._exchange(label, [message])
+        works = self._exchange(launch, [message])
         received[self.rank].copy_(sent[self.rank])
-        return _HostWork(self, label, works)
+        return _HostWork(self, launch, works)
 
     def _exchange(
-        self, label: str, messages: list[tuple[Sequence[Tensor], Sequence[Tensor]]]
+        self, launch: Launch, messages: list[tuple[Sequence[Tensor], Sequence[Tensor]]]
     ) -> list[Any]:
         """Launch messages. Each has what is received from, and what is sent to, each of
         `self._peers`; nothing is sent of what is empty.
         """
         group, works, sends = self.group, [], []
         for received, sent in messages:
-            tag = _FIRST_TAG | (next(self._messages) ^ checksum(label)) & (_FIRST_TAG - 1)
+            tag = _FIRST_TAG | (next(self._messages) ^ checksum(launch.text)) & (_FIRST_TAG - 1)
             works += [
                 group.recv([part], peer, tag)
                 for part, peer in zip(received, self._peers, strict=True)

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import torch.distributed as dist
 
+from composable.comm.launch import Launch
 from composable.comm.shared_launches import (
     ENTRIES,
     SharedLaunches,
@@ -41,7 +42,7 @@ _FURTHER_BACK: Final = "The difference lies further back than they remember."
 
 logger = logging.getLogger("composable")
 
-# Of one rank: how many collectives it launched, and the labels of the last ones.
+# Of one rank: how many collectives it launched, and the texts of the last ones.
 Launches = tuple[int, Sequence[str]]
 
 
@@ -52,8 +53,8 @@ def debug_enabled() -> bool:
 
 
 @cache
-def checksum(label: str) -> int:
-    return crc32(label.encode())
+def checksum(text: str) -> int:
+    return crc32(text.encode())
 
 
 class Ledger:
@@ -61,8 +62,8 @@ class Ledger:
 
     Attributes:
         count: how many there were.
-        labels: of the last ones.
-        digest: of the labels of all of them, in order, where launches are compared. It is equal on
+        texts: of the last ones.
+        digest: of the texts of all of them, in order, where launches are compared. It is equal on
             two ranks that launched the same.
         shared: what the ranks of this host launched in the group, where that is compared.
     """
@@ -72,7 +73,7 @@ class Ledger:
             compare_launches()
         self.count = 0
         self.digest = 0
-        self.labels: deque[str] = deque(maxlen=KEPT_IN_DEBUG if debug_enabled() else KEPT)
+        self.texts: deque[str] = deque(maxlen=KEPT_IN_DEBUG if debug_enabled() else KEPT)
         self._group = ref(group)  # weak: comms keep the ledger, and must not keep the group
         self._rank = dist.get_rank(group)
         self._names = dist.get_process_group_ranks(group)  # texts call ranks by their global number
@@ -83,24 +84,24 @@ class Ledger:
         self._has_looked = False  # for memory to share, at the first launch that is compared
         self._has_warned = False
 
-    def note(self, label: str, arguments: Sequence[object] = ()) -> None:
+    def note(self, launch: Launch, collective: str = "", tensors: Sequence[object] = ()) -> None:
         """Called before each launch.
 
         Args:
-            arguments: of the call that launches: the kind of collective, if it is told, and the
-                tensors.
+            collective: its kind, empty for a communication hook.
+            tensors: outputs and inputs, of which all ranks have the same sizes.
 
         Raises:
             RanksDisagreeError: launches are compared, and a rank of this host launched another
                 collective.
         """
         self.count += 1
-        self.labels.append(label)
+        self.texts.append(launch.text)
         if _compared:
-            self.digest = next_digest(self.digest, label)
-            said = [each for each in arguments if isinstance(each, str)][:1]
-            said += [f"{max(map(bytes_in, arguments))} bytes"] if arguments else []
-            self.compare_on_host(f"{label} ({', '.join(said)})" if said else label)
+            self.digest = next_digest(self.digest, launch.text)
+            said = [collective] if collective else []
+            said += [f"{max(map(bytes_in, tensors))} bytes"] if tensors else []
+            self.compare_on_host(f"{launch} ({', '.join(said)})" if said else launch.text)
 
     # --- comparison ------------------------------------------------------------------------------
 
@@ -150,13 +151,13 @@ class Ledger:
 
     def _report(self) -> str:
         me = self._names[self._rank]
-        last = ", ".join(list(self.labels)[-_SHOWN:]) or "none"
+        last = ", ".join(list(self.texts)[-_SHOWN:]) or "none"
         lines = [f"Last launches of rank {me} ({self.count} in all): {last}"]
         group = self._group()
         store = None if group is None else store_of(group)
         if store is None:
             return lines[0]
-        found: dict[int, Launches] = {me: (self.count, tuple(self.labels))}
+        found: dict[int, Launches] = {me: (self.count, tuple(self.texts))}
         # In a thread, because a store whose server hangs answers no question, and has no timeout
         # for that.
         thread = Thread(target=self._exchange, args=(store, found), daemon=True)
@@ -166,8 +167,8 @@ class Ledger:
         found = {name: found[name] for name in self._names if name in found}
         lines += _by_text(
             {
-                name: f" launched last: {labels[-1]} (its launch {n})"
-                for name, (n, labels) in found.items()
+                name: f" launched last: {texts[-1]} (its launch {n})"
+                for name, (n, texts) in found.items()
                 if name != me
             }
         )
@@ -183,15 +184,15 @@ class Ledger:
         missing = {rank for rank in range(len(self._names)) if rank != self._rank}
         # the store may have ended with its rank: then there is nothing to add to the error itself
         with suppress(Exception):
-            store.set(keys[self._rank], json.dumps([self.count, list(self.labels)[-KEPT:]]))
+            store.set(keys[self._rank], json.dumps([self.count, list(self.texts)[-KEPT:]]))
             while missing and time.monotonic() < deadline:
                 for rank in sorted(missing):
                     if store.check([keys[rank]]) and (
                         text := store.get(keys[rank])
                     ) != self._read.get(rank):
                         self._read[rank] = text
-                        count, labels = json.loads(text)
-                        found[self._names[rank]] = (count, labels)
+                        count, texts = json.loads(text)
+                        found[self._names[rank]] = (count, texts)
                         missing.remove(rank)
                 time.sleep(0.05)
 
@@ -209,7 +210,7 @@ def _first_difference(by_rank: Mapping[int, Launches], until: int) -> str | None
 
 def _where_they_part(by_rank: Mapping[int, Launches], until: int) -> int | None:
     """The first launch, counted from 0, that is not the same on all ranks."""
-    start = max(count - len(labels) for count, labels in by_rank.values())
+    start = max(count - len(texts) for count, texts in by_rank.values())
     for number in range(start, until):
         if len({_launch(launches, number) for launches in by_rank.values()}) > 1:
             return number
@@ -217,8 +218,8 @@ def _where_they_part(by_rank: Mapping[int, Launches], until: int) -> int | None:
 
 
 def _launch(launches: Launches, number: int) -> str | None:
-    count, labels = launches
-    return labels[number - count + len(labels)] if number < count else None
+    count, texts = launches
+    return texts[number - count + len(texts)] if number < count else None
 
 
 def _launched_apart(names: Sequence[int], found: Mapping[int, Launches]) -> str:
@@ -231,10 +232,10 @@ def _launched_apart(names: Sequence[int], found: Mapping[int, Launches]) -> str:
         f"the ranks launched different collectives in the group of ranks {group}."
         f" {_first_difference(by_name, until) or _FURTHER_BACK} {_RULE}"
     ]
-    for name, (count, labels) in by_name.items():
-        first = count - len(labels)
+    for name, (count, texts) in by_name.items():
+        first = count - len(texts)
         start = max(first, (count if number is None else number) - _AROUND)
-        shown = [labels[each - first] for each in range(start, min(count, start + 2 * _AROUND))]
+        shown = [texts[each - first] for each in range(start, min(count, start + 2 * _AROUND))]
         lines.append(f"Rank {name} launched from {start + 1} on: {', then '.join(shown)}")
     return "\n".join(lines)
 

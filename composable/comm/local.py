@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composable.comm.accelerator import ON_ACCELERATOR
 from composable.comm.base import DONE, Pairs, Traits, Work, scale_sums
+from composable.comm.launch import Launch
 from composable.memory.streams import has_streams, range_label
 
 # Without messages every parameter may as well go straight to its place.
@@ -27,17 +28,17 @@ class LocalComm:
         self.device = device
         self.traits = _ACCELERATOR if has_streams(device) else _HOST
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         if pairs:
-            with range_label(label):
+            with range_label(launch.text):
                 torch._foreach_copy_([whole for whole, _ in pairs], [shard for _, shard in pairs])
         return DONE
 
-    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
-        self.all_gather(pairs, label)
-        return self.all_reduce([out for out, _ in pairs], label, scale)
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
+        self.all_gather(pairs, launch)
+        return self.all_reduce([out for out, _ in pairs], launch, scale)
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
         if scale != 1.0:
             scale_sums(tensors, scale)
         return DONE
@@ -48,19 +49,19 @@ class LocalComm:
         out_sizes: Sequence[int],
         source: Tensor,
         sizes: Sequence[int],
-        label: str,
+        launch: Launch,
     ) -> Work:
         out.copy_(source)
         return DONE
 
-    def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], launch: Launch, src: int = 0) -> None:
         return None
 
-    def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
+    def min_max(self, values: Sequence[int], launch: Launch) -> tuple[list[int], list[int]]:
         return list(values), list(values)
 
-    def all_gather_ints(self, values: Sequence[int], label: str) -> list[list[int]]:
+    def all_gather_ints(self, values: Sequence[int], launch: Launch) -> list[list[int]]:
         return [list(values)]
 
-    def all_gather_objects(self, value: Any, label: str) -> list[Any]:
+    def all_gather_objects(self, value: Any, launch: Launch) -> list[Any]:
         return [value]

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.comm.base import DONE, Comm, Pairs, Work, backend_of
+from composable.comm.launch import Launch
 from composable.errors import AnnotationError, MeshError, first_line
 from composable.torch_private import choose_symmetric_memory, symmetric_tensor
 
@@ -85,7 +86,7 @@ class SuppliedComm:
         return self.inner.group
 
     @torch.no_grad()
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         if not pairs:
             return DONE
         sizes = [shard.numel() for _, shard in pairs]
@@ -94,15 +95,15 @@ class SuppliedComm:
         mine = rows[self.rank]
         torch._foreach_copy_(list(mine.split(sizes)), [shard for _, shard in pairs])
         if callable(self.gathers):
-            work = self._launched_by(self.gathers, "all_gather", label, output, mine)
+            work = self._launched_by(self.gathers, "all_gather", launch, output, mine)
         else:
-            work = self.inner.all_gather([(output, mine)], label)
+            work = self.inner.all_gather([(output, mine)], launch)
         targets = [whole.view(self.size, shard.numel()) for whole, shard in pairs]
         land = partial(torch.split_with_sizes_copy, rows, sizes, dim=1, out=targets)
         return _Landing(work, output, land)
 
     @torch.no_grad()
-    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
         if not pairs:
             return DONE
         sizes = [out.numel() for out, _ in pairs]
@@ -114,34 +115,39 @@ class SuppliedComm:
         )
         if callable(self.reductions):
             op = partial(self.reductions, op=dist.ReduceOp.SUM)
-            work = self._launched_by(op, "reduce_scatter", label, sums, sent)
+            work = self._launched_by(op, "reduce_scatter", launch, sums, sent)
         else:
-            work = self.inner.reduce_scatter([(sums, sent)], label)
+            work = self.inner.reduce_scatter([(sums, sent)], launch)
         targets = [out for out, _ in pairs]
         land = partial(_put, targets, list(sums.split(sizes)), [sums], scale)
         return _Landing(work, (sums, sent), land)
 
     @torch.no_grad()
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
         if callable(self.reductions) or not tensors:  # FSDP2's are for reduce-scatters
-            return self.inner.all_reduce(tensors, label, scale)
+            return self.inner.all_reduce(tensors, launch, scale)
         sums = [_taken(self.reductions, tensor.numel(), tensor) for tensor in tensors]
         flat = [tensor.view(-1) for tensor in tensors]
         torch._foreach_copy_(sums, flat)
-        work = self.inner.all_reduce(sums, label)
+        work = self.inner.all_reduce(sums, launch)
         return _Landing(work, sums, partial(_put, flat, sums, sums, scale))
 
     def _launched_by(
-        self, call: Callable[..., Any], kind: str, label: str, output: Tensor, source: Tensor
+        self,
+        call: Callable[..., Any],
+        collective: str,
+        launch: Launch,
+        output: Tensor,
+        source: Tensor,
     ) -> Work:
         """Launch by a function of the user's, with the arguments that FSDP2 gives it."""
         # On a host its work can be waited for later; a stream is not held up by one that is done.
-        launch = partial(
+        start = partial(
             call, output_tensor=output, input_tensor=source,
             group=self.group, async_op=not self.traits.on_stream,
         )  # fmt: skip
         launched_by: Callable[..., Work] = self.inner.launched_by  # type: ignore[attr-defined]
-        return launched_by(launch, kind, label, (output, source))
+        return launched_by(start, collective, launch, ((output,), (source,)))
 
 
 def _taken(memory: Memory | None, numel: int, like: Tensor) -> Tensor:
@@ -209,6 +215,6 @@ def with_symmetric_memory(comm: Comm) -> Comm:
             " set_symm_mem_for_comm() out for others"
         )
     # NCCL's communicator is made by its first collective, and has to be there.
-    comm.min_max([0], "start of symmetric memory")
+    comm.min_max([0], Launch("start of symmetric memory"))
     memory = SymmetricMemory(comm)
     return SuppliedComm(comm, memory, memory)

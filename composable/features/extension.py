@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from composable.comm.base import Again, Comm, Work
+from composable.comm.launch import Launch
 from composable.comm.mesh_info import MeshInfo
 from composable.config import MixedPrecisionPolicy
 from composable.engine.params.gather import Gather
@@ -260,7 +261,7 @@ class ExtendedGather(Gather):
             except Exception as error:
                 told.append((None, f"{type(error).__name__}: {first_line(error)}"))
         every = self._comm.all_gather_objects(
-            told, "agreement on what parameters send in their own form"
+            told, Launch("agreement on what parameters send in their own form")
         )
         for param, of_ranks in zip(self._params, zip(*every, strict=True), strict=True):
             for rank, (_, text) in enumerate(of_ranks):
@@ -270,7 +271,7 @@ class ExtendedGather(Gather):
 
     @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()
-    def launch(self, label: str) -> Work:
+    def launch(self, launch: Launch) -> Work:
         self._row.allocate()
         self._received.allocate()
         octets = self._row.tensor.data
@@ -278,7 +279,7 @@ class ExtendedGather(Gather):
         for tensor, start in zip(tensors, self._starts, strict=True):
             source = tensor.detach().contiguous().view(-1).view(torch.uint8)
             octets[start : start + source.numel()].copy_(source)
-        return self._comm.all_gather(self.pairs, label)
+        return self._comm.all_gather(self.pairs, launch)
 
     @torch.inference_mode(False)  # turns gradients on, too
     @torch.no_grad()

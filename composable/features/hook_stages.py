@@ -34,6 +34,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from composable.comm.base import DONE, Comm, Work
+from composable.comm.launch import Launch
 from composable.comm.ledger import ledger_of
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.reduction import Stage
@@ -142,7 +143,7 @@ class CommHook:
         """It makes these stages of the unit's reductions now, and no others."""
         self._stages[unit] = stages
 
-    def call(self, stage: HookStage, bucket: HookBucket, label: str) -> Any:
+    def call(self, stage: HookStage, bucket: HookBucket, launch: Launch) -> Any:
         # On all ranks buckets hold the same parameters and come in the same order, so they get the
         # same numbers.
         bucket._index = self._indices.setdefault(bucket.fqns, len(self._indices))
@@ -157,7 +158,7 @@ class CommHook:
         )
         if bucket._is_last:
             self._called = set()
-        ledger_of(bucket.group).note(f"{label} by hook '{self.name}'")
+        ledger_of(bucket.group).note(Launch(f"{launch} by hook '{self.name}'"))
         state = self._state
         fills = state is not None and getattr(state, "process_group", state) is None
         if fills:
@@ -167,13 +168,13 @@ class CommHook:
         except RuntimeError as error:
             if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
                 raise  # the hook's own
-            self._raise_failed(bucket, label, error)
+            self._raise_failed(bucket, launch, error)
         finally:
             if fills:
                 # it would keep the group alive after `destroy_process_group`
                 state.process_group = None
 
-    def result(self, returned: Any, bucket: HookBucket, like: Tensor, label: str) -> Tensor:
+    def result(self, returned: Any, bucket: HookBucket, like: Tensor, launch: Launch) -> Tensor:
         """Wait for what the hook returned: as many elements as in `like`, flat."""
         value = returned
         # what `then` returns is no `torch.futures.Future`, but has its methods
@@ -181,7 +182,7 @@ class CommHook:
             try:
                 value = returned.wait()
             except RuntimeError as error:
-                self._raise_failed(bucket, label, error)
+                self._raise_failed(bucket, launch, error)
             if isinstance(value, (list, tuple)) and len(value) == 1:
                 (value,) = value  # the future of a collective has a list
         found = type(value).__name__
@@ -199,9 +200,9 @@ class CommHook:
             " torch.futures.Future of one"
         )
 
-    def _raise_failed(self, bucket: HookBucket, label: str, error: Exception) -> NoReturn:
+    def _raise_failed(self, bucket: HookBucket, launch: Launch, error: Exception) -> NoReturn:
         raise CommunicationError(
-            f"rank {dist.get_rank()}: the communication hook '{self.name}' failed in the {label}:"
+            f"rank {dist.get_rank()}: the communication hook '{self.name}' failed in the {launch}:"
             f" {first_line(error)}\n"
             "Look for the first error among all ranks.\n"
             f"{ledger_of(bucket.group).report()}"
@@ -243,7 +244,7 @@ class HookStage:
         gradients: Sequence[Tensor],
         into: Sequence[Tensor],
         flags: Tensor,
-        label: str,
+        launch: Launch,
     ) -> Work:
         """Call the hook. The result is in `into` when the returned work is complete.
 
@@ -252,18 +253,18 @@ class HookStage:
             into: this rank's shards. They may be `gradients` themselves.
             flags: their sum over the ranks is computed in place.
         """
-        land = self._call(indices, gradients, into, label) if gradients else DONE.wait
+        land = self._call(indices, gradients, into, launch) if gradients else DONE.wait
         if not self._comm.traits.on_stream:
             land()
             land = DONE.wait
-        return _HookWork(land, self._comm.all_reduce([flags], f"flags of the {label}"))
+        return _HookWork(land, self._comm.all_reduce([flags], Launch(f"flags of the {launch}")))
 
     def _call(
         self,
         indices: Sequence[int],
         gradients: Sequence[Tensor],
         into: Sequence[Tensor],
-        label: str,
+        launch: Launch,
     ) -> Callable[[], None]:
         """Call the hook. Returns what waits for its result and copies it to `into`."""
         group = self._comm.group
@@ -273,11 +274,11 @@ class HookStage:
         fqns = tuple(self._fqns[index] for index in indices)
         parameters = [self._bucket.at_rest[index] for index in indices]
         handed = HookBucket(fqns, 1.0 / self._comm.size, group, buffer, shapes, parameters)
-        returned = self._hook.call(self, handed, label)
+        returned = self._hook.call(self, handed, launch)
 
         @torch.no_grad()
         def copy_out() -> None:
-            reduced = cut_flat(self._hook.result(returned, handed, buffer, label), shapes)
+            reduced = cut_flat(self._hook.result(returned, handed, buffer, launch), shapes)
             if self._whole:
                 reducer = self._bucket.reducer
                 rank, slots = reducer.mesh_info.shard.rank, reducer.slots

@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from composable.comm.base import DONE, Work
+from composable.comm.launch import Launch
 from composable.engine.params.gather import Gather
 from composable.engine.params.layout import Slot
 from composable.engine.params.sharded import ShardedGroup
@@ -27,14 +28,14 @@ class OffloadedGather(Gather):
         return self._coming.buffer.stretch(start, numel).data
 
     @override
-    def launch(self, label: str) -> Work:
+    def launch(self, launch: Launch) -> Work:
         for buffer in self._in_flight:
             buffer.allocate()
         self._coming.bring(*self._casts)
         if not self.pairs:
             return DONE
         with self._coming.here():
-            return self._comm.all_gather(self.pairs, label)
+            return self._comm.all_gather(self.pairs, launch)
 
     @override
     def end_sending(self) -> None:

@@ -73,7 +73,7 @@ def groups_sharded_over(mesh: DeviceMesh, placements: Sequence[Placement]) -> Gr
     return tuple(map(mesh.get_group, sharded))
 
 
-def reduce_over(group: dist.ProcessGroup, numbers: Tensor, label: str, *, largest: bool) -> Tensor:
+def reduce_over(group: dist.ProcessGroup, numbers: Tensor, text: str, *, largest: bool) -> Tensor:
     """The sum, or the largest, of all ranks' `numbers` (1-D), one by one, on the device that they
     are on here.
 
@@ -87,6 +87,4 @@ def reduce_over(group: dist.ProcessGroup, numbers: Tensor, label: str, *, larges
         assert accelerator is not None
         if backend_of(group, accelerator) not in ("undefined", backend_of(group, device)):
             device = torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return reduce_numbers(numbers.to(device), group, largest=largest, label=label).to(
-        numbers.device
-    )
+    return reduce_numbers(numbers.to(device), group, largest=largest, text=text).to(numbers.device)

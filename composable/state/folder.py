@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable.comm import Comm, is_distributed
+from composable.comm.launch import Launch
 from composable.engine.edits.loading import says_nothing_of_groups
 from composable.errors import RanksDisagreeError, StateError, few, first_line
 from composable.features.packed import is_packed
@@ -322,7 +323,7 @@ class Plan:
                 members.setdefault(comm, []).append(each)
         for comm, params in members.items():
             here = [int(self.covers(each.param.at_rest)) for each in params]
-            lowest, highest = comm.min_max(here, "comparison of what folders have")
+            lowest, highest = comm.min_max(here, Launch("comparison of what folders have"))
             differ = [
                 each.fqn
                 for each, low, high in zip(params, lowest, highest, strict=True)

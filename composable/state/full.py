@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
+from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.engine.edits.loading import says_nothing_of_groups
@@ -81,7 +82,7 @@ def stream_full(
     sums = _checksums(tensors)
     moved = [int(since.get(fqn) != sums[fqn]) for fqn in tensors]
     for comm in comms_of_model(units):
-        _, moved = comm.min_max(moved, "exchange of which tensors changed")
+        _, moved = comm.min_max(moved, Launch("exchange of which tensors changed"))
     return _stream(dict(compress(tensors.items(), moved)), dtypes, sums, since)
 
 
@@ -170,8 +171,8 @@ def _refuse_other_values(caller: str, model: nn.Module) -> None:
     if not apart:
         return
     seen: dict[Any, tuple[int, int]] = {}
-    label = "comparison of parameters on meshes of their own"
-    for rank, told in enumerate(around.all_gather_objects(_checksums(apart), label)):
+    launch = Launch("comparison of parameters on meshes of their own")
+    for rank, told in enumerate(around.all_gather_objects(_checksums(apart), launch)):
         for key, total in told.items():
             first, known = seen.setdefault(key, (rank, total))
             if total != known:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.api.scopes import units_in
+from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
 from composable.contract.tree import Place
@@ -554,7 +555,7 @@ class _Materialization:
                 if each.unit.mesh_info.all is comm and id(each.param.at_rest) not in self._given
             ]
             sums = [self._sums.get(id(each.param.at_rest), 0) for each in members]
-            lowest, highest = comm.min_max(sums, "comparison of initialised parameters")
+            lowest, highest = comm.min_max(sums, Launch("comparison of initialised parameters"))
             differ = [
                 f"'{each.fqn}'"
                 for each, low, high in zip(members, lowest, highest, strict=True)
@@ -617,7 +618,7 @@ def _compare_random_states(units: Sequence[Unit]) -> None:
     for comm in dict.fromkeys(
         comm for comm in (*(unit.mesh_info.all for unit in units), *across) if comm.size > 1
     ):
-        lowest, highest = comm.min_max([state], "comparison of random states")
+        lowest, highest = comm.min_max([state], Launch("comparison of random states"))
         if lowest != highest:
             raise RanksDisagreeError(
                 "materialize: the random states of the ranks differ, and so would the weights. Call"

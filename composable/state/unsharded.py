@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
+from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.contract.tree import Place
@@ -253,9 +254,8 @@ def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
         return not torch.equal(local, local_of(form.shard_like(whole, at_rest, local.device)))
 
     mine = int(any(map(differs, shown)))
-    return (
-        unit.mesh_info.all.min_max([mine], f"comparison of edits of unit '{unit.name}'")[1][0] > 0
-    )
+    launch = Launch(f"comparison of edits of unit '{unit.name}'")
+    return unit.mesh_info.all.min_max([mine], launch)[1][0] > 0
 
 
 @torch.no_grad()
@@ -271,7 +271,7 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
         # what is gathered, which may be of a class of its own, has room for what comes
         room = form.unsharded(at_rest)
         value = (room if comm.rank else value).to(device).contiguous()
-        comm.broadcast([*plain_parts(value), flags], f"edits of '{managed.fqn}'")
+        comm.broadcast([*plain_parts(value), flags], Launch(f"edits of '{managed.fqn}'"))
         at_rest.requires_grad_(bool(flags[1]))
         if with_grads and bool(flags[0]):
             dtype = value.dtype if at_rest.grad is None else at_rest.grad.dtype
@@ -280,7 +280,7 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
                 if gradient is None or comm.rank
                 else gradient.to(device, dtype).contiguous()
             )
-            comm.broadcast([gradient], f"edited gradient of '{managed.fqn}'")
+            comm.broadcast([gradient], Launch(f"edited gradient of '{managed.fqn}'"))
         else:
             gradient = None
     write_whole(value, at_rest, form)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
 from composable.comm import Comm
+from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.param import ManagedParam, copy_attributes
@@ -84,7 +85,7 @@ def all_or_none(
     told = None if error is None else f"{type(error).__name__}: {first_line(error)}"
     agree = True
     for comm in comms:
-        said = comm.all_gather_objects((told, must_agree), f"agreement of {caller}")
+        said = comm.all_gather_objects((told, must_agree), Launch(f"agreement of {caller}"))
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
         told = told or next(iter(failed), None)
         agree = agree and all(number == must_agree for _, number in said)

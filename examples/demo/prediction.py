@@ -10,6 +10,7 @@ import torch
 from rich.table import Column, Table
 
 from composable.comm import Comm, Work
+from composable.comm.launch import Launch
 from composable.forecast import forecast
 from examples.demo.memory import MemoryTrace
 from examples.demo.model import ADAMW, loss_of, shapes
@@ -28,17 +29,17 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def all_gather(self, pairs: Any, label: str) -> Work:
+    def all_gather(self, pairs: Any, launch: Launch) -> Work:
         self._sizes.append(sum(whole.nbytes for whole, _ in pairs))
-        return self._inner.all_gather(pairs, label)
+        return self._inner.all_gather(pairs, launch)
 
-    def reduce_scatter(self, pairs: Any, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(self, pairs: Any, launch: Launch, scale: float = 1.0) -> Work:
         self._sizes.append(sum(whole.nbytes for _, whole in pairs))
-        return self._inner.reduce_scatter(pairs, label, scale)
+        return self._inner.reduce_scatter(pairs, launch, scale)
 
-    def all_reduce(self, tensors: Any, label: str, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensors: Any, launch: Launch, scale: float = 1.0) -> Work:
         self._sizes.append(sum(tensor.nbytes for tensor in tensors))
-        return self._inner.all_reduce(tensors, label, scale)
+        return self._inner.all_reduce(tensors, launch, scale)
 
 
 @dataclass

@@ -40,6 +40,7 @@ from composable import (
     unshard,
 )
 from composable.comm.base import LAUNCHING
+from composable.comm.launch import Launch
 from composable.engine.step.unit import units_below
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers.compare import all_full
@@ -377,9 +378,9 @@ def _planned(fault: Fault) -> Iterator[None]:
     _Faults.mine, _Faults.raised = dist.get_rank() in fault.ranks, False
     seen = 0
 
-    def hear(comm: object, label: str, args: object) -> None:
+    def hear(comm: object, launch: Launch, *_: object) -> None:
         nonlocal seen
-        if label.startswith("vote"):  # behind the step
+        if launch.text.startswith("vote"):  # behind the step
             _Faults.fault = None
         at(f"launch {seen}")
         seen += 1

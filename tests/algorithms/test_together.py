@@ -652,15 +652,15 @@ def test_the_innermost_unit_is_named_and_not_one_whose_error_was_caught() -> Non
 @pytest.mark.parametrize("name", ["shards", "replicate"])
 @spmd(ranks=2)
 def test_nothing_but_the_vote_is_sent_in_a_good_step(name: str) -> None:
-    labels: dict[bool, list[str]] = {True: [], False: []}
+    texts: dict[bool, list[str]] = {True: [], False: []}
     trainer = Trainer(ANNOTATIONS[name])
     for number in range(3):
         trainer.step(number)
-    LAUNCHED.append(lambda comm, label, args: labels[True].append(label))
+    LAUNCHED.append(lambda comm, launch, *_: texts[True].append(launch.text))
     trainer.step(3)
     LAUNCHED.pop()
-    LAUNCHED.append(lambda comm, label, args: labels[False].append(label))
+    LAUNCHED.append(lambda comm, launch, *_: texts[False].append(launch.text))
     trainer.model(_batch(0)).square().mean().backward()
     clip_grad_norm_(trainer.model.parameters(), 1.0)
     LAUNCHED.pop()
-    assert labels[True] == [*labels[False], "vote on the step"]
+    assert texts[True] == [*texts[False], "vote on the step"]

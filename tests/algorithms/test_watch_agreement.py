@@ -17,6 +17,7 @@ from torch.optim import SGD
 from composable import fully_shard, register_comm_hook, watch
 from composable.comm import Comm, Work, comms_wrapped_by
 from composable.comm.base import Again
+from composable.comm.launch import Launch
 from composable.errors import RanksDisagreeError
 from composable.torch_private import local_tensor
 from tests.algorithms.watched import PROGRAMS, SKIPPING, Model, Program
@@ -77,26 +78,26 @@ class Spoiling:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def all_gather(self, pairs: Any, label: str) -> Work:
+    def all_gather(self, pairs: Any, launch: Launch) -> Work:
         planted = self._planted
-        if label != f"all-gather of unit '{planted.unit}'" or planted.now < 0:
-            return self._inner.all_gather(pairs, label)  # type: ignore[no-any-return]
+        if launch.text != f"all-gather of unit '{planted.unit}'" or planted.now < 0:
+            return self._inner.all_gather(pairs, launch)  # type: ignore[no-any-return]
         planted.calls += 1
-        old = self._old.setdefault(label, [shard.clone() for _, shard in pairs])
+        old = self._old.setdefault(launch.text, [shard.clone() for _, shard in pairs])
         if planted.strikes and planted.kind in _GATHERS and planted.calls == planted.call + 1:
             if planted.kind == "stale":
                 stale = [(whole, each) for (whole, _), each in zip(pairs, old, strict=True)]
-                return self._inner.all_gather(Again(stale), label)  # type: ignore[no-any-return]
+                return self._inner.all_gather(Again(stale), launch)  # type: ignore[no-any-return]
             owner = int(self._inner.rank == 0)  # later ranks may have no row, and send padding
             rows = pairs[0][0].view(self._inner.size, -1)[owner]
             spoil = (lambda: _flip(rows)) if planted.kind == "bit" else rows.zero_
-            return _Then(self._inner.all_gather(pairs, label), spoil)
-        return self._inner.all_gather(pairs, label)  # type: ignore[no-any-return]
+            return _Then(self._inner.all_gather(pairs, launch), spoil)
+        return self._inner.all_gather(pairs, launch)  # type: ignore[no-any-return]
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
-        work: Work = self._inner.all_reduce(tensors, label, scale)
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
+        work: Work = self._inner.all_reduce(tensors, launch, scale)
         planted, named = self._planted, f"gradient all-reduce of unit '{self._planted.unit}'"
-        if planted.kind == "sum" and planted.strikes and label.startswith(named):
+        if planted.kind == "sum" and planted.strikes and launch.text.startswith(named):
             return _Then(work, lambda: _flip(tensors[0]))
         return work
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from composable.comm import LocalComm, Traits, Work
+from composable.comm.launch import Launch
 from tests.helpers.communicators import Waited
 
 _CPU: Final = torch.device("cpu")
@@ -31,15 +32,15 @@ class Seat(LocalComm):
     def size(self) -> int:  # type: ignore[override]
         return len(self._every)
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> Work:
         return self._launch("all_gather", list(pairs), 1.0)
 
     def reduce_scatter(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], label: str, scale: float = 1.0
+        self, pairs: Sequence[tuple[Tensor, Tensor]], launch: Launch, scale: float = 1.0
     ) -> Work:
         return self._launch("reduce_scatter", list(pairs), scale)
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
         return self._launch("all_reduce", [(tensor, tensor) for tensor in tensors], scale)
 
     def _launch(self, kind: str, pairs: list[tuple[Tensor, Tensor]], scale: float) -> Work:

@@ -32,6 +32,7 @@ from composable.comm import (
     world_group,
 )
 from composable.comm.choose import group_of_all
+from composable.comm.launch import Launch
 from composable.errors import AnnotationError
 from composable.torch_private import timeout_of
 from tests.helpers.communicators import Around
@@ -58,7 +59,7 @@ def test_a_group_has_one_comm_and_a_rank_alone_has_one_that_calls_nothing() -> N
 def test_a_comm_does_not_keep_its_group() -> None:
     group = dist.new_group([0, 1])
     comm = comm_of(group, CPU)
-    comm.min_max([1], "")
+    comm.min_max([1], Launch(""))
     watched = ref(group)
     dist.destroy_process_group(group)
     del group
@@ -100,7 +101,10 @@ def test_subgroups_hold_the_ranks_next_to_each_other() -> None:
     assert dist.get_process_group_ranks(pair) == [[0, 1], [2, 3]][rank // 2]
     assert subgroup_of(world_group(), 2, CPU) is pair, "made once"
     assert dist.get_process_group_ranks(subgroup_of(world_group(), 4, CPU)) == [0, 1, 2, 3]
-    assert comm_of(pair, CPU).all_gather_ints([rank], "") == [[rank // 2 * 2], [rank // 2 * 2 + 1]]
+    assert comm_of(pair, CPU).all_gather_ints([rank], Launch("")) == [
+        [rank // 2 * 2],
+        [rank // 2 * 2 + 1],
+    ]
 
 
 def _made_of_groups() -> list[float]:
@@ -156,8 +160,11 @@ def test_a_mesh_info_has_a_comm_for_each_role() -> None:
     rank = dist.get_rank()
     assert hybrid.replicate is not None
     assert hybrid.all is world
-    assert hybrid.shard.all_gather_ints([rank], "") == [[rank // 2 * 2], [rank // 2 * 2 + 1]]
-    assert hybrid.replicate.all_gather_ints([rank], "") == [[rank % 2], [rank % 2 + 2]]
+    assert hybrid.shard.all_gather_ints([rank], Launch("")) == [
+        [rank // 2 * 2],
+        [rank // 2 * 2 + 1],
+    ]
+    assert hybrid.replicate.all_gather_ints([rank], Launch("")) == [[rank % 2], [rank % 2 + 2]]
     assert hybrid.replicas == [[0, 1], [2, 3]]
     one_row = mesh_info_of_shards(init_device_mesh("cpu", (4, 1)), CPU, shard_dim=1)
     assert isinstance(one_row.shard, LocalComm)
@@ -172,7 +179,7 @@ def test_all_ranks_of_a_mesh_that_are_not_all_of_the_job_get_a_group() -> None:
         )
         both = group_of_all([one, other], [1, 0], CPU)
         assert dist.get_process_group_ranks(both) == [0, 1]
-        assert comm_of(both, CPU).min_max([dist.get_rank()], "") == ([0], [1])
+        assert comm_of(both, CPU).min_max([dist.get_rank()], Launch("")) == ([0], [1])
 
 
 @spmd(ranks=2)
@@ -242,9 +249,9 @@ def _over_a_group_in_python() -> tuple[list[float], list[str]]:
     dist.Backend.register_backend("wrapped", wrap, devices=["cpu"])  # type: ignore[arg-type]
     comm = comm_of(dist.new_group([0, 1], backend="wrapped"), CPU)
     whole, out = torch.zeros(2), torch.zeros(1)
-    comm.all_gather([(whole, torch.ones(1))], "").wait()
-    comm.reduce_scatter([(out, whole)], "").wait()
-    comm.all_reduce([out], "").wait()
+    comm.all_gather([(whole, torch.ones(1))], Launch("")).wait()
+    comm.reduce_scatter([(out, whole)], Launch("")).wait()
+    comm.all_reduce([out], Launch("")).wait()
     return out.tolist(), _CALLS
 
 

@@ -26,6 +26,7 @@ from composable.comm import (
     reduce_numbers,
     world_group,
 )
+from composable.comm.launch import Launch
 from composable.memory.elastic import idle_bytes, keep_idle_memory, release_idle_memory
 from composable.memory.streams import Streams
 from tests.helpers.world import Pool, spmd
@@ -81,7 +82,7 @@ def _gather(kind: str) -> None:
             expected.append(
                 torch.cat([_numbers(chunk, 10 * index + rank, dtype) for rank in range(comm.size)])
             )
-        comm.all_gather(pairs, "all-gather").wait()
+        comm.all_gather(pairs, Launch("all-gather")).wait()
         for (whole, _), values in zip(pairs, expected, strict=True):
             assert torch.equal(whole, values)
 
@@ -98,7 +99,7 @@ def _reduce(kind: str) -> None:
                 ]
                 pairs.append((torch.full((chunk,), 99.0).to(dtype), terms[comm.rank].clone()))
                 expected.append(torch.stack(terms).sum(0)[comm.rank * chunk :][:chunk] * scale)
-            comm.reduce_scatter(pairs, "reduction", scale).wait()
+            comm.reduce_scatter(pairs, Launch("reduction"), scale).wait()
             for (out, _), values in zip(pairs, expected, strict=True):
                 assert torch.equal(out, values)
 
@@ -111,7 +112,7 @@ def _all_reduce(kind: str) -> None:
             for n, dtype in enumerate(DTYPES)
         ]
         tensors = [of_ranks[comm.rank].clone() for of_ranks in terms]
-        comm.all_reduce(tensors, "sum", scale).wait()
+        comm.all_reduce(tensors, Launch("sum"), scale).wait()
         for tensor, of_ranks in zip(tensors, terms, strict=True):
             assert torch.equal(tensor, torch.stack(of_ranks).sum(0) * scale)
 
@@ -128,27 +129,29 @@ def _to_all(kind: str) -> None:
         expected = [part(rank, comm.rank, dtype) for rank in range(comm.size)]
         sizes, out_sizes = ([each.numel() for each in parts] for parts in (sent, expected))
         out = torch.full((sum(out_sizes),), 99.0).to(dtype)
-        comm.all_to_all(out, out_sizes, torch.cat(sent), sizes, "all-to-all").wait()
+        comm.all_to_all(out, out_sizes, torch.cat(sent), sizes, Launch("all-to-all")).wait()
         assert torch.equal(out, torch.cat(expected))
 
 
 def _exchange(kind: str) -> None:
     comm = _comm(kind)
     size, rank = comm.size, comm.rank
-    assert comm.min_max([rank, -rank, 2**60 + rank], "") == (
+    assert comm.min_max([rank, -rank, 2**60 + rank], Launch("")) == (
         [0, 1 - size, 2**60],
         [size - 1, 0, 2**60 + size - 1],
     )
-    assert comm.all_gather_ints([rank, 2**40 + rank], "") == [[r, 2**40 + r] for r in range(size)]
-    assert comm.all_gather_objects("x" * rank, "") == ["x" * r for r in range(size)]
+    assert comm.all_gather_ints([rank, 2**40 + rank], Launch("")) == [
+        [r, 2**40 + r] for r in range(size)
+    ]
+    assert comm.all_gather_objects("x" * rank, Launch("")) == ["x" * r for r in range(size)]
     assert reduce_numbers(
-        torch.tensor([rank, 1.0]), world_group(), largest=False, label=""
+        torch.tensor([rank, 1.0]), world_group(), largest=False, text=""
     ).tolist() == [
         sum(range(size)),
         size,
     ]
     numbers = torch.tensor([-1.0 - rank, float("nan") if rank == 0 else 7.0])
-    largest = reduce_numbers(numbers, world_group(), largest=True, label="")
+    largest = reduce_numbers(numbers, world_group(), largest=True, text="")
     assert largest[0] == -1.0
     assert largest[1].isnan()
 
@@ -185,7 +188,7 @@ def _broadcast(kind: str) -> None:
                     torch.empty(0),
                     torch.full((2,), comm.rank, dtype=torch.int16),
                 ]
-                comm.broadcast(tensors, "broadcast", src)
+                comm.broadcast(tensors, Launch("broadcast"), src)
                 assert tensors[0].tolist() == [src + 1.0] * 3
                 assert torch.equal(tensors[1], (torch.arange(6.0).view(2, 3) + src).t())
                 assert tensors[2].item()
@@ -216,9 +219,9 @@ def _mean(kind: str) -> int:
                 torch.full((5,), float("nan")),
                 terms[comm.rank].clone(),
             )
-            comm.reduce_scatter([(out, whole)], "", factor / comm.size).wait()
+            comm.reduce_scatter([(out, whole)], Launch(""), factor / comm.size).wait()
             assert torch.equal(out, total[5 * comm.rank :][:5] * factor / comm.size)
-            comm.all_reduce([whole], "", factor / comm.size).wait()
+            comm.all_reduce([whole], Launch(""), factor / comm.size).wait()
             assert torch.equal(whole, total * factor / comm.size)
     return of_streams.call_count + of_host.call_count
 
@@ -234,18 +237,18 @@ def test_one_rank_alone_copies_and_scales() -> None:
     comm = LocalComm(CPU)
     assert (comm.group, comm.rank, comm.size) == (None, 0, 1)
     shard, whole, out = torch.arange(3.0), torch.zeros(3), torch.zeros(3)
-    comm.all_gather([(whole, shard)], "").wait()
-    comm.reduce_scatter([(out, shard)], "", 2.0).wait()
+    comm.all_gather([(whole, shard)], Launch("")).wait()
+    comm.reduce_scatter([(out, shard)], Launch(""), 2.0).wait()
     assert whole.tolist() == [0.0, 1.0, 2.0]
     assert out.tolist() == [0.0, 2.0, 4.0]
-    comm.all_reduce([out], "", 0.5).wait()
-    comm.broadcast([out], "")
-    comm.all_to_all(whole, [3], shard, [3], "").wait()
+    comm.all_reduce([out], Launch(""), 0.5).wait()
+    comm.broadcast([out], Launch(""))
+    comm.all_to_all(whole, [3], shard, [3], Launch("")).wait()
     assert whole.tolist() == [0.0, 1.0, 2.0]
     assert out.tolist() == [0.0, 1.0, 2.0]
-    assert comm.all_gather_ints([4, 5], "") == [[4, 5]]
-    assert comm.all_gather_objects("a", "") == ["a"]
-    assert comm.min_max([4, 5], "") == ([4, 5], [4, 5])
+    assert comm.all_gather_ints([4, 5], Launch("")) == [[4, 5]]
+    assert comm.all_gather_objects("a", Launch("")) == ["a"]
+    assert comm.min_max([4, 5], Launch("")) == ([4, 5], [4, 5])
 
 
 # --- many at once -------------------------------------------------------------------------------
@@ -259,11 +262,11 @@ def _in_flight(kind: str) -> None:
         wholes.append(torch.zeros(4 * size))
         outs.append(torch.zeros(4))
         works.append(
-            comm.all_gather([(wholes[-1], _numbers(4, 10 * unit + rank))], f"gather {unit}")
+            comm.all_gather([(wholes[-1], _numbers(4, 10 * unit + rank))], Launch(f"gather {unit}"))
         )
         works.append(
             comm.reduce_scatter(
-                [(outs[-1], _numbers(4 * size, 50 + 10 * unit + rank))], f"reduce {unit}"
+                [(outs[-1], _numbers(4 * size, 50 + 10 * unit + rank))], Launch(f"reduce {unit}")
             )
         )
     for work in reversed(works):
@@ -289,7 +292,7 @@ def test_pairs_are_added_in_the_order_of_ranks_so_that_every_run_rounds_alike() 
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 300, generator=generator) * torch.tensor([[1.0], [1e4], [1e-4]])
     out = torch.empty(100)
-    comm.reduce_scatter([(out, values[comm.rank].clone())], "").wait()
+    comm.reduce_scatter([(out, values[comm.rank].clone())], Launch("")).wait()
     mine = values[:, 100 * comm.rank : 100 * comm.rank + 100]
     assert torch.equal(out, (mine[0] + mine[1]) + mine[2])
 
@@ -301,7 +304,7 @@ def test_a_reduction_gives_back_the_memory_that_it_borrowed_and_leaves_its_sourc
     for _ in range(3):
         source = _numbers(6, comm.rank)
         before = source.clone()
-        work = comm.reduce_scatter([(torch.empty(2), source)], "")
+        work = comm.reduce_scatter([(torch.empty(2), source)], Launch(""))
         assert idle_bytes() == 0
         work.wait()
         assert torch.equal(source, before)
@@ -316,7 +319,7 @@ def test_a_reduction_gives_back_the_memory_that_it_borrowed_and_leaves_its_sourc
 def test_waiting_twice_is_as_good_as_waiting_once() -> None:
     for kind in KINDS:
         out = torch.zeros(2)
-        work = _comm(kind).reduce_scatter([(out, torch.ones(4))], "", 2.0)
+        work = _comm(kind).reduce_scatter([(out, torch.ones(4))], Launch(""), 2.0)
         work.wait()
         work.wait()
         assert out.tolist() == [4.0, 4.0]
@@ -328,9 +331,9 @@ def test_nothing_to_move_launches_nothing() -> None:
         comm = _comm(kind)
         with mock.patch.object(type(comm), "_launch", side_effect=AssertionError):
             for work in (
-                comm.all_gather([], ""),
-                comm.reduce_scatter([], ""),
-                comm.all_reduce([], ""),
+                comm.all_gather([], Launch("")),
+                comm.reduce_scatter([], Launch("")),
+                comm.all_reduce([], Launch("")),
             ):
                 work.wait()
 
@@ -340,7 +343,9 @@ def test_launches_and_waits_have_names_in_a_profile() -> None:
     for kind in KINDS:
         comm = _comm(kind)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            comm.all_gather([(torch.zeros(4), torch.ones(2))], "all-gather of unit 'x'").wait()
+            comm.all_gather(
+                [(torch.zeros(4), torch.ones(2))], Launch("all-gather of unit 'x'")
+            ).wait()
         names = [event.name for event in profiler.events()]
         for label in ("all-gather of unit 'x'", "wait for the all-gather of unit 'x'"):
             assert names.count(f"composable: {label}") == 1
@@ -351,9 +356,9 @@ def test_tensors_that_are_made_name_their_device() -> None:
     for kind in KINDS:
         comm = _comm(kind)
         with torch.device("meta"):
-            assert comm.all_gather_objects(comm.rank, "") == [0, 1]
-            assert comm.min_max([comm.rank], "") == ([0], [1])
+            assert comm.all_gather_objects(comm.rank, Launch("")) == [0, 1]
+            assert comm.min_max([comm.rank], Launch("")) == ([0], [1])
             out, whole = torch.zeros(2, device=CPU), torch.ones(4, device=CPU)
-            comm.reduce_scatter([(out, whole)], "").wait()
-            comm.broadcast([out], "")
+            comm.reduce_scatter([(out, whole)], Launch("")).wait()
+            comm.broadcast([out], Launch(""))
         assert out.tolist() == [2.0, 2.0]

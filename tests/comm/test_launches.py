@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.comm import AcceleratorComm, choose, comm_of, world_group
+from composable.comm.launch import Launch
 from composable.errors import CommunicationError
 from composable.memory.streams import Streams
 from composable.torch_private import launchers
@@ -34,7 +35,7 @@ def _gather(
         (torch.zeros(2 * comm.size, dtype=dtype), torch.full((2,), i + 1, dtype=dtype))
         for i in range(count)
     ]
-    comm.all_gather(pairs, "all-gather of unit 'x'").wait()
+    comm.all_gather(pairs, Launch("all-gather of unit 'x'")).wait()
     return [whole for whole, _ in pairs]
 
 
@@ -45,7 +46,7 @@ def _reduce(
         (torch.zeros(2, dtype=dtype), torch.full((2 * comm.size,), i + 1, dtype=dtype))
         for i in range(count)
     ]
-    comm.reduce_scatter(pairs, "reduction of unit 'x'").wait()
+    comm.reduce_scatter(pairs, Launch("reduction of unit 'x'")).wait()
     return [out for out, _ in pairs]
 
 
@@ -53,7 +54,7 @@ def _all_reduce(
     comm: AcceleratorComm, count: int = 3, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     tensors = [torch.full((2,), i + 1, dtype=dtype) for i in range(count)]
-    comm.all_reduce(tensors, "sum of unit 'x'").wait()
+    comm.all_reduce(tensors, Launch("sum of unit 'x'")).wait()
     return tensors
 
 

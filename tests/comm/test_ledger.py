@@ -30,6 +30,7 @@ from composable.comm import (
     world_group,
 )
 from composable.comm.base import compare_launches
+from composable.comm.launch import Launch
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers.world import Pool, spmd
 
@@ -42,23 +43,23 @@ _CURE: Final = (
 
 
 def _gather(comm: Comm, label: str) -> None:
-    comm.all_gather([(torch.empty(2 * comm.size), torch.ones(2))], label).wait()
+    comm.all_gather([(torch.empty(2 * comm.size), torch.ones(2))], Launch(label)).wait()
 
 
 def _reduce(comm: Comm, label: str) -> None:
-    comm.reduce_scatter([(torch.empty(2), torch.ones(2 * comm.size))], label).wait()
+    comm.reduce_scatter([(torch.empty(2), torch.ones(2 * comm.size))], Launch(label)).wait()
 
 
 def _all_reduce(comm: Comm, label: str) -> None:
-    comm.all_reduce([torch.ones(2)], label).wait()
+    comm.all_reduce([torch.ones(2)], Launch(label)).wait()
 
 
 def _exchange(comm: Comm, label: str) -> None:
-    comm.all_gather_ints([1], label)
+    comm.all_gather_ints([1], Launch(label))
 
 
 def _broadcast(comm: Comm, label: str) -> None:
-    comm.broadcast([torch.ones(2)], label, src=1)
+    comm.broadcast([torch.ones(2)], Launch(label), src=1)
 
 
 # --- failures -----------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def test_a_work_that_failed_fails_again_with_the_same_text() -> None:
     comm = PointToPointComm(world_group(), CPU)
     with mock.patch.object(dist.ProcessGroup, "allreduce") as launch:
         launch.return_value.wait.side_effect = RuntimeError("connection closed")
-        work = comm.all_reduce([torch.ones(1)], "sum")
+        work = comm.all_reduce([torch.ones(1)], Launch("sum"))
         texts = []
         for _ in range(2):
             with pytest.raises(CommunicationError) as failed:
@@ -187,12 +188,12 @@ def _reports(differs: bool) -> str:
         "all-gather of unit 'a'",
         "all-gather of unit 'b'" if dist.get_rank() != 1 or not differs else "reduction",
     ):
-        notes.note(label)
+        notes.note(Launch(label))
     first = notes.report()
     dist.barrier()
     if dist.get_rank() == 0:
         assert notes.report() == first, "of another collective that was in flight"
-        notes.note("all-gather of unit 'c'")
+        notes.note(Launch("all-gather of unit 'c'"))
         with mock.patch.object(ledger, "REPORT_SECONDS", 0.3):
             assert "rank 1, 2: no report" in notes.report(), (
                 "reports of an earlier error are not taken for new ones"
@@ -231,7 +232,7 @@ class _Store:
 @spmd(ranks=2)
 def test_a_store_that_is_gone_or_hangs_delays_no_error_for_long() -> None:
     notes = Ledger(world_group())
-    notes.note("sum")
+    notes.note(Launch("sum"))
     for seconds in (0.0, 30.0):
         start = time.monotonic()
         with (
@@ -266,16 +267,16 @@ def _compared(labels_of_ranks: list[list[str]], *_: object) -> str:
     comm = comm_of(dist.new_group(), CPU)
     notes = ledger_of(comm.group)
     for label in ["all-gather of unit 'a'"] * 40:
-        notes.note(label)
+        notes.note(Launch(label))
     assert notes.digest, "debug mode keeps digests"
     compare_launches(notes, comm)
     alike = len({len(labels) for labels in labels_of_ranks}) == 1
     for label in labels_of_ranks[dist.get_rank()]:
         if alike:
             # sums that differ in their name alone meet
-            comm.all_reduce([torch.ones(4)], label).wait()
+            comm.all_reduce([torch.ones(4)], Launch(label)).wait()
         else:
-            notes.note(label)
+            notes.note(Launch(label))
     try:
         compare_launches(notes, comm)
     except RanksDisagreeError as error:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from composable import fully_shard
 from composable.comm import comm_of, ledger, shared_launches, world_group
+from composable.comm.launch import Launch
 from composable.comm.ledger import Ledger, ledger_of
 from composable.comm.shared_launches import SharedLaunches
 from tests.helpers.world import TIMEOUT, Pool, RanksFailed, current_device, spmd
@@ -30,11 +31,11 @@ CPU: Final = torch.device("cpu")
 
 def _gather(label: str = "all-gather of unit 'a'", numel: int = 2) -> Any:
     comm = comm_of(world_group(), CPU)
-    return comm.all_gather([(torch.empty(numel * comm.size), torch.ones(numel))], label)
+    return comm.all_gather([(torch.empty(numel * comm.size), torch.ones(numel))], Launch(label))
 
 
 def _sum(label: str = "sum of unit 'b'") -> Any:
-    return comm_of(world_group(), CPU).all_reduce([torch.ones(4)], label)
+    return comm_of(world_group(), CPU).all_reduce([torch.ones(4)], Launch(label))
 
 
 def _failure(pool: Pool, function: Callable[..., None], ranks: int = 2) -> str:
@@ -174,7 +175,7 @@ def test_each_group_has_a_count_of_its_own() -> None:
     for name, times in (("one", 1 + mesh.get_local_rank("two")), ("two", 2), ("one", 1)):
         comm = comm_of(mesh.get_group(name), current_device())
         for _ in range(times):
-            comm.min_max([1], f"of dimension {name}")
+            comm.min_max([1], Launch(f"of dimension {name}"))
     dist.all_gather_object([None] * 4, "x" * (1 + dist.get_rank()))
 
 
@@ -193,7 +194,7 @@ def test_a_group_that_is_made_again_starts_anew() -> None:
     for _ in range(2):
         group = dist.new_group([0, 1], group_desc="again")
         comm = comm_of(group, current_device())
-        comm.min_max([1], "first launch")
+        comm.min_max([1], Launch("first launch"))
         shared = ledger_of(group).shared
         assert shared is not None
         assert shared.count in (1, 2)  # with the one of torch's that carries it
@@ -253,7 +254,7 @@ def test_the_distance_is_logged_once() -> None:
         made.return_value.write.return_value = {}
         made.return_value.ahead = [1]
         for _ in range(2):
-            notes.note("sum")
+            notes.note(Launch("sum"))
     assert warned.call_count == 1
 
 

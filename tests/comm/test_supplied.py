@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, no_sync, replicate
 from composable.comm import Comm, SuppliedComm, Work, comms_wrapped_by
+from composable.comm.launch import Launch
 from composable.config import CPUOffloadPolicy
 from composable.errors import AnnotationError
 from tests.comm.in_process import seats
@@ -71,17 +72,17 @@ class OwnMemory(Around):
         assert all(map(self._supply.has, tensors)), kind
         self._seen.append(kind)
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         self._look("all-gather", [tensor for pair in pairs for tensor in pair])
-        return super().all_gather(pairs, label)
+        return super().all_gather(pairs, launch)
 
-    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
         self._look("reduce-scatter", [tensor for pair in pairs for tensor in pair])
-        return super().reduce_scatter(pairs, label, scale)
+        return super().reduce_scatter(pairs, launch, scale)
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
         self._look("all-reduce", tensors)
-        return super().all_reduce(tensors, label, scale)
+        return super().all_reduce(tensors, launch, scale)
 
 
 # --- programs ------------------------------------------------------------------------------------
@@ -174,9 +175,9 @@ def test_memory_is_given_back_when_the_work_was_waited_for_also_if_it_failed() -
     supply, works = Lent(), list[Work]()
     comms = [SuppliedComm(seat, supply, supply) for seat in seats(2)]
     for comm in comms:
-        works.append(comm.all_gather([(torch.zeros(6), torch.ones(3))], ""))
-        works.append(comm.reduce_scatter([(torch.zeros(3), torch.ones(6))], "", 0.5))
-        works.append(comm.all_reduce([torch.ones(4), torch.ones(2)], ""))
+        works.append(comm.all_gather([(torch.zeros(6), torch.ones(3))], Launch("")))
+        works.append(comm.reduce_scatter([(torch.zeros(3), torch.ones(6))], Launch(""), 0.5))
+        works.append(comm.all_reduce([torch.ones(4), torch.ones(2)], Launch("")))
     assert supply.used == 2 * 5
     for work in works[1:]:
         work.wait()

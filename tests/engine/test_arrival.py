@@ -147,5 +147,5 @@ def test_each_backward_of_several_forwards_launches_in_one_order_beside_another_
             loss.backward()
     launches: list[Any] = [None] * dist.get_world_size()
     ledger = ledger_of(dist.group.WORLD)
-    dist.all_gather_object(launches, (ledger.count, tuple(ledger.labels)))
+    dist.all_gather_object(launches, (ledger.count, tuple(ledger.texts)))
     assert len(set(launches)) == 1

@@ -290,7 +290,7 @@ def test_a_gather_that_fails_leaves_the_group_sharded_without_memory() -> None:
             raise CommunicationError("as planned")
 
     group = ranks[0].group
-    group.comm.all_gather = lambda pairs, label: Failed()
+    group.comm.all_gather = lambda pairs, launch: Failed()
     group.unshard()
     with pytest.raises(CommunicationError):
         group.wait_for_unshard()
@@ -299,7 +299,7 @@ def test_a_gather_that_fails_leaves_the_group_sharded_without_memory() -> None:
 
 
 def test_a_gather_that_cannot_be_launched_leaves_no_memory_behind() -> None:
-    def refuse(pairs: object, label: str) -> Any:
+    def refuse(pairs: object, launch: object) -> Any:
         raise MemoryError("as planned")
 
     ranks = _some(precision=LOW)

@@ -28,6 +28,7 @@ from composable import (
     remove,
 )
 from composable.comm import comms_wrapped_by
+from composable.comm.launch import Launch
 from composable.engine.params.param_group import ShardedState
 from composable.engine.params.protocol import cloned
 from composable.traversal import get_handles
@@ -299,9 +300,9 @@ class _Counting(Around):
         super().__init__(inner)
         self._gathers = gathers
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> Any:
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> Any:
         self._gathers.append(sum(shard.nbytes for _, shard in pairs))
-        return self._inner.all_gather(pairs, label)
+        return self._inner.all_gather(pairs, launch)
 
 
 def gathered_bytes(make: Callable[[], nn.Module]) -> list[int]:

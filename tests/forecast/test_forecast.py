@@ -46,6 +46,7 @@ from composable import (
     step_on_matrices,
 )
 from composable.comm import Comm, comms_wrapped_by
+from composable.comm.launch import Launch
 from composable.errors import ForecastError
 from composable.extras.forecast.plans import _Search, repeated
 from composable.forecast import (
@@ -238,21 +239,21 @@ class Counting(Around):
         super().__init__(comm)
         self._seen = seen
 
-    def _note(self, kind: str, label: str, wholes: Any) -> None:
+    def _note(self, kind: str, text: str, wholes: Any) -> None:
         nbytes = sum(whole.nbytes for whole in wholes)
-        self._seen.append((kind, label, self.size, nbytes))
+        self._seen.append((kind, text, self.size, nbytes))
 
-    def all_gather(self, pairs: Any, label: str) -> Any:
-        self._note("all-gather", label, [whole for whole, _ in pairs])
-        return super().all_gather(pairs, label)
+    def all_gather(self, pairs: Any, launch: Launch) -> Any:
+        self._note("all-gather", launch.text, [whole for whole, _ in pairs])
+        return super().all_gather(pairs, launch)
 
-    def reduce_scatter(self, pairs: Any, label: str, scale: float = 1.0) -> Any:
-        self._note("reduce-scatter", label, [whole for _, whole in pairs])
-        return super().reduce_scatter(pairs, label, scale)
+    def reduce_scatter(self, pairs: Any, launch: Launch, scale: float = 1.0) -> Any:
+        self._note("reduce-scatter", launch.text, [whole for _, whole in pairs])
+        return super().reduce_scatter(pairs, launch, scale)
 
-    def all_reduce(self, tensors: Any, label: str, scale: float = 1.0) -> Any:
-        self._note("all-reduce", label, tensors)
-        return super().all_reduce(tensors, label, scale)
+    def all_reduce(self, tensors: Any, launch: Launch, scale: float = 1.0) -> Any:
+        self._note("all-reduce", launch.text, tensors)
+        return super().all_reduce(tensors, launch, scale)
 
 
 KINDS_OF_DTENSORS = {

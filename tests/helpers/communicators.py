@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.comm import AcceleratorComm, Comm, GenericComm, LocalComm, PointToPointComm, Work
+from composable.comm.launch import Launch
 from composable.memory.streams import Streams
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
@@ -24,17 +25,17 @@ CPU: Final = torch.device("cpu")
 
 @dataclass
 class Log:
-    """What happened on this rank, in order: ("launch" or "wait", label), and whatever the test
+    """What happened on this rank, in order: ("launch" or "wait", text), and whatever the test
     adds.
     """
 
     events: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, what: str, label: str) -> None:
-        self.events.append((what, label))
+    def add(self, what: str, text: str) -> None:
+        self.events.append((what, text))
 
     def labels(self, what: str = "launch") -> list[str]:
-        return [label for event, label in self.events if event == what]
+        return [text for event, text in self.events if event == what]
 
 
 class Waited:
@@ -60,17 +61,17 @@ class Around:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def _around(self, label: str, launch: Callable[[], Work]) -> Work:
-        return launch()
+    def _around(self, launch: Launch, start: Callable[[], Work]) -> Work:
+        return start()
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
-        return self._around(label, lambda: self._inner.all_gather(pairs, label))
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
+        return self._around(launch, lambda: self._inner.all_gather(pairs, launch))
 
-    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
-        return self._around(label, lambda: self._inner.reduce_scatter(pairs, label, scale))
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
+        return self._around(launch, lambda: self._inner.reduce_scatter(pairs, launch, scale))
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
-        return self._around(label, lambda: self._inner.all_reduce(tensors, label, scale))
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
+        return self._around(launch, lambda: self._inner.all_reduce(tensors, launch, scale))
 
 
 class Recording(Around):
@@ -80,12 +81,12 @@ class Recording(Around):
         super().__init__(inner)
         self._log = log
 
-    def _around(self, label: str, launch: Callable[[], Work]) -> Work:
-        self._log.add("launch", label)
-        work = launch()
+    def _around(self, launch: Launch, start: Callable[[], Work]) -> Work:
+        self._log.add("launch", launch.text)
+        work = start()
 
         def wait() -> None:
-            self._log.add("wait", label)
+            self._log.add("wait", launch.text)
             work.wait()
 
         return Waited(wait)
@@ -98,16 +99,16 @@ class Slow(Around):
         super().__init__(inner)
         self._seconds = seconds if inner.rank == rank else 0.0
 
-    def _around(self, label: str, launch: Callable[[], Work]) -> Work:
+    def _around(self, launch: Launch, start: Callable[[], Work]) -> Work:
         time.sleep(self._seconds)
-        return launch()
+        return start()
 
 
 class Impatient(Around):
     """Waits for every collective at once: results are there as early as they can be."""
 
-    def _around(self, label: str, launch: Callable[[], Work]) -> Work:
-        launch().wait()
+    def _around(self, launch: Launch, start: Callable[[], Work]) -> Work:
+        start().wait()
         return Waited(lambda: None)
 
 
@@ -116,31 +117,31 @@ class LastMoment(Around):
     early, or a write to what is being sent, gives other numbers in every run.
     """
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
-        return self._later(pairs, lambda: self._inner.all_gather(pairs, label))
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
+        return self._later(pairs, lambda: self._inner.all_gather(pairs, launch))
 
-    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
-        return self._later(pairs, lambda: self._inner.reduce_scatter(pairs, label, scale))
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
+        return self._later(pairs, lambda: self._inner.reduce_scatter(pairs, launch, scale))
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
         before = [tensor.detach().clone() for tensor in tensors]
         pairs = [(tensor, value) for tensor, value in zip(tensors, before, strict=True)]
 
-        def launch() -> Work:
+        def start() -> Work:
             for tensor, value in pairs:
                 tensor.detach().copy_(value)
-            return self._inner.all_reduce(tensors, label, scale)
+            return self._inner.all_reduce(tensors, launch, scale)
 
-        return self._later(pairs, launch)
+        return self._later(pairs, start)
 
-    def _later(self, pairs: Pairs, launch: Callable[[], Work]) -> Work:
+    def _later(self, pairs: Pairs, start: Callable[[], Work]) -> Work:
         for output, source in pairs:
             if (
                 output.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
                 and output.is_floating_point()
             ):
                 output.detach().fill_(float("nan"))
-        return Waited(lambda: launch().wait())
+        return Waited(lambda: start().wait())
 
 
 class Delayed(Around):
@@ -154,9 +155,9 @@ class Delayed(Around):
         if self._draw.random() < 0.1:
             time.sleep(0.004 * self._draw.random())
 
-    def _around(self, label: str, launch: Callable[[], Work]) -> Work:
+    def _around(self, launch: Launch, start: Callable[[], Work]) -> Work:
         self._sleep()
-        work = launch()
+        work = start()
 
         def wait() -> None:
             self._sleep()
@@ -182,24 +183,24 @@ class ThreadedAccelerator(AcceleratorComm):
         self._thread = thread
         self._inside = threading.local()
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
-        return self._in_flight(super().all_gather, pairs, label)
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
+        return self._in_flight(super().all_gather, pairs, launch)
 
-    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
-        return self._in_flight(super().reduce_scatter, pairs, label, scale)
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
+        return self._in_flight(super().reduce_scatter, pairs, launch, scale)
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
-        return self._in_flight(super().all_reduce, tensors, label, scale)
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Work:
+        return self._in_flight(super().all_reduce, tensors, launch, scale)
 
-    def _in_flight(self, launch: Callable[..., Work], *args: Any) -> Work:
-        result = self._in_turn(lambda: launch(*args).wait())
+    def _in_flight(self, start: Callable[..., Work], *args: Any) -> Work:
+        result = self._in_turn(lambda: start(*args).wait())
         return Waited(lambda: result.result())
 
-    def _launch(self, label: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _launch(self, *args: Any) -> Any:
         if getattr(self._inside, "the_thread", False):
-            return super()._launch(label, call, *args, **kwargs)
-        launch = super()._launch
-        return self._in_turn(lambda: launch(label, call, *args, **kwargs)).result()
+            return super()._launch(*args)
+        start = super()._launch
+        return self._in_turn(lambda: start(*args)).result()
 
     def _in_turn(self, call: Callable[[], Any]) -> Future[Any]:
         def run() -> Any:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable.comm import comm_of, world_group
+from composable.comm.launch import Launch
 from composable.errors import MeshError, PhaseError
 from tests.helpers.world import Pool
 from tests.refusals import table
@@ -58,9 +59,9 @@ def _other_words_on_rank_1() -> Refusals:
 
 def _launches_on_rank_1_alone() -> Refusals:
     comm = comm_of(world_group(), torch.device("cpu"))
-    comm.all_reduce([torch.ones(1)], "sum").wait()
+    comm.all_reduce([torch.ones(1)], Launch("sum")).wait()
     if dist.get_rank() == 1:
-        comm.all_reduce([torch.ones(1)], "sum")
+        comm.all_reduce([torch.ones(1)], Launch("sum"))
     yield from _right()
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from composable import clip_grad_norm_, fully_shard, replicate
 from composable.comm import Comm, comms_wrapped_by
+from composable.comm.launch import Launch
 from tests.helpers.communicators import Around
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, need_devices, spmd
@@ -223,13 +224,13 @@ class _Counting(Around):
         super().__init__(inner)
         self._sent = sent
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> Any:
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], launch: Launch) -> Any:
         self._sent.append(sum(shard.numel() for _, shard in pairs))
-        return super().all_gather(pairs, label)
+        return super().all_gather(pairs, launch)
 
-    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Any:
+    def all_reduce(self, tensors: Sequence[Tensor], launch: Launch, scale: float = 1.0) -> Any:
         self._sent.append(sum(tensor.numel() for tensor in tensors))
-        return super().all_reduce(tensors, label, scale)
+        return super().all_reduce(tensors, launch, scale)
 
 
 @spmd(ranks=2)

@@ -25,6 +25,7 @@ from composable import (
     step_on_matrices,
 )
 from composable.comm import Comm, comms_wrapped_by
+from composable.comm.launch import Launch
 from tests.helpers.communicators import Around
 from tests.helpers.world import current_device, spmd
 from tests.optim.matrix_models import (
@@ -218,13 +219,14 @@ class _Counting(Around):
         self._traffic = traffic
 
     def all_to_all(
-        self, out: Tensor, out_sizes: Any, source: Tensor, sizes: Any, label: str
+        self, out: Tensor, out_sizes: Any, source: Tensor, sizes: Any, launch: Launch
     ) -> Any:
         sent = sum(sizes) - sizes[self._inner.rank]
         traffic = self._traffic
-        traffic.elements[label] = traffic.elements.get(label, 0) + sent
-        traffic.messages[label] = traffic.messages.get(label, 0) + 1
-        return self._inner.all_to_all(out, out_sizes, source, sizes, label)
+        text = launch.text
+        traffic.elements[text] = traffic.elements.get(text, 0) + sent
+        traffic.messages[text] = traffic.messages.get(text, 0) + 1
+        return self._inner.all_to_all(out, out_sizes, source, sizes, launch)
 
 
 @contextmanager

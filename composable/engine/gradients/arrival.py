@@ -19,6 +19,7 @@ from itertools import compress
 from operator import itemgetter
 from typing import Final, NoReturn
 
+from composable.comm.launch import Launch
 from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.sparse import only_looked_up
@@ -57,8 +58,8 @@ class ArrivalBucket(GradBucket):
         mesh_info, (first, _), (last, _) = unit.mesh_info, members[0], members[-1]
         super().__init__(
             members, group.precision, group.device, mesh_info,
-            label=f"gradient all-reduce of unit '{unit.name}' ('{first.fqn}' to '{last.fqn}')",
-            factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
+            text=f"gradient all-reduce of unit '{unit.name}' ('{first.fqn}' to '{last.fqn}')",
+            unit=unit.name, factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
         )  # fmt: skip
         self.unit = unit
         self.repeats = repeats
@@ -257,7 +258,7 @@ class Buckets:
                 *(seen[param] if comm.rank == 0 else -1 for param in known),
                 *(param in self._again for param in known),
             ],
-            "exchange of the order of buckets",
+            Launch("exchange of the order of buckets"),
         )
         places, again = told[: len(known)], told[len(known) :]
         order = [param for _, param in sorted(zip(places, known, strict=True), key=itemgetter(0))]

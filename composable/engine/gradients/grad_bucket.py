@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.comm.base import Label, scale_sums
+from composable.comm.base import scale_sums
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.gradients.reduction import Reducer, Reduction, counts_of
 from composable.engine.gradients.unreduced import Accumulated, SyncMode
@@ -58,6 +58,7 @@ class GradBucket:
 
     Args:
         members: parameters with equal precision, device and mesh, and their slots.
+        text, unit: of its launches.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is
             what was asked for.
         to_rest: brings reduced gradients where they rest.
@@ -79,7 +80,8 @@ class GradBucket:
         device: torch.device,
         mesh_info: MeshInfo,
         *,
-        label: str = "gradient reduction",
+        text: str = "gradient reduction",
+        unit: str = "",
         factor: float = 1.0,
         to_rest: Callable[[list[Tensor]], list[Tensor]] = list,
         keeps: bool = False,
@@ -96,7 +98,7 @@ class GradBucket:
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
             self.at_rest, slots, precision, device, mesh_info,
-            label=Label(label, self), keeps=keeps,
+            text=text, unit=unit, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self._to_rest = to_rest
@@ -115,9 +117,9 @@ class GradBucket:
         self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
         self.follow()
 
-    def rename(self, label: str) -> None:
-        """Name its messages so from now on."""
-        self.reducer.rename(Label(label, self))
+    def rename(self, text: str, unit: str) -> None:
+        """Name its messages, and its unit, so from now on."""
+        self.reducer.rename(text, unit)
 
     def follow(self) -> None:
         """Parameters may have been frozen or unfrozen."""
@@ -218,7 +220,7 @@ class GradBucket:
         trainable = (
             tuple(map(or_, waiting.wanted, self.trainable)) if waiting.wanted else self.trainable
         )
-        counts = counts_of(reducer.label, waiting.backwards)
+        counts = counts_of(reducer.text, waiting.backwards)
         carried: Sequence[tuple[int, Tensor]] = ()
         gradients = self._take()
         if waiting.backwards:

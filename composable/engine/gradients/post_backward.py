@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import checksum, debug_enabled
 from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.arrival import Buckets
@@ -219,7 +220,7 @@ class PostBackward:
         in_one_order = len(comms) == 1
         for comm in comms if in_one_order else ():
             lowest, highest = comm.min_max(
-                [checksum(str(due.left))], "comparison of the order of units in backward"
+                [checksum(str(due.left))], Launch("comparison of the order of units in backward")
             )
             in_one_order = lowest == highest
         if not in_one_order:
@@ -308,7 +309,11 @@ class PostBackward:
             held = [unit.backwards for unit in self._units if unit.mesh_info.all is comm]
             mine = max([0, *held, self.buckets.backwards])
             said = comm.all_gather_ints(
-                [mine], f"comparison of accumulated backwards of unit '{name}'"
+                [mine],
+                Launch(
+                    f"comparison of accumulated backwards of unit '{name}'",
+                    LaunchKind.COMPARE_BACKWARDS,
+                ),
             )
             if said != [said[0]] * len(said):
                 raise RanksDisagreeError(

@@ -22,7 +22,7 @@ launches the message, and of which all read the sum over the ranks when it lands
 | column | a rank writes | the sum tells |
 |--------|---------------|---------------|
 | used: one per parameter | 1 if it has a gradient | whether any rank has one |
-| label: 4 bits | a checksum of the message's label | whether the ranks mean one message |
+| text: 4 bits | a checksum of the launch's text | whether the ranks mean one message |
 | held: 4 bits | how many backwards it accumulated before | whether all did as many |
 
 A bit is two elements, "it is 0" and "it is 1", of which a rank sets one: if the sums of both are
@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm.base import DONE, Work
+from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import checksum, debug_enabled
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.params.layout import ReduceLayout, Route, Slot, plan_reduction
@@ -127,8 +128,8 @@ def scales_of(
 # What takes the place of a collective, and makes a mean. It reduces the gradients of the parameters
 # with these indices; in the first stage whole ones, also where the only stage is an all-reduce.
 # When the returned work is complete, the results are in the third argument, and the sum of the
-# fourth, the row, is in its place. The last one is a label.
-Stage = Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Tensor, str], Work]
+# fourth, the row, is in its place. The last one is the launch.
+Stage = Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Tensor, Launch], Work]
 
 
 # --- the row behind the gradients ---------------------------------------------------------------
@@ -137,17 +138,17 @@ Stage = Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Tensor, str
 class Counts(NamedTuple):
     """What must be equal on all ranks; their low bits travel."""
 
-    label: int = 0
+    text: int = 0
     held: int = 0
 
 
 @lru_cache(maxsize=1024)
-def counts_of(label: str, held: int) -> Counts:
-    """The counts of a message with this label."""
-    return Counts(checksum(label), held)
+def counts_of(text: str, held: int) -> Counts:
+    """The counts of a message whose launch has this text."""
+    return Counts(checksum(text), held)
 
 
-_BITS: Final = {"label": 4, "held": 4}
+_BITS: Final = {"text": 4, "held": 4}
 
 
 class Row:
@@ -215,7 +216,7 @@ class Reducer:
         keeps: the sums have memory of their own from step to step.
 
     Attributes:
-        label: in messages and traces.
+        text, unit: of its launches.
         shard_comm: of the first stage; None if there is none.
         mesh_info: its `replicate` is of the second stage, or of the only one for replicated
             parameters.
@@ -233,7 +234,8 @@ class Reducer:
         device: torch.device,
         mesh_info: MeshInfo,
         *,
-        label: str,
+        text: str,
+        unit: str,
         keeps: bool,
     ) -> None:
         self.at_rest = tuple(at_rest)
@@ -242,14 +244,16 @@ class Reducer:
         self.device = device
         self.mesh_info = mesh_info
         self.keeps = keeps
-        self.label = label
+        self.text, self.unit = text, unit
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
         self.is_alone = self.shard_comm is None and mesh_info.replicate is None
         self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
         self.make_stages(None, None)
 
-    def rename(self, label: str) -> None:
-        self.label = label
+    def rename(self, text: str, unit: str) -> None:
+        self.text, self.unit = text, unit
+        for plan in self.plans.values():
+            plan.rename(self)
 
     def make_stages(self, first: Stage | None, second: Stage | None) -> None:
         """From now on these make the stages; None: a collective."""
@@ -295,6 +299,8 @@ class Plan:
     """How gradients travel while a given set of parameters trains.
 
     Attributes:
+        at_rest: see `Reducer`.
+        launch, second_launch: of the stages of its messages.
         layout: `direct` gradients are sent as they are, and their sums land at the start of the
             flat buffer. The others are `columns` of a row for each rank, flags behind them
             (`flags_start`); this rank's reduced row lands behind the direct sums (`row_start`).
@@ -313,6 +319,8 @@ class Plan:
 
     def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
         info, precision = reducer.mesh_info, reducer.precision
+        self.at_rest = reducer.at_rest
+        self.rename(reducer)
         self._slots = reducer.slots
         self._ranks = ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
@@ -372,6 +380,12 @@ class Plan:
         # `chunk_cat` repeats no rows, but fills missing ones with zeros
         self._zeros: dict[torch.dtype, list[Tensor]] = {}
 
+    def rename(self, reducer: Reducer) -> None:
+        text, unit = reducer.text, reducer.unit
+        self.launch = Launch(text, LaunchKind.REDUCE, self, unit)
+        second = f"{text} over replicas"
+        self.second_launch = Launch(second, LaunchKind.REDUCE_OVER_REPLICAS, self, unit)
+
     def make_flat(self) -> Tensor:
         """Memory for the sums of one message."""
         return self._new(self.layout.numel)
@@ -384,6 +398,20 @@ class Plan:
                 flat.as_strided(shape, strides, first + start)
                 for shape, strides, start in map(self.segments.__getitem__, indices)
             ]
+
+    def gradients_in(self, sent: Sequence[Tensor]) -> dict[int, Tensor]:
+        """By parameter, the parts of what is sent in the first stage, or reduced in place. Empty if
+        a comm has copied it into memory that somebody supplies.
+        """
+        layout = self.layout
+        if self._ranks == 1:
+            return dict(zip(layout.trainable, self.views(sent[0], layout.trainable), strict=True))
+        if sent[-1] is not self.sent:
+            return {}
+        parts = {index: term for (index, _), term in zip(layout.direct, sent, strict=False)}
+        for index, start, numel in layout.columns:
+            parts[index] = self.rows[:, start : start + numel]
+        return parts
 
     # --- rows ------------------------------------------------------------------------------------
 
@@ -567,14 +595,14 @@ class Reduction:
             sums = flat[plan.row_at].copy_(row)
             terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
             into = plan.views(flat, layout.trainable)
-            return reducer.first_stage(layout.trainable, terms, into, sums, reducer.label)
+            return reducer.first_stage(layout.trainable, terms, into, sums, plan.launch)
         if scales.before != 1.0:
             gradients = [None if each is None else each / scales.before for each in gradients]
         if reducer.shard_comm is None:
             plan.copy_in(gradients, self.missing, row, flat.view(1, -1))
             replicas = reducer.mesh_info.replicate
             assert replicas is not None
-            return replicas.all_reduce([flat], reducer.label, scales.first)
+            return replicas.all_reduce([flat], plan.launch, scales.first)
         pairs = []
         for index, start in layout.direct:
             slot = reducer.slots[index]
@@ -585,7 +613,7 @@ class Reduction:
         plan.message.allocate()
         plan.copy_in(gradients, self.missing, row, plan.rows)
         pairs.append((flat[layout.row_start :], plan.sent))
-        return reducer.shard_comm.reduce_scatter(pairs, reducer.label, scales.first)
+        return reducer.shard_comm.reduce_scatter(pairs, plan.launch, scales.first)
 
     def advance(self) -> bool:
         """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there
@@ -601,16 +629,16 @@ class Reduction:
             (view,) = plan.views(flat, (index,))
             view.add_(shard.to(flat.device), alpha=scales.carried)
         self.state = ReductionState.ALL_REDUCING
-        label = f"{reducer.label} over replicas"
+        launch = plan.second_launch
         if reducer.second_stage is not None:
             indices = plan.layout.trainable
             here = dict(zip(indices, plan.views(flat, indices), strict=True))
             # PowerSGD and others cannot take shards without rows
             here = {index: shard for index, shard in here.items() if shard.numel()}
             shards = list(here.values())
-            self.work = reducer.second_stage(list(here), shards, shards, flat[plan.row_at], label)
+            self.work = reducer.second_stage(list(here), shards, shards, flat[plan.row_at], launch)
         else:
-            self.work = replicas.all_reduce([flat], label, scales.second)
+            self.work = replicas.all_reduce([flat], launch, scales.second)
         return True
 
     def wait(self) -> None:
@@ -646,15 +674,15 @@ class Reduction:
             return
         comm = reducer.mesh_info.shard if self.shards_only else reducer.mesh_info.all
         said = []
-        mine = reducer.label, self.counts.held
+        mine = reducer.text, self.counts.held
         for rank, other in enumerate(
-            comm.all_gather_objects(mine, "exchange of what the ranks reduce")
+            comm.all_gather_objects(mine, Launch("exchange of what the ranks reduce"))
         ):
-            label, held = other
-            before = "" if label == reducer.label else f" before its {label}"
+            text, held = other
+            before = "" if text == reducer.text else f" before its {text}"
             said.append(f"rank {rank} accumulated {held} backwards{before}")
         raise RanksDisagreeError(
-            f"{reducer.label}: the ranks brought gradients of different units or steps. Before it,"
+            f"{reducer.text}: the ranks brought gradients of different units or steps. Before it,"
             f" {'; '.join(said)}. Every rank must run the same backwards, and the same of them"
             " under no_sync. These gradients are dropped"
         )

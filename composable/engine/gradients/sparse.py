@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from composable.comm.base import Comm, Label
+from composable.comm.base import Comm
+from composable.comm.launch import Launch, LaunchKind
 from composable.engine.params.param import ManagedParam, ParamInfo, set_holds_unreduced
 from composable.engine.params.param_hooks import run_gradient_hooks, run_post_accumulate_hooks
 from composable.engine.params.precision import Precision
@@ -41,7 +42,6 @@ class SparseGradients:
         params: that only sparse lookups read.
         holds: a backward under `no_sync` has ended; its gradients wait, on the at-rest parameters,
             to be reduced.
-        unit: its name, for labels.
     """
 
     def __init__(
@@ -49,14 +49,23 @@ class SparseGradients:
     ) -> None:
         self.params = tuple(params)
         self.holds = False
-        self.unit = unit
+        self.rename(unit)
         self._precision = precision
         self._comm = comm
         # those with a gradient of this rank's that was not reduced
         self._here: set[ManagedParam] = set()
 
     def rename(self, unit: str) -> None:
-        self.unit = unit
+        self._exchange = Launch(f"exchange of the numbers of sparse rows of unit '{unit}'")
+        self._gathers = {
+            param: Launch(
+                f"all-gather of the sparse gradient of unit '{unit}' ('{param.fqn}')",
+                LaunchKind.GATHER_SPARSE,
+                param,
+                unit,
+            )
+            for param in self.params
+        }
 
     def arrived(self, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient, maybe of one of these."""
@@ -107,9 +116,7 @@ class SparseGradients:
             for param, (rows, _) in zip(self.params, mine, strict=True)
             for n in (int(param in here), len(rows))
         ]
-        every = self._comm.all_gather_ints(
-            numbers, f"exchange of the numbers of sparse rows of unit '{self.unit}'"
-        )
+        every = self._comm.all_gather_ints(numbers, self._exchange)
         for index, (param, (rows, values)) in enumerate(zip(self.params, mine, strict=True)):
             if not any(row[2 * index] for row in every):
                 continue
@@ -131,9 +138,8 @@ class SparseGradients:
         reduce = self._precision.reduce
         sent.append(torch.cat([values, values.new_zeros(padding, *width)]).to(reduce).view(-1))
         pairs = [(each.new_empty(ranks * each.numel()), each) for each in sent]
-        text = f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')"
-        label = Label(text, param)
-        for work in [self._comm.all_gather([pair], label) for pair in pairs] if most else ():
+        launch = self._gathers[param]
+        for work in [self._comm.all_gather([pair], launch) for pair in pairs] if most else ():
             work.wait()
         kept = torch.cat(
             [torch.arange(count) + rank * most for rank, count in enumerate(counts)]

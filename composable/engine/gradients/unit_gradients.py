@@ -153,8 +153,8 @@ class UnitGradients:
             bucket = GradBucket(
                 list(zip(group.params, group.slots, strict=True)),
                 group.precision, group.device, mesh_info,
-                label=f"gradient reduction of unit '{self.name}'", factor=factor,
-                to_rest=group.to_rest,
+                text=f"gradient reduction of unit '{self.name}'", unit=self.name,
+                factor=factor, to_rest=group.to_rest,
             )  # fmt: skip
             self.buckets.append(bucket)
             if mesh_info.shard.size > 1 and mesh_info.replicate is not None:
@@ -183,7 +183,7 @@ class UnitGradients:
         """Take the unit's FQN below the root."""
         self.name = name
         for bucket in self.buckets:
-            bucket.rename(f"gradient reduction of unit '{name}'")
+            bucket.rename(f"gradient reduction of unit '{name}'", name)
         for sparse in self.sparse:
             sparse.rename(name)
 

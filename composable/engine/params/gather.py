@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from composable.comm.base import DONE, Again, Comm, Work
+from composable.comm.launch import Launch
 from composable.engine.params.layout import Layout, Route, Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import Precision
@@ -182,13 +183,13 @@ class Gather:
 
     # --- in every step ---------------------------------------------------------------------------
 
-    def launch(self, label: str) -> Work:
+    def launch(self, launch: Launch) -> Work:
         """Allocate, cast and send. If it raises, the caller frees."""
         for buffer in self._in_flight:
             buffer.allocate()
         if self._casts[0]:
             torch._foreach_copy_(*self._casts)
-        return self._comm.all_gather(self.pairs, label) if self.pairs else DONE
+        return self._comm.all_gather(self.pairs, launch) if self.pairs else DONE
 
     def land(self) -> None:
         """The message is there: put packed parameters where they are computed with."""
@@ -248,9 +249,9 @@ class Neighbours:
         self._part.tensor.data.copy_(self._mine)
         self._full.free()
 
-    def launch(self, label: str) -> Work:
+    def launch(self, launch: Launch) -> Work:
         self._full.allocate()
-        return self._comm.all_gather(self.pairs, label)
+        return self._comm.all_gather(self.pairs, launch)
 
     def free(self) -> None:
         """Nothing is in flight."""

@@ -52,6 +52,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable.comm.base import DONE, Comm, Work
+from composable.comm.launch import Launch, LaunchKind
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.params.gather import Gather, Neighbours
 from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
@@ -152,7 +153,7 @@ class ParamGroup(ABC):
         self.mesh_info = mesh_info
         self.comm: Comm = mesh_info.shard
         self.unit = ""
-        self._label = ""
+        self._launch = Launch("", LaunchKind.GATHER, self)
         self._work: Work = DONE  # the all-gather in flight
         self._warned = False
         self.layout = self._plan()
@@ -341,7 +342,8 @@ class ParamGroup(ABC):
 
     def rename(self, unit: str) -> None:
         self.unit = unit
-        self._label = f"all-gather of unit '{unit}'"
+        text = f"all-gather of unit '{unit}'"
+        self._launch = Launch(text, LaunchKind.GATHER, self, unit)
 
     # --- unshard and reshard ---------------------------------------------------------------------
 
@@ -424,7 +426,7 @@ class ParamGroup(ABC):
         if self.state is ShardedState.UNSHARDING or self.state is ShardedState.UNSHARDED:
             return False
         try:
-            self._work = self._source.launch(self._label)
+            self._work = self._source.launch(self._launch)
         except BaseException:  # out of memory, or the communicator refuses
             self._free()
             raise

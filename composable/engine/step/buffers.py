@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from composable.comm import Comm
+from composable.comm.launch import Launch
 from composable.contract.tree import Place
 from composable.engine.step.unit import Unit
 from composable.torch_private import outside_transforms
+
+_BROADCAST: Final = Launch("broadcast of buffers")
 
 
 @outside_transforms
@@ -37,7 +41,7 @@ def broadcast_buffers(units: Sequence[Unit], source: int = 0, *, saved: bool) ->
     for (comm, _, _), members in messages.items():
         with torch.no_grad(), torch.inference_mode(False):
             message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members.values()])
-            comm.broadcast([message], "broadcast of buffers", source)
+            comm.broadcast([message], _BROADCAST, source)
         pieces = message.split([buffer.numel() for buffer, _ in members.values()])
         for (buffer, places), piece in (
             zip(members.values(), pieces, strict=True) if comm.rank != source else ()

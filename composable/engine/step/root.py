@@ -60,6 +60,7 @@ import torch
 from torch import nn
 
 from composable.comm.base import Comm, compare_launches
+from composable.comm.launch import COMPARISON_OF_FORWARDS, Launch
 from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import untraced
 from composable.contract.hooks import drop_calls
@@ -656,10 +657,10 @@ class Root:
         """
         name = [*(unit.name for unit in self.units), self.name][place]
         (lowest, _), (highest, code) = comm.min_max(
-            [place, code], f"check of the order of units at unit '{name}'"
+            [place, code], Launch(f"check of the order of units at unit '{name}'")
         )
         if lowest != highest:
-            said = comm.all_gather_ints([place], "exchange of the order of units")
+            said = comm.all_gather_ints([place], Launch("exchange of the order of units"))
             does = [*(f"runs '{each.name}'" for each in self.units), "ends"]
             where = [f"rank {rank} {does[index]}" for rank, (index,) in enumerate(said)]
             raise RanksDisagreeError(
@@ -876,7 +877,7 @@ class Root:
         mine = [len(self._trained), len({*waiting} & {*self._trained})]
         replicas = [unit.mesh_info.all for unit in self.units if unit.kind is Kind.ARRIVAL]
         for comm in dict.fromkeys(replicas):
-            said = comm.all_gather_ints(mine, "comparison of forwards")
+            said = comm.all_gather_ints(mine, COMPARISON_OF_FORWARDS)
             # a rank in evaluation mode counts none
             if any(left for _, left in said) and len({ran for ran, _ in said if ran}) > 1:
                 ran = ", ".join(f"rank {rank} {ran}" for rank, (ran, _) in enumerate(said))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
+from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.written import written
 from composable.engine.params.dtensors import describe_mesh
@@ -120,13 +121,13 @@ class _Average:
     A single flat tensor, such as the shards of a unit, is reduced where it is.
     """
 
-    def __init__(self, tensors: list[Tensor], comm: Comm, label: str) -> None:
+    def __init__(self, tensors: list[Tensor], comm: Comm, launch: Launch) -> None:
         self._tensors = tensors
         alone = len(tensors) == 1 and tensors[0].is_contiguous()
         self._flat = (
             tensors[0] if alone else torch.cat([each.reshape(-1) for each in tensors])
         ).to(comm.device)
-        self._work = comm.all_reduce([self._flat], label, 1.0 / comm.size)
+        self._work = comm.all_reduce([self._flat], launch, 1.0 / comm.size)
 
     def land(self) -> None:
         self._work.wait()
@@ -187,7 +188,7 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
         if tensor.numel() and comms[unit].size > 1:
             messages.setdefault((unit, tensor.dtype), []).append(tensor.detach())
     averages = [
-        _Average(each, comms[unit], f"average of unit '{unit.name}'")
+        _Average(each, comms[unit], Launch(f"average of unit '{unit.name}'"))
         for (unit, _), each in messages.items()
     ]
     for average in averages:

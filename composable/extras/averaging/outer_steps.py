@@ -35,6 +35,7 @@ from composable.api.comm_hooks import refuse_moment
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo
 from composable.comm.base import DONE, Work
+from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.written import written
 from composable.engine.params.dtensors import dtensor_parameter, gradient_like
@@ -86,7 +87,7 @@ class _Message:
         self.flight: tuple[Tensor, Work] | None = None
         self.members = members
         self._comm = comm
-        self._label = f"outer step of unit '{members[0].unit.name}'"
+        self._launch = Launch(f"outer step of unit '{members[0].unit.name}'")
         locals_ = self._locals()
         self._shapes = [local.shape for local in locals_]
         backup = torch.cat([local.reshape(-1) for local in locals_])
@@ -109,7 +110,7 @@ class _Message:
         )
         self.flight = (
             difference,
-            self._comm.all_reduce([difference], self._label, 1.0 / self._comm.size),
+            self._comm.all_reduce([difference], self._launch, 1.0 / self._comm.size),
         )
 
     def land(self) -> Tensor:

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.comm.accelerator import ON_ACCELERATOR
-from composable.comm.base import GroupComm, Traits, Work
+from composable.comm.base import Columns, GroupComm, Traits, Work
 from composable.comm.choose import PAIRS_UP_TO
 from composable.comm.host import GenericComm, PointToPointComm
+from composable.comm.launch import Launch
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device
 from composable.memory.elastic import keeps_idle_memory, release_idle_memory
@@ -376,29 +377,28 @@ class VirtualComm(GroupComm):
         super().__init__(group, torch.device("cpu"))
         self._machine = machine
 
-    def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
+    def min_max(self, values: Sequence[int], launch: Launch) -> tuple[list[int], list[int]]:
         return list(values), list(values)
 
-    def _rows(self, numbers: Tensor, label: str) -> list[list[int]]:
+    def _rows(self, numbers: Tensor, launch: Launch) -> list[list[int]]:
         return [numbers.tolist()] * self.size
 
-    def _broadcast(self, message: Tensor, src: int) -> None:
+    def _broadcast(self, *_: Any) -> None:
         return None
 
-    def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
+    def _start(self, launch: Launch, kind: str, tensors: Columns, scale: float) -> Work:
         machine = self._machine
         wholes = tensors[1] if kind == "reduce_scatter" else tensors[0]
         note_unknown(*tensors[0])
         for tensor in (part for parts in tensors for part in parts):
             lands = kind != "all_gather" and any(tensor is out for out in tensors[0])
             machine.claim(tensor.untyped_storage(), Kind.GRADIENTS if lands else Kind.MESSAGES)
-        unit = label.partition("of unit '")[2].partition("'")[0]
         if not self.traits.on_stream:  # a host computes nothing while messages move
-            nbytes = machine.send(kind, unit, self.group, wholes, label)
+            nbytes = machine.send(kind, launch.unit, self.group, wholes, launch.text)
             pairs = self.traits is PointToPointComm.traits and kind == "reduce_scatter"
             return _Sent(machine, tensors, (nbytes - nbytes // self.size) if pairs else 0)
         with machine.fork(kind):
-            machine.send(kind, unit, self.group, wholes, label)
+            machine.send(kind, launch.unit, self.group, wholes, launch.text)
             return _Sent(machine, tensors)
 
 

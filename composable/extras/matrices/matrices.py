@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.mesh import communication_device
 from composable.comm import Comm, Work, comm_of, group_of_all
+from composable.comm.launch import Launch
 from composable.engine.params.param import owner_of
 from composable.errors import OptimizerError
 from composable.torch_private import local_tensor
@@ -253,8 +254,8 @@ class Exchange:
     All of them add the same matrices in the same order, launch and land.
     """
 
-    def __init__(self, comm: Comm, label: str) -> None:
-        self._comm, self._label = comm, label
+    def __init__(self, comm: Comm, launch: Launch) -> None:
+        self._comm, self._launch = comm, launch
         # By dtype, for each rank: what it is sent, and where what it sends lands.
         self._sent: dict[torch.dtype, list[list[Tensor]]] = {}
         self._landing: dict[torch.dtype, list[list[Tensor]]] = {}
@@ -309,7 +310,7 @@ class Exchange:
             flat = [part.reshape(-1) for part in chain.from_iterable(sent)]
             source = torch.cat(flat).to(comm.device) if flat else empty
             out = empty.new_empty(sum(out_sizes))
-            work = comm.all_to_all(out, out_sizes, source, sizes, self._label)
+            work = comm.all_to_all(out, out_sizes, source, sizes, self._launch)
             targets = list(chain.from_iterable(landing))
             self._flights.append((work, source, out, targets))
         self._sent = {}

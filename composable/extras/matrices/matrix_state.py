@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from composable.comm import Comm
+from composable.comm.launch import Launch
 from composable.engine.params.dtensors import wrap
 from composable.errors import OptimizerError
 from composable.extras.matrices.matrices import Exchange, Layout, Layouts, Matrix
@@ -31,7 +32,7 @@ from composable.optim.shard_steps import is_known
 from composable.optim.stand_in import State
 from composable.torch_private import local_tensor, tree_flatten, tree_unflatten
 
-_LABEL: Final = "exchange of the state of matrices"
+_LAUNCH: Final = Launch("exchange of the state of matrices")
 # By parameter, the matrices that it is.
 Matrices = Mapping[Tensor, Sequence[Matrix]]
 
@@ -134,7 +135,7 @@ def spread(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, State]:
             if matrix.is_mine and (state := state_of(optimizer, matrix))
         }
         told: dict[Any, Any] = {}
-        for each in comm.all_gather_objects(mine, _LABEL):
+        for each in comm.all_gather_objects(mine, _LAUNCH):
             told |= each
         for number, parameter in enumerate(parameters):
             outlines = [told.get((number, matrix.index)) for matrix in matrices[parameter]]
@@ -169,7 +170,7 @@ def _spread_one(optimizer: Optimizer, matrices: Sequence[Matrix], outlines: Sequ
         tree_flatten(state_of(optimizer, matrix))[0] if matrix.is_mine else None
         for matrix in matrices
     ]
-    exchange = Exchange(comm, _LABEL)
+    exchange = Exchange(comm, _LAUNCH)
     values: list[Any] = []
     kind: Any = type(optimizer)
     names = [name for name, value in outlines[0].items() for _ in tree_flatten(value)[0]]
@@ -249,7 +250,7 @@ def collect(matrices: Sequence[Matrix], state: dict[Any, Any], layouts: Layouts)
     if is_stack and state and all(isinstance(key, int) for key in state):
         return {each.index: cloned(state[each.index]) for each in mine if each.index in state}
     leaves, tree = tree_flatten(state)
-    exchange = Exchange(matrices[0].comm, _LABEL)
+    exchange = Exchange(matrices[0].comm, _LAUNCH)
     owned: list[list[Any]] = [[] for _ in mine]
     for leaf in leaves:
         value = leaf

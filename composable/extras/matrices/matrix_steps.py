@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from composable.comm import Comm
+from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.engine.params.param import copy_attributes, label_of, owner_of
 from composable.errors import (
@@ -148,11 +149,11 @@ class _MatrixStep:
 
     def _exchanges(self, what: str, number: int) -> Callable[[Comm], Exchange]:
         made: dict[Comm, Exchange] = {}
-        label = f"{what} of matrices"
+        launch = Launch(f"{what} of matrices")
 
         def exchange_over(comm: Comm) -> Exchange:
             if comm not in made:
-                made[comm] = Exchange(comm, label)
+                made[comm] = Exchange(comm, launch)
                 self._travelling.setdefault((what, number), []).append(made[comm])
             return made[comm]
 
@@ -355,7 +356,7 @@ class MatrixStepping(Stepping):
                 continue
             by_comm.setdefault(comm, []).append(self._described(parameter))
         for comm, texts in by_comm.items():
-            lowest, highest = comm.min_max([_digest(texts)], "comparison of matrices")
+            lowest, highest = comm.min_max([_digest(texts)], Launch("comparison of matrices"))
             if lowest != highest:
                 raise RanksDisagreeError(_difference(comm, texts))
 
@@ -471,13 +472,13 @@ class MatrixStepping(Stepping):
             found = [parameter for parameter in parameters if parameter in now]
             moved = [int(self._prints.get(each) != now[each]) for each in found]
             row = [zlib.crc32(has, self._digests[comm]), sum(moved), int(keeps is not None)]
-            lowest, highest = comm.min_max(row, "comparison of matrices that are stepped")
+            lowest, highest = comm.min_max(row, Launch("comparison of matrices that are stepped"))
             if lowest[0] != highest[0]:
                 raise RanksDisagreeError(_difference(comm, list(map(self._described, found))))
             if highest[2]:
                 raise OptimizerError(_keeping(optimizer, keeps))
             if highest[1]:
-                _, moved = comm.min_max(moved, "exchange of which matrices were written to")
+                _, moved = comm.min_max(moved, Launch("exchange of which matrices were written to"))
                 stale |= {each for each, flag in zip(found, moved, strict=True) if flag}
         return stale
 
@@ -591,7 +592,7 @@ class MatrixStepping(Stepping):
                 for matrix in self._matrices[parameter]
             )
             _, (is_part, any_lacks) = comm.min_max(
-                [int(owned is not None), int(lacks)], "comparison of who has which state"
+                [int(owned is not None), int(lacks)], Launch("comparison of who has which state")
             )
             if is_part and any_lacks:
                 raise OptimizerError(
@@ -727,7 +728,7 @@ def _digest(texts: Iterable[str]) -> int:
 
 def _difference(comm: Comm, texts: Sequence[str]) -> str:
     """The first difference between what the ranks step."""
-    every = comm.all_gather_objects(texts, "exchange of matrices that differ")
+    every = comm.all_gather_objects(texts, Launch("exchange of matrices that differ"))
     for row in zip_longest(*every, fillvalue="nothing"):
         rank = next((rank for rank, text in enumerate(row) if text != row[0]), None)
         if rank is not None:

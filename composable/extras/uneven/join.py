@@ -37,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable.api.scopes import units_in
 from composable.comm import Comm, is_distributed, notification_sum
+from composable.comm.launch import Launch
 from composable.engine.edits.written import written
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.dtensors import is_unreduced
@@ -191,7 +192,7 @@ class _Scope(JoinHook):
     def _meet(self) -> bool:
         """Find the source: the first rank that has data. Returns whether some have none."""
         rows = self._comm.all_gather_ints(
-            [int(not self.shadows)], "exchange of which ranks have data"
+            [int(not self.shadows)], Launch("exchange of which ranks have data")
         )
         self.source = rows.index([1])
         return [0] in rows
@@ -205,7 +206,7 @@ class _Scope(JoinHook):
     def _broadcast(self, sent: bytes, size: int) -> Any:
         padded = bytearray(sent[:size].ljust(size, b"\0"))  # nothing behind a pickle is read
         message = torch.frombuffer(padded, dtype=torch.uint8).to(self._comm.device)
-        self._comm.broadcast([message], "message to ranks without data", self.source)
+        self._comm.broadcast([message], Launch("message to ranks without data"), self.source)
         return pickle.loads(bytes(message.tolist()))
 
     # --- a rank with data ------------------------------------------------------------------------
@@ -508,7 +509,9 @@ class _Scope(JoinHook):
             and id(param.at_rest) not in stepped
             and stepped_in_backward([param.at_rest]) is None
         ]
-        self._comm.broadcast(locals_of(unknown), "broadcast of parameters after join", self.source)
+        self._comm.broadcast(
+            locals_of(unknown), Launch("broadcast of parameters after join"), self.source
+        )
         written([unit for unit in self._units if not unit.is_sharded])
         if self.shadows:
             self._freeze(trains)

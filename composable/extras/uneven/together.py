@@ -34,7 +34,8 @@ from typing_extensions import override
 
 from composable.api.scopes import units_in
 from composable.comm import Comm
-from composable.comm.base import LAUNCHED, Again, compare_launches
+from composable.comm.base import LAUNCHED, Columns, compare_launches
+from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import ledger_of
 from composable.comm.supplied import SuppliedComm
 from composable.compilation import unwrapped
@@ -57,40 +58,46 @@ from composable.optim.in_backward import stepped_in_backward
 from composable.optim.shared import parameters_of
 from composable.torch_private import as_tensors, in_backward
 
-# With COMPOSABLE_DEBUG=1, at the end of a backward: what a launch by these labels is.
-_COMPARISONS: Final = {"comparison of launches": "compare", "comparison of forwards": "forwards"}
-# Before the reductions of `reduce_gradients`; a rank that has lost the step says what it said in
-# the step before.
-_COUNTS: Final = "comparison of accumulated backwards"
-_VOTE: Final = "vote on the step"
+_COMPARISONS: Final = (
+    LaunchKind.COMPARE_LAUNCHES, LaunchKind.COMPARE_FORWARDS, LaunchKind.COMPARE_BACKWARDS,
+)  # fmt: skip
+_SUMS: Final = ("reduce_scatter", "all_reduce")  # to which a rank can add zeros
+_VOTE: Final = Launch("vote on the step")
 # What may begin in the scope: a rank that gives the step up is as far with it as one that does not.
 _IN_STEPS: Final = (
     "together", "no_sync", "reduce_gradients", "unshard", "reshard", "keep_unsharded", "reset",
 )  # fmt: skip
 
 
-class _Launch(NamedTuple):
+class _Made(NamedTuple):
     """One launch of a step, as far as another step's is the same.
 
     Attributes:
-        kind: "gather", of a group of parameters; "reduce_scatter", "all_reduce", "broadcast";
-            "compare", "forwards", "counts"; "" of one that cannot be made again.
-        sizes: of the tensors: numbers of elements and dtypes.
-        group: for "gather", indices of the unit and of its group.
-        source: for "broadcast", the rank that sends.
+        text, kind: of the `Launch`.
+        collective: what was launched for it.
+        option: the scale of sums, or the rank that sends a broadcast.
+        sizes: of the tensors of sums: numbers of elements and dtypes.
+        group: for a gather, indices of the unit and of its group; None if they are not known.
     """
 
-    kind: str
-    label: str
-    scale: float = 1.0
+    text: str
+    kind: LaunchKind
+    collective: str
+    option: Any
     sizes: tuple[tuple[tuple[int, torch.dtype], ...], ...] = ()
     group: tuple[int, int] | None = None
-    source: int = 0
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether a rank that has lost the step can make this launch."""
+        if self.kind is LaunchKind.GATHER:
+            return self.group is not None
+        return self.collective in (*_SUMS, "broadcast") or self.kind in _COMPARISONS
 
 
-# With the comm, and what the launch had at hand: the pairs of a gather, the message of a broadcast,
-# the numbers that were sent.
-_Heard = tuple[Comm, _Launch, Any]
+# With the comm, the launch itself, and what it had at hand: the message of a broadcast, the numbers
+# that were sent.
+_Heard = tuple[Comm, _Made, Launch, Any]
 
 
 @dataclass(eq=False)
@@ -307,23 +314,20 @@ class together:
         self._undo.callback(self._launched.clear)
         return self
 
-    def _hear(self, comm: Comm, label: str, args: Sequence[Any]) -> None:
+    def _hear(
+        self, comm: Comm, launch: Launch, collective: str, tensors: Columns, option: Any
+    ) -> None:
         held: object = None
-        match args:
-            case (Again() as held, str()):
-                launch = _Launch("gather", label)
-            case ("reduce_scatter" | "all_reduce" as kind, str(), float() as scale, *tensors):
-                sizes = tuple(tuple((t.numel(), t.dtype) for t in each) for each in tensors)
-                launch = _Launch(kind, label, scale, sizes)
-            case (Tensor() as held, int() as source):
-                launch = _Launch("broadcast", label, source=source)
-            case ("all_gather", str(), float(), (Tensor(),), (Tensor() as sent,)) if (
-                label.startswith(_COUNTS)
-            ):
-                launch, held = _Launch("counts", label), sent.tolist()
-            case _:
-                launch = _Launch(_COMPARISONS.get(label, ""), label)
-        self._launched.append((comm, launch, held))
+        made = _Made(launch.text, launch.kind, collective, option)
+        if collective in _SUMS:
+            sizes = tuple(tuple((t.numel(), t.dtype) for t in each) for each in tensors)
+            made = made._replace(sizes=sizes)
+        elif collective == "broadcast":
+            ((held,),) = tensors
+        elif launch.kind is LaunchKind.COMPARE_BACKWARDS:
+            _, (sent,) = tensors
+            held = sent.tolist()
+        self._launched.append((comm, made, launch, held))
 
     def _launches(self) -> list[_Heard]:
         """List what this step has launched.
@@ -331,19 +335,23 @@ class together:
         Gathers are told by the indices of their groups, which are built anew when users move
         parameters.
         """
-        groups = {
-            id(getattr(group.gather, "pairs", None)): (index, number)
+        groups: dict[object, tuple[int, int]] = {
+            group: (index, number)
             for index, unit in enumerate(self._units)
             for number, group in enumerate(unit.groups)
         }
-        launches: list[_Heard] = []
-        for comm, launch, held in self._launched:
-            if launch.kind == "gather":
-                # one that was built anew since is not known
-                known = groups.get(id(held))
-                launch, held = launch._replace(kind="gather" if known else "", group=known), None
-            launches.append((comm, launch, held))
-        return launches
+        return [
+            (
+                comm,
+                # a group that was built anew since is not known
+                made._replace(group=groups.get(launch.sender))
+                if made.kind is LaunchKind.GATHER
+                else made,
+                launch,
+                held,
+            )
+            for comm, made, launch, held in self._launched
+        ]
 
     def __exit__(
         self,
@@ -436,7 +444,7 @@ class together:
         before = _told(self._record.launches)
         if not before:
             return "no step before it was whole"
-        once = next((each.label for each in before if not each.kind), "")
+        once = next((each.text for each in before if not each.can_repeat), "")
         if once:  # as ranks agree, or are compared, in the first step
             return f"the step before it made the {once}, which others do not make"
         if _told(launched) != before[: len(launched)]:
@@ -444,34 +452,31 @@ class together:
         return ""
 
     @torch.no_grad()
-    def _again(self, comm: Comm, launch: _Launch, held: Any) -> None:
+    def _again(self, comm: Comm, made: _Made, launch: Launch, held: Any) -> None:
         """Make a launch that the other ranks wait for, and wait for it."""
-        kind, label, scale, sizes, group_at, source = launch
         zeros = [
             [torch.zeros(numel, dtype=dtype, device=comm.device) for numel, dtype in each]
-            for each in sizes
+            for each in made.sizes
         ]
-        match kind:
-            case "gather":
-                assert group_at is not None
-                unit = self._units[group_at[0]]
-                group = unit.groups[group_at[1]]
-                group.unshard()
-                group.wait_for_unshard()
-                unit.free()
-            case "reduce_scatter":
-                comm.reduce_scatter(list(zip(*zeros, strict=True)), label, scale).wait()
-            case "all_reduce":
-                comm.all_reduce(zeros[0], label, scale).wait()
-            case "broadcast":
-                comm.broadcast([held], label, source)
-            case "counts":
-                comm.all_gather_ints(held, label)
-            case "forwards":  # a rank that counts none agrees with every count
-                comm.all_gather_ints([0, 0], label)
-            case _:
-                assert comm.group is not None
-                compare_launches(ledger_of(comm.group), comm)
+        if made.group is not None:
+            unit = self._units[made.group[0]]
+            group = unit.groups[made.group[1]]
+            group.unshard()
+            group.wait_for_unshard()
+            unit.free()
+        elif made.collective == "reduce_scatter":
+            comm.reduce_scatter(list(zip(*zeros, strict=True)), launch, made.option).wait()
+        elif made.collective == "all_reduce":
+            comm.all_reduce(zeros[0], launch, made.option).wait()
+        elif made.collective == "broadcast":
+            comm.broadcast([held], launch, made.option)
+        elif made.kind is LaunchKind.COMPARE_BACKWARDS:  # it says what it said in the step before
+            comm.all_gather_ints(held, launch)
+        elif made.kind is LaunchKind.COMPARE_FORWARDS:  # one that counts none agrees with all
+            comm.all_gather_ints([0, 0], launch)
+        else:
+            assert made.kind is LaunchKind.COMPARE_LAUNCHES and comm.group is not None
+            compare_launches(ledger_of(comm.group), comm)
 
     def _lose(self, error: BaseException | None, *, everywhere: bool) -> bool:
         """Some rank has lost the step. Returns whether the exception of this rank is not raised."""
@@ -480,7 +485,7 @@ class together:
         where = (seen.place if error is seen.raised else seen.now) or "outside of all units"
         seen.raised = None
         mine = error and f"{type(error).__name__} {where}: {first_line(error)}"
-        said = self._comm.all_gather_objects(mine, "exchange of why the step is lost")
+        said = self._comm.all_gather_objects(mine, Launch("exchange of why the step is lost"))
         self.why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
         for hear in HEARERS.loses:
             hear(self._units)
@@ -512,8 +517,8 @@ def _drop_frames(error: BaseException) -> None:
             errors += [each.__cause__, each.__context__]
 
 
-def _told(launches: Sequence[_Heard]) -> list[_Launch]:
-    return [launch for _, launch, _ in launches]
+def _told(launches: Sequence[_Heard]) -> list[_Made]:
+    return [made for _, made, _, _ in launches]
 
 
 def _obstacle(unit: Unit, comm: Comm) -> str:

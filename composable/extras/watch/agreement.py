@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from composable.api.sync_module_states import digests
 from composable.comm import Comm
+from composable.comm.launch import Launch
 from composable.contract.tree import managed_buffers
 from composable.engine.params.layout import Route
 from composable.engine.params.param import ManagedParam
@@ -44,7 +45,7 @@ from composable.features.hook_stages import hooks_of
 from composable.memory.offload import wait_for_traffic
 from composable.torch_private import local_tensor
 
-_LABEL: Final = "comparison of digests by watch"
+_LAUNCH: Final = Launch("comparison of digests by watch")
 _PARAMETER: Final = "parameter"
 _BUFFER: Final = "buffer"
 _GATHERED: Final = "gathered parameter"
@@ -183,14 +184,14 @@ class Agreement:
         found: list[Finding] = []
         for comm, table in tables.items():
             hashes = [zlib.crc32(repr(sorted(table[topic].items())).encode()) for topic in _TOPICS]
-            lowest, highest = comm.min_max([*hashes, self._draws if drew else 0], _LABEL)
+            lowest, highest = comm.min_max([*hashes, self._draws if drew else 0], _LAUNCH)
             ranks = _ranks_of(comm)
             for topic, low, high in zip(_TOPICS, lowest, highest, strict=False):
                 finding = None
                 if low != high:
                     told = table[topic], table[_SENT], written
                     finding = self._difference(
-                        step, topic, comm.all_gather_objects(told, _LABEL), ranks
+                        step, topic, comm.all_gather_objects(told, _LAUNCH), ranks
                     )
                 if finding is None:
                     self._agreed[topic] = step

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from composable.comm.base import LAUNCHING, GroupComm, Label
+from composable.comm.base import LAUNCHING, Columns, GroupComm
+from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.hooks import detach, dispatcher_of
 from composable.contract.tree import annotation_of
@@ -191,8 +192,10 @@ class _Ear(Observer):
             for watch in _watches_of(_units_of(parameters)):
                 watch.unscales()
 
-    def launching(self, comm: GroupComm, label: str, args: Sequence[Any]) -> None:
-        if not isinstance(label, Label) or (message := message_of(label, args)) is None:
+    def launching(
+        self, comm: GroupComm, launch: Launch, collective: str, tensors: Columns, option: Any
+    ) -> None:
+        if (message := message_of(launch, tensors)) is None:
             return
         for unit in _units_of(message.params[:1]):
             if (watch := watch_of(unit)) is not None and watch.sight.looks:

@@ -3,79 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from composable.comm.base import Label
-from composable.engine.gradients.grad_bucket import GradBucket
+from composable.comm.base import Columns
+from composable.comm.launch import Launch, LaunchKind
 from composable.engine.gradients.reduction import Plan
-from composable.engine.params.param import ManagedParam
+from composable.engine.params.param import ManagedParam, label_of
 
 
 class Message(NamedTuple):
     """A message of gradients.
 
     Attributes:
-        bucket: that sends it; None of a sparse gradient.
         tensors: what is sent.
         gradients: parts of these, with the names of their parameters.
         params: the parameters at rest.
     """
 
-    bucket: GradBucket | None
     tensors: Sequence[Tensor]
     gradients: list[tuple[str, Tensor]]
     params: Sequence[Tensor]
 
 
-def message_of(label: str, args: Sequence[Any]) -> Message | None:
+def message_of(launch: Launch, tensors: Columns) -> Message | None:
     """The gradients that are about to be reduced.
 
     Args:
-        label: of the message; that of a second stage does not say who sends it.
-        args: of `GroupComm._start`, which launches the message.
+        launch: of any kind.
+        tensors: outputs and inputs, or what is reduced in place.
 
     Returns:
-        None if the message is not known, as those of communication hooks.
+        None for other launches. These are no gradients, or sums of the first stage, or they are
+        what a communication hook sends, or copies in memory that somebody supplies.
     """
-    bucket = label.sender() if isinstance(label, Label) else None
-    if isinstance(bucket, ManagedParam):
-        named = [(bucket.fqn, each) for each in args[-1]]
-        return Message(None, args[-1], named, [bucket.at_rest])
-    if not isinstance(bucket, GradBucket):
+    sent = tensors[-1] if tensors else ()
+    if launch.kind is LaunchKind.GATHER_SPARSE:
+        param: ManagedParam = launch.sender
+        return Message(sent, [(param.fqn, each) for each in sent], [param.at_rest])
+    if launch.kind is not LaunchKind.REDUCE:
         return None
-    kind, tensors = args[0], args[-1]
-    plan = _plan_of(bucket, kind, tensors)
-    if plan is None:
+    plan: Plan = launch.sender
+    parts = plan.gradients_in(sent)
+    if not parts:
         return None
-    params = [bucket.at_rest[index] for index in plan.layout.trainable]
-    return Message(bucket, tensors, _named(bucket, plan, kind, tensors), params)
+    named = [(_name_of(plan.at_rest[index]), each) for index, each in parts.items()]
+    return Message(sent, named, [plan.at_rest[index] for index in parts])
 
 
-def _plan_of(bucket: GradBucket, kind: str, tensors: Sequence[Tensor]) -> Plan | None:
-    plans = bucket.reducer.plans
-    if kind != "all_reduce":
-        return next((each for each in plans.values() if each.sent is tensors[-1]), None)
-    likely = plans.get(bucket.trainable)
-    candidates = [likely, *plans.values()] if likely is not None else [*plans.values()]
-    return next((each for each in candidates if each.layout.numel == tensors[0].numel()), None)
-
-
-def _named(
-    bucket: GradBucket, plan: Plan, kind: str, tensors: Sequence[Tensor]
-) -> list[tuple[str, Tensor]]:
-    layout, params = plan.layout, bucket.params
-    if kind == "all_reduce":
-        views = plan.views(tensors[0], layout.trainable)
-        return [
-            (params[index].fqn, view) for index, view in zip(layout.trainable, views, strict=True)
-        ]
-    direct = zip(layout.direct, tensors, strict=False)
-    return [
-        *((params[index].fqn, term) for (index, _), term in direct),
-        *(
-            (params[index].fqn, plan.rows[:, start : start + numel])
-            for index, start, numel in layout.columns
-        ),
-    ]
+def _name_of(parameter: Tensor) -> str:
+    label = label_of(parameter)
+    return "" if label is None else label.fqn

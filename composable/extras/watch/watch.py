@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from composable.api.scopes import units_in
 from composable.comm import is_distributed
+from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.tree import names_below
 from composable.engine.step.observer import HEARERS, open_scope
@@ -56,7 +57,7 @@ VARIABLE: Final = "COMPOSABLE_WATCH"
 AGREE: Final = 100  # steps from one comparison of digests to the next
 _MODES: Final = ("warn", "raise")
 _NEVER: Final = (1 << 62) - 1  # later than every clock
-_LABEL: Final = "exchange of what watch has found"
+_LAUNCH: Final = Launch("exchange of what watch has found")
 # A scaler that begins at 2 ** 16 and halves is at 1 by then: infinities are not the scale's.
 _EXPECTED_IN_A_ROW: Final = 24
 _ERRORS: Final[dict[str, type[RuntimeError]]] = {
@@ -306,14 +307,14 @@ class Watch:
         """The lowest over all ranks, one by one."""
         lowest = list(values)
         for comm in self._comms:
-            lowest, _ = comm.min_max(lowest, _LABEL)
+            lowest, _ = comm.min_max(lowest, _LAUNCH)
         return lowest
 
     def _said(self, mine: Any) -> list[tuple[int, Any]]:
         """What each rank says, by its number among all."""
         said = [(_rank(), mine)]
         for comm in self._comms:
-            said = [each for some in comm.all_gather_objects(said, _LABEL) for each in some]
+            said = [each for some in comm.all_gather_objects(said, _LAUNCH) for each in some]
         self._ranks = [rank for rank, _ in said]
         return said
 

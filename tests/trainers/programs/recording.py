@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from composable.comm import comms_wrapped_by
+from composable.comm.launch import Launch
 from tests.helpers.communicators import Around, Pairs
 
 # FSDP2 calls one of them, by the version of torch.
@@ -53,9 +54,9 @@ class Record:
         record, theirs = self, getattr(dist, _THEIRS)
 
         class Counting(Around):
-            def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Any:
+            def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Any:
                 record._count += 1
-                return super().reduce_scatter(pairs, label, scale)
+                return super().reduce_scatter(pairs, launch, scale)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             record._count += 1

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 
 from composable import MixedPrecisionPolicy, fully_shard
 from composable.comm import Comm, Work, comms_wrapped_by
+from composable.comm.launch import Launch
 from tests.helpers.communicators import Around, Pairs, all_accelerators
 from tests.helpers.world import Pool
 
@@ -29,16 +30,16 @@ class _Weighing(Around):
         self.traits = replace(self._inner.traits, **traits)
         self._payloads = payloads
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
         self._payloads += [shard.numel() * shard.element_size() for _, shard in pairs]
-        return super().all_gather(pairs, label)
+        return super().all_gather(pairs, launch)
 
-    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(self, pairs: Pairs, launch: Launch, scale: float = 1.0) -> Work:
         self._payloads += [
             whole.numel() * whole.element_size() // self._inner.size for _, whole in pairs
         ]
         self._payloads += [out.data_ptr() for out, _ in pairs]
-        return super().reduce_scatter(pairs, label, scale)
+        return super().reduce_scatter(pairs, launch, scale)
 
 
 class _AnyParameters(nn.Module):

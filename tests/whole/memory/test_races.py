@@ -14,6 +14,7 @@ from torch import nn
 
 from composable import fully_shard
 from composable.comm import Comm, Work, comms_wrapped_by
+from composable.comm.launch import Launch
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.communicators import Impatient, LastMoment, Pairs, Slow, Waited, all_ordered
 from tests.helpers.compare import assert_same_training, differences
@@ -74,8 +75,8 @@ def test_nor_does_it_where_the_backends_own_collectives_take_the_place_of_messag
 class _NeverArrives(LastMoment):
     """What a forgotten wait would look like."""
 
-    def all_gather(self, pairs: Pairs, label: str) -> Work:
-        super().all_gather(pairs, label)
+    def all_gather(self, pairs: Pairs, launch: Launch) -> Work:
+        super().all_gather(pairs, launch)
         return Waited(lambda: None)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from composable import fully_shard
 from composable.api import mesh as meshes
 from composable.comm import AcceleratorComm, world_group
+from composable.comm.launch import Launch
 from composable.memory.streams import Streams
 from tests.helpers.logged import logged
 from tests.helpers.world import Pool, spmd
@@ -39,7 +40,7 @@ def test_what_is_on_the_host_is_broadcast_where_the_ranks_communicate_and_comes_
 
     parameter = nn.Parameter(torch.zeros(2))
     with mock.patch.object(Tensor, "to", to), mock.patch.object(dist, "broadcast", broadcast):
-        comm.broadcast([parameter], "broadcast of parameters", src=1 - dist.get_rank())
+        comm.broadcast([parameter], Launch("broadcast of parameters"), src=1 - dist.get_rank())
     assert seen == ["to cuda:0", "broadcast of 8 bytes"]
     assert parameter.tolist() == [7.0, 7.0]
 

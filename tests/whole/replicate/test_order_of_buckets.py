@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from composable.comm import comms_wrapped_by
+from composable.comm.launch import Launch
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.means import Parts, batch_of, twins
@@ -18,10 +19,10 @@ from tests.helpers.world import Pool, need_devices
 class _Counting(Recording):
     """Also notes when ranks agree on an order."""
 
-    def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
-        if label == "exchange of the order of buckets":
-            self._log.add("agreement", label)
-        return self._inner.min_max(values, label)
+    def min_max(self, values: Sequence[int], launch: Launch) -> tuple[list[int], list[int]]:
+        if launch.text == "exchange of the order of buckets":
+            self._log.add("agreement", launch.text)
+        return self._inner.min_max(values, launch)
 
 
 _CAP: Final = 160 / (1 << 20)  # bytes: one layer of the model in a bucket
