@@ -59,7 +59,7 @@ from composable.extras.matrices.matrix_steps import MatrixStepping
 from composable.features.offloaded import OffloadedGroup
 from composable.fsdp2.module import TORCHS
 from composable.memory.elastic import with_own_storage
-from composable.state.materialize import give_memory
+from composable.state.writing import give_memory
 from composable.torch_private import forget_meshes, local_tensor
 
 Loss = Callable[[nn.Module, Any], Tensor]
