@@ -1057,16 +1057,6 @@ class Fault(NamedTuple):
 
 FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
-        {
-            "precision": ("weights in float16",),
-            "optimizer": ("AdamW, foreach", "AdamW, whole matrices"),
-            "parts": ("frozen in one step",),
-            "mesh": ("experts",),
-        },
-        "Adam divides small gradients of float16 by small numbers: roundings exceed the tolerance",
-        ("fully_shard",),
-    ),
-    Fault(
         {"precision": ("autocast",)}, "the simulated accelerator has no autocast", ("offloaded",)
     ),
 )

@@ -11,9 +11,9 @@ it in the first backward:
 
 * Those on which autograd accumulated several times. Backwards that run inside of a backward
   (reentrant checkpointing) do that to a parameter of modules in several of them.
-* Those to which some ranks brought a gradient, and others none. The others could launch their bucket
-  at the end only. A rank that waits for it in the middle of backward, as optimizers in backward do,
-  would wait for ever if the backward of the model has collectives of its own (experts).
+* Those for which some ranks had a gradient, and others none. The others can launch such a bucket at
+  the end only. Optimizers in backward wait for buckets before the end: for this one they would wait
+  for ever where the model's own backward has collectives (experts), in which the others wait.
 """
 
 from __future__ import annotations
