@@ -2,7 +2,7 @@
 # missing or out of date.
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-ci test-all test-accelerator lint format types layers counts bench \
-	bench-smoke check-gpu demo-smoke check clean
+	bench-smoke check-gpu demo-smoke wheel check clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
@@ -100,7 +100,10 @@ demo-smoke: $(READY) ## a few steps of the demo, resumed once
 	@$(PY) -m examples.demo --steps 6 --baseline-steps 3 --out runs/smoke --quiet
 	@$(PY) -m examples.demo --steps 8 --no-baseline --out runs/smoke --resume --quiet
 
-check: test test-ci test-accelerator lint types layers bench-smoke demo-smoke ## everything
+check: test test-ci test-accelerator lint types layers bench-smoke demo-smoke wheel ## everything
+
+wheel: $(READY) ## build the wheel into dist/, and try it in a clean environment
+	@VENV=$(VENV) .ci/wheel
 
 clean: ## remove caches and what the demo wrote; keeps .venv
 	@rm -rf runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -83,8 +83,8 @@ from composable.optim.shard_steps import LocalStep as LocalStep
 from composable.optim.stand_in import StandIn as StandIn
 from composable.optim.stand_in import Stepping as Stepping
 from composable.state import whole
-from composable.state.materialize import give_memory as give_memory
 from composable.state.whole import write_whole as write_whole
+from composable.state.writing import give_memory as give_memory
 
 if TYPE_CHECKING:
     from composable.engine.gradients import reduction

@@ -401,9 +401,10 @@ def forget_meshes() -> None:
     """Let torch forget what it found for operations on DTensors. Their results keep the mesh of the
     first ones; one with equal ranks, made after its process groups were destroyed, is taken for it.
     """
-    from torch.distributed.tensor import debug  # noqa: PLC0415, it imports the compiler
-
-    debug._clear_sharding_prop_cache()
+    # as `torch.distributed.tensor.debug` does, which needs NumPy
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def waited_for(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -299,8 +300,8 @@ def _refuse_different_dims(verb: str, mesh: DeviceMesh, named: dict[str, tuple[s
 
 
 def _mesh_of_hosts(verb: str, modules: Sequence[nn.Module], kind: str | None) -> DeviceMesh:
-    """A mesh of two dimensions, (replicate, shard): ranks of one host, which torchrun tells, shard
-    together.
+    """A mesh of two dimensions, (replicate, shard): ranks of one host shard together. Which these
+    are says LOCAL_WORLD_SIZE, or, where the launcher sets none, the host's name.
     """
     if not is_distributed():
         raise MeshError(
@@ -310,16 +311,21 @@ def _mesh_of_hosts(verb: str, modules: Sequence[nn.Module], kind: str | None) ->
     group = world_group()
     kind = kind or _device_type(verb, modules, group)
     device = _CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-    said: list[str] = comm_of(group, device).all_gather_objects(
-        os.environ.get("LOCAL_WORLD_SIZE", ""), launch=Launch(f"ranks of the hosts of {verb}()")
+    told: list[tuple[str, str]] = comm_of(group, device).all_gather_objects(
+        (os.environ.get("LOCAL_WORLD_SIZE", ""), socket.gethostname()),
+        launch=Launch(f"ranks of the hosts of {verb}()"),
     )
+    said, hosts = [list(each) for each in zip(*told, strict=True)]
+    if not any(said) and hosts == sorted(hosts, key=hosts.index):  # ranks of a host in a row
+        said = [str(hosts.count(host)) for host in hosts]
     size = int(said[0]) if said[0].isdecimal() else 0
     if len(set(said)) > 1 or not size or len(said) % size:
         each = ", ".join(f"rank {rank}: {text or 'none'}" for rank, text in enumerate(said))
         raise MeshError(
             f"{verb}: mesh='hybrid' shards over the LOCAL_WORLD_SIZE ranks of a host, which"
-            f" torchrun sets; it must be one divisor of {len(said)} on all ranks ({each}). Start as"
-            " many ranks on each host, or pass a DeviceMesh."
+            f" torchrun sets; it must be one divisor of {len(said)} on all ranks ({each}). Without"
+            " it the names of hosts count, and ranks of one host must be numbered in a row. Start"
+            " as many ranks on each host, or pass a DeviceMesh."
         )
     shape = (len(said) // size, size)
     return _once(

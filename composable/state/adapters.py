@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.contract.tree import Place
 from composable.errors import PhaseError, few
-from composable.torch_private import local_of
+from composable.torch_private import local_tensor
 
 _OF_LORA: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 
@@ -99,7 +99,10 @@ class NewAdapters:
     def copy(self) -> None:
         """Fill copies of original modules, once these have values. No message."""
         for to, source in self._copies:
-            _local(to).copy_(_local(source))
+            copy, original = tensor_at(to), tensor_at(source)
+            assert copy is not None
+            assert original is not None
+            local_tensor(copy).copy_(local_tensor(original))
 
 
 def _fill(layer: Any, adapters: Mapping[str, bool | str]) -> None:
@@ -144,7 +147,7 @@ def _original(layer: Any, adapter: str, place: Place) -> Place | None:
     path = next(name for name, each in copied.named_modules() if each is place.module)
     originals = dict(layer.original_module.named_modules())
     found = Place(originals.get(path, layer), place.name, place.fqn)
-    one, other = _at(found), _at(place)
+    one, other = tensor_at(found), tensor_at(place)
     if (
         one is None
         or other is None
@@ -158,11 +161,6 @@ def _original(layer: Any, adapter: str, place: Place) -> Place | None:
     return found
 
 
-def _at(place: Place) -> Tensor | None:
+def tensor_at(place: Place) -> Tensor | None:
+    """Return the parameter or buffer that is registered at a place."""
     return place.module._parameters.get(place.name, place.module._buffers.get(place.name))
-
-
-def _local(place: Place) -> Tensor:
-    tensor = _at(place)
-    assert tensor is not None
-    return local_of(tensor) if isinstance(tensor, DTensor) else tensor

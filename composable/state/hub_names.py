@@ -10,6 +10,7 @@ Checked on transformers 5.23.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -79,6 +80,12 @@ class Converted:
         return {
             name: value[0] if isinstance(value, list) else value for name, value in made.items()
         }
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers, if that is imported at all."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
 def by_transformers(

@@ -13,6 +13,7 @@ from composable.api.scopes import units_in
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
+from composable.engine.edits.loading import says_nothing_of_groups
 from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.param import ManagedParam, copy_attributes
 from composable.engine.step.root import end_interrupted
@@ -53,6 +54,16 @@ def follow_whole(at_rest: nn.Parameter, whole: nn.Parameter) -> None:
     """
     at_rest.requires_grad_(whole.requires_grad)
     copy_attributes(whole, at_rest)
+
+
+def tensors_at_rest(model: nn.Module) -> dict[str, Tensor]:
+    """List parameters and buffers by name in the state dict.
+
+    They are not detached: a write to a detached `DTensor` moves no version counter.
+    """
+    with says_nothing_of_groups():
+        state = model.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def comms_of_model(units: Sequence[Unit]) -> list[Comm]:

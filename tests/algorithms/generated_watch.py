@@ -1009,6 +1009,8 @@ class Plan:
         refused = (
             # what would have to be the same on ranks, or is one rank's
             self.optimizer == "LBFGS" and (self.way != "closure" or not replicas),
+            # torch's flattens gradients, which `DTensor` refuses to do with uneven shards
+            self.optimizer == "LBFGS" and self.annotation == "replicate in shards",
             self.optimizer == "in backward"
             and (
                 self.way not in ("plain", "no_sync", "autocast", "gradient of the input")

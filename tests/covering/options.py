@@ -630,10 +630,11 @@ def _compare_given(run: Run) -> None:
         return
     now = run.alone.head.weights()
     for step, (model, given) in enumerate(run.given):
-        for name, (value, then) in given.items():
-            # the model that was copied trains no more
-            if model is run.model and not torch.equal(value, then):
-                run.compare(f"given in step {step}", {name: now[name]}, {name: value})
+        if model is not run.model:  # the one that was copied trains no more
+            continue
+        changed = {n: value for n, (value, then) in given.items() if not torch.equal(value, then)}
+        # together: what is rounded in one small element exceeds the tolerance of that alone
+        run.compare(f"given in step {step}", {name: now[name] for name in changed}, changed)
 
 
 OUTPUTS: Final[Values] = {
@@ -1055,16 +1056,6 @@ class Fault(NamedTuple):
 
 
 FAULTS: Final[tuple[Fault, ...]] = (
-    Fault(
-        {
-            "precision": ("weights in float16",),
-            "optimizer": ("AdamW, foreach", "AdamW, whole matrices"),
-            "parts": ("frozen in one step",),
-            "mesh": ("experts",),
-        },
-        "Adam divides small gradients of float16 by small numbers: roundings exceed the tolerance",
-        ("fully_shard",),
-    ),
     Fault(
         {"precision": ("autocast",)}, "the simulated accelerator has no autocast", ("offloaded",)
     ),

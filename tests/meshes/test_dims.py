@@ -101,8 +101,16 @@ def test_hosts_shard_inside_and_replicate_across() -> None:
         plain = made(MLP)
         said = refused(plain, lambda: replicate(plain, mesh="hybrid"))
         assert "expected a DeviceMesh" in said
+    with (
+        patch.dict(os.environ, {"LOCAL_WORLD_SIZE": ""}),
+        patch("socket.gethostname", lambda: f"host {rank // 2}"),
+    ):
+        assert fully_shard(made(MLP), mesh="hybrid").up.weight.device_mesh is mesh
     for local in ("", "3", "2" if rank else "4", "x"):
-        with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": local}):
+        with (
+            patch.dict(os.environ, {"LOCAL_WORLD_SIZE": local}),
+            patch("socket.gethostname", lambda: f"host {rank % 2}"),
+        ):
             model = made(MLP)
             said = refused(model, lambda: fully_shard(model, mesh="hybrid"))  # noqa: B023
             assert "it must be one divisor of 4 on all ranks" in said

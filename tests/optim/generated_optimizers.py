@@ -174,8 +174,9 @@ def program_of(seed: int) -> Program:
     for ranks in worlds[:1] if name == "NAdam" else worlds:
         verb = draw.choice(VERBS if ranks == 4 else VERBS[:2])
         way = draw.choice(WAYS)
-        if name == "SGD" and way == "torch, full":
-            way = "torch"  # which loads no full state dict without tensors
+        if name in ("SGD", "factors") and way == "torch, full":
+            # torch loads no full state dict without tensors, and leaves out the empty lists of one
+            way = "torch"
         legs.append((ranks, verb, way))
     return Program(
         seed,

@@ -278,6 +278,49 @@ def test_two_of_them_share_a_unit_and_another_optimizer_has_the_rest() -> None:
             assert _same(*models)
 
 
+class _Summed(torch.autograd.Function):
+    """A collective in the middle of the model's own backward, as experts have them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        summed = gradient.clone()
+        dist.all_reduce(summed)
+        return summed
+
+
+class _Optional(nn.Module):
+    """A layer that some calls leave out, between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, *, whole: bool) -> Tensor:
+        x = _Summed.apply(self.layers[0](x))  # type: ignore[no-untyped-call]
+        return self.layers[2](self.layers[1](x) if whole else x)  # type: ignore[no-any-return]
+
+
+@spmd(ranks=2)
+def test_ranks_that_differ_in_what_they_use_do_not_wait_before_a_collective_of_the_model() -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(replicate(_Optional().to(current_device()), bucket_cap_mb=1e-5))
+    apply_optimizer_in_backward(torch.optim.SGD, models[0].parameters(), {"lr": 0.1})
+    after = torch.optim.SGD(models[1].parameters(), lr=0.1)
+    for step in range(3):
+        for model in models:
+            model(_x(), whole=(dist.get_rank() + step) % 2 == 0).square().mean().backward()
+        after.step()
+        after.zero_grad()
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @spmd(ranks=2)
 def test_hooks_of_users_see_the_gradient_before_the_step_and_unfrozen_parameters_are_stepped() -> (
     None

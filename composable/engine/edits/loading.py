@@ -206,8 +206,8 @@ def show_at_rest(unit: Unit, module: nn.Module | None = None) -> None:
     Args:
         module: see `Unit.show_at_rest`.
     """
-    calls = [call.module for call in unit.step.calls]
-    unit.show_at_rest(module, runs=bool(calls) and is_called(calls))
+    calls = unit.step.calls
+    unit.show_at_rest(module, runs=bool(calls) and is_called([call.module for call in calls]))
     for group in unit.groups:
         group.expect_load()
 
@@ -244,10 +244,9 @@ def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
         prefix: of its names there. A unit that is saved by itself, on the ranks that have it, has
             no longer ones than inside of it.
     """
-    for parameter in module.parameters(recurse=False):
-        group = model_group_of(parameter)
-        if group is None:  # as nearly all are
-            continue
+    for parameter in module._parameters.values():
+        if parameter is None or (group := model_group_of(parameter)) is None:
+            continue  # as nearly all are
         ranks, label, unit = mesh_of(parameter), label_of(parameter), unit_of(parameter)
         if ranks is None or label is None or unit is None:
             continue

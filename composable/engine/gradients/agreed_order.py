@@ -14,7 +14,7 @@ class AgreedOrder:
 
     Attributes:
         buckets: parameters in the order of buckets; None before the first backward that reduces.
-        repeat: those on which autograd accumulates several times in a backward.
+        late: those whose buckets are launched at the end of backward.
         in_one_order: whether all ranks leave the units in one order in backward; None before the
             first backward that reduces. False also where nothing is replicated next to shards.
         before: of a unit with shards, the replicated ones that backward left before it, and after
@@ -22,13 +22,13 @@ class AgreedOrder:
     """
 
     buckets: tuple[ref[Any], ...] | None = None
-    repeat: tuple[ref[Any], ...] = ()
+    late: tuple[ref[Any], ...] = ()
     in_one_order: bool | None = None
     before: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def agree_on_buckets(self, order: Iterable[Any], repeat: Iterable[Any]) -> None:
+    def agree_on_buckets(self, order: Iterable[Any], late: Iterable[Any]) -> None:
         """All ranks have exchanged in which order parameters were ready."""
-        self.buckets, self.repeat = tuple(map(ref, order)), tuple(map(ref, repeat))
+        self.buckets, self.late = tuple(map(ref, order)), tuple(map(ref, late))
 
     def agree_on_leaving(
         self, in_one_order: bool, before: Mapping[int, tuple[int, ...]] = {}

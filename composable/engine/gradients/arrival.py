@@ -6,9 +6,14 @@ launches them all at its end; from then on it is the order in which rank 0's gra
 on which the ranks agree once. A backward in which other roots may take part launches all at its
 end, too.
 
-Where backwards run inside of a backward (reentrant checkpointing), autograd may accumulate several
-times on a parameter of modules in several of them. Parameters of which any rank saw that in the
-first backward are in buckets of their own, which are launched at the end.
+Two kinds of parameters are in buckets of their own, which are launched at the end, if any rank saw
+it in the first backward:
+
+* Those on which autograd accumulated several times. Backwards that run inside of a backward
+  (reentrant checkpointing) do that to a parameter of modules in several of them.
+* Those for which some ranks had a gradient, and others none. The others can launch such a bucket at
+  the end only. Optimizers in backward wait for buckets before the end: for this one they would wait
+  for ever where the model's own backward has collectives (experts), in which the others wait.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from operator import itemgetter
+from operator import itemgetter, ne, or_
 from typing import Final, NoReturn
 
 from composable.comm.launch import Launch
@@ -44,7 +49,7 @@ class ArrivalBucket(GradBucket):
     Attributes:
         missing: what autograd has not told of; None where it tells of the last one only.
         silent: by what it would tell of the others.
-        repeats: autograd may accumulate several times on its parameters.
+        late: it is launched at the end of backward.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class ArrivalBucket(GradBucket):
         group: ParamGroup,
         members: Sequence[tuple[ManagedParam, Slot]],
         *,
-        repeats: bool,
+        late: bool,
     ) -> None:
         mesh_info, (first, _), (last, _) = unit.mesh_info, members[0], members[-1]
         super().__init__(
@@ -62,7 +67,7 @@ class ArrivalBucket(GradBucket):
             unit=unit.name, factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
         )  # fmt: skip
         self.unit = unit
-        self.repeats = repeats
+        self.late = late
         self.missing: dict[ManagedParam, None] | None = {}
         self.silent: list[Arrival] = []
 
@@ -85,7 +90,7 @@ class ArrivalBucket(GradBucket):
         """Whether this backward has brought all gradients, as far as that is known before its
         end.
         """
-        if self.repeats:
+        if self.late:
             return False
         return not self.lacks_gradients if self.missing is None else not self.missing
 
@@ -136,11 +141,11 @@ class Buckets:
         open_buckets: dict[Key, list[ManagedParam]] = {}
         sizes: dict[Key, int] = {}
         filled: list[tuple[Key, list[ManagedParam]]] = []
-        repeat = {each() for each in self._agreed.repeat}
+        late = {each() for each in self._agreed.late}
         order = dict.fromkeys([*(each() for each in self._agreed.buckets or ()), *rest])
         for param in (each for each in order if each in self._members):  # not those replaced since
             unit, group, _ = self._members[param]
-            key = group, param in repeat
+            key = group, param in late
             members = open_buckets.setdefault(key, [])
             members.append(param)
             sizes[key] = sizes.get(key, 0) + param.at_rest.numel() * group.precision.reduce.itemsize
@@ -152,10 +157,10 @@ class Buckets:
         filled.sort(key=lambda each: each[0][1])  # the others do not wait for those
         self.buckets: list[ArrivalBucket] = []
         self._bucket_of: dict[ManagedParam, ArrivalBucket] = {}
-        for (group, repeats), members in filled:
+        for (group, is_late), members in filled:
             unit = self._members[members[0]][0]
             slots = [(param, self._members[param][2]) for param in members]
-            bucket = ArrivalBucket(unit, group, slots, repeats=repeats)
+            bucket = ArrivalBucket(unit, group, slots, late=is_late)
             self.buckets.append(bucket)
             self._bucket_of.update(dict.fromkeys(members, bucket))
         for unit in self._units:
@@ -245,24 +250,28 @@ class Buckets:
             self._agree_on_order()
 
     def _agree_on_order(self) -> None:
-        """Rank 0's order of arrival, once, and what has arrived again on any rank. Parameters that
-        rank 0 has not seen come last.
+        """Rank 0's order of arrival, once, and what is launched at the end. Parameters that rank 0
+        has not seen come last.
         """
         ready, self._ready = self._ready, None
         assert ready is not None
         known = list(self._members)
         comm = self._units[0].mesh_info.all
         seen = {param: place for place, param in enumerate(dict.fromkeys([*ready, *known]))}
-        _, told = comm.min_max(
+        absent = {param for bucket in self.buckets for param in bucket.missing or ()}
+        lowest, highest = comm.min_max(
             [
                 *(seen[param] if comm.rank == 0 else -1 for param in known),
                 *(param in self._again for param in known),
+                *(param in absent for param in known),
             ],
             Launch("exchange of the order of buckets"),
         )
-        places, again = told[: len(known)], told[len(known) :]
+        count = len(known)
+        places, again = highest[:count], highest[count : 2 * count]
+        on_some = map(ne, lowest[2 * count :], highest[2 * count :])
         order = [param for _, param in sorted(zip(places, known, strict=True), key=itemgetter(0))]
-        self._agreed.agree_on_buckets(order, compress(known, again))
+        self._agreed.agree_on_buckets(order, compress(known, map(or_, again, on_some)))
         self._fill(order)
 
     @property

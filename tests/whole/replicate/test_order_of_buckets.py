@@ -71,6 +71,10 @@ _CASES: Final[
         [[[2, 0, 1]] * 6] * 2,
         [(), (), (0,), (), (1,), ()], ["210", "102", "12", "102", "02", "102"],
     ),
+    "a layer that only some ranks run in the first backward waits for the end of each": (
+        [[[0, 1, 2]] * 3, [[0, 2], [0, 1, 2], [0, 2]]],
+        [()], ["210", "201", "201"],
+    ),
 }  # fmt: skip
 
 

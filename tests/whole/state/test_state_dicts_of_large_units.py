@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable import MixedPrecisionPolicy, fully_shard, reshard, unshard
+from composable import (
+    MixedPrecisionPolicy,
+    export,
+    full_state_dict,
+    fully_shard,
+    load,
+    materialize,
+    refresh,
+    reshard,
+    unshard,
+)
 from tests.helpers.world import current_device, spmd
 
 
@@ -60,6 +71,24 @@ def test_a_state_dict_takes_each_module_of_a_unit_equally_long(shown: bool) -> N
             _calls_of(model.load_state_dict, saved) / number,
         )
     for few, many in zip(made[10], made[40], strict=True):
+        assert many < 1.5 * few
+
+
+@spmd(ranks=2)
+def test_filling_a_unit_takes_each_module_equally_long(tmp_path: Path) -> None:
+    took: dict[int, list[float]] = {}
+    for number in (10, 40):
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(number)))
+        fully_shard(model, sync_module_states="off")
+        torch.manual_seed(0)
+        calls = [_calls_of(materialize, model)]
+        folder = tmp_path / str(number)
+        export(model, folder)
+        calls.append(_calls_of(load, model, folder))
+        calls += [_calls_of(each, model) for each in (refresh, full_state_dict)]
+        took[number] = [count / number for count in calls]
+    for few, many in zip(took[10], took[40], strict=True):
         assert many < 1.5 * few
 
 

@@ -1,0 +1,369 @@
+"""Initialisers of what is on the meta device: what they fill, and how they run on shards.
+
+Initialisers are written for whole plain parameters and draw random numbers in one order. So each
+module's initialiser runs once, with whole parameters, on every rank alike, module by module in the
+order of `Module.apply`; then each rank keeps its shard. While initialisers run, modules hold whole
+parameters that have no memory yet. The first operator that reads or writes one gives it memory, and
+gathers its values if it has some. The memory is freed when the initialiser is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composable.comm.launch import Launch
+from composable.comm.ledger import checksum
+from composable.contract.tree import Place
+from composable.contract.values import tensors_in
+from composable.engine.step.unit import Unit
+from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
+from composable.memory.elastic import ElasticBuffer
+from composable.state.adapters import NewAdapters, tensor_at
+from composable.state.folder_plan import FolderPlan
+from composable.state.whole import (
+    Managed,
+    comms_of_model,
+    follow_whole,
+    managed_in,
+    whole_parameter,
+    write_whole,
+)
+from composable.tensors.dtensors import whole_of
+from composable.torch_private import local_tensor
+
+Init = Callable[[nn.Module], object]
+Touch = Callable[[Tensor, bool], None]
+
+# By module, the names of what was on the meta device and has no values yet: also after an error.
+_UNSET: Final[WeakKeyDictionary[nn.Module, dict[str, None]]] = WeakKeyDictionary()
+# What reads a tensor, or hands out its memory to be written to, without an operator.
+_READS: Final = (Tensor.tolist, Tensor.data_ptr)
+_HANDS_OUT: Final = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+
+
+class Initialisation:
+    """What is without values, and the initialisers that fill what no folder has.
+
+    Attributes:
+        fresh: what was on the meta device.
+    """
+
+    def __init__(
+        self, verb: str, model: nn.Module, init: Init | None, plan: FolderPlan | None
+    ) -> None:
+        """Look for it; nothing is written."""
+        self._model, self._init = model, init
+        self.fresh = list(_without_values(model))
+        left = [each for each in self.fresh if plan is None or not plan.covers(tensor_at(each))]
+        self._adapters = NewAdapters(verb, model, left, filled=init is not None)
+        self._left = self._adapters.left
+        self._draws = plan is None or any(plan.lacks(tensor_at(each)) for each in self._left)
+
+    def compare_random_states(self, units: Sequence[Unit]) -> None:
+        """Raise on all ranks if their random states differ, and initialisers of weights run."""
+        if not self._draws:
+            return
+        state = checksum(str(torch.get_rng_state().tolist()))
+        across = comms_of_model(units)[1:]
+        for comm in dict.fromkeys(
+            comm for comm in (*(unit.mesh_info.all for unit in units), *across) if comm.size > 1
+        ):
+            lowest, highest = comm.min_max([state], Launch("comparison of random states"))
+            if lowest != highest:
+                raise RanksDisagreeError(
+                    "materialize: the random states of the ranks differ, and so would the weights."
+                    " Call torch.manual_seed(seed) with one seed on all ranks right before it"
+                )
+
+    def begin(self) -> None:
+        """Let what is fresh count as without values until `end`, though it gets memory."""
+        for place in self.fresh:
+            _UNSET.setdefault(place.module, {})[place.name] = None
+
+    def run(self, units: Sequence[Unit]) -> None:
+        """Run initialisers of modules with something that is left, and of those around them.
+
+        All that is fresh has memory and no values. What is not left is written to later, whatever
+        initialisers do.
+        """
+        if not self._left:
+            return
+        model, init, adapters = self._model, self._init, self._adapters
+        owners = {id(place.module) for place in self._left}
+        order: list[nn.Module] = []
+        model.apply(order.append)
+        modules = [
+            module
+            for module in dict.fromkeys(order)
+            if any(id(below) in owners for below in module.modules())
+        ]
+        state = _Materialization(model, self.fresh, self._left)
+        around = _transformers_around(model) if init is None else {}
+        for inside in adapters.inside:
+            around.pop(inside, None)
+        try:
+            for module in modules:
+                initialise = (
+                    adapters.initialisers.get(id(module))
+                    or _own_initialiser(module, around.get(id(module)))
+                    if init is None
+                    else partial(init, module)
+                )
+                if initialise is not None:
+                    state.run(module, initialise)
+        finally:
+            state.finish()
+        state.compare(units)
+        if missing := state.missing():
+            raise PhaseError(
+                f"materialize: no initialiser wrote to {few(list(map(repr, missing)))}, so that"
+                " it holds what was in memory before. Pass materialize(init=) a function that"
+                " fills it, also buffers that __init__ computes (rotary embeddings), or build that"
+                " module on a real device"
+            )
+
+    def end(self) -> None:
+        """Fill copies of what has values now, and note that nothing is fresh any more."""
+        self._adapters.copy()
+        for place in self.fresh:
+            _UNSET.pop(place.module, None)
+
+
+def _without_values(model: nn.Module) -> Iterator[Place]:
+    """Yield the places of what is on the meta device, or was there in a call that failed."""
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and (tensor.is_meta or name in _UNSET.get(module, ())):
+                yield Place(module, name, f"{prefix}.{name}" if prefix else name)
+
+
+class _Whole:
+    """The whole parameter that modules hold in place of an at-rest one.
+
+    Its memory comes and goes.
+    """
+
+    def __init__(self, managed: Managed) -> None:
+        at_rest = managed.param.at_rest
+        self.managed, self.at_rest = managed, at_rest
+        self.buffer = ElasticBuffer(at_rest.numel(), at_rest.dtype, managed.unit.mesh_info.device)
+        self.view = self.buffer.part(0, at_rest.shape, at_rest.stride())
+        self.parameter = whole_parameter(self.view, at_rest)
+
+    def register(self) -> None:
+        """Let modules hold it, over its own memory."""
+        self.parameter.data = self.view
+        self.managed.param.register(self.parameter)
+
+
+class _Materialization:
+    """Registers whole parameters of all units, and keeps the shards of what initialisers write."""
+
+    def __init__(self, model: nn.Module, fresh: Sequence[Place], left: Sequence[Place]) -> None:
+        # what is written to later, by id
+        self._given = {id(tensor_at(each)) for each in fresh} - {id(tensor_at(e)) for e in left}
+        # by id, which tied places share: what nothing was written to yet, and its storage
+        self._unset: dict[int, tuple[Place, Tensor, int]] = {}
+        for place in fresh:
+            if (tensor := tensor_at(place)) is not None:
+                self._unset.setdefault(id(tensor), (place, tensor, _storage(tensor)))
+        self._unset_in: dict[int, list[int]] = {}  # by storage, ids in `_unset`
+        for key, (_, _, storage) in self._unset.items():
+            self._unset_in.setdefault(storage, []).append(key)
+        self._fresh = [tensor for _, tensor, _ in self._unset.values()]
+        self._written: dict[int, None] = {}  # storages that the initialiser which runs now wrote to
+        # by at-rest parameter, the checksum of what became its shards
+        self._sums: dict[int, int] = {}
+        self._managed = list(managed_in("materialize", model))
+        wholes = [_Whole(each) for each in self._managed if isinstance(each.param.at_rest, DTensor)]
+        self._shown: dict[_Whole, None] = {}  # those that have memory
+        self._by_storage = {_storage(each.view): each for each in wholes}
+        self._by_id = {id(each.parameter): each for each in wholes}
+        self._at = {
+            (id(place.module), place.name): each
+            for each in wholes
+            for place in each.managed.param.info.places
+        }
+        for each in wholes:
+            each.register()
+
+    def run(self, module: nn.Module, initialise: Callable[[], object]) -> None:
+        self._written = {}
+        with _RawMemory(self._touch), _Operators(self._touch):
+            initialise()
+        for each in self._shown:
+            if _storage(each.view) in self._written:
+                self._keep(each, each.parameter)
+        for below in module.modules():
+            for name, found in [*below._parameters.items()]:
+                if found is not None:
+                    self._look_at(Place(below, name), found)
+        for storage in self._written:
+            for key in self._unset_in.get(storage, ()):
+                self._unset.pop(key, None)
+        for each in self._shown:
+            _free(each)
+        self._shown = {}
+
+    def _look_at(self, place: Place, found: nn.Parameter) -> None:
+        """Take over a parameter, or its data, that the initialiser assigned."""
+        each, owner = self._at.get((id(place.module), place.name)), self._by_id.get(id(found))
+        if each is owner and (each is None or _storage(found) == _storage(each.view)):
+            return
+        if (
+            each is None
+            or owner not in (None, each)
+            or any(other.registered is not found for other in each.managed.param.info.places)
+        ):
+            first, tied = owner or each, "untied from" if owner is None else "tied to"
+            assert first is not None
+            raise ForeignParameterError(
+                f"materialize: an initialiser registered another parameter at '{place.name}' of a"
+                f" {type(place.module).__name__}, which is {tied} '{first.managed.fqn}' by that."
+                " Tie parameters before the annotation; they stay tied"
+            )
+        self._keep(each, found)
+        each.register()
+
+    def _touch(self, tensor: Tensor, writes: bool) -> None:
+        key = _storage(tensor)
+        each = self._by_storage.get(key)
+        if each is not None and each not in self._shown:
+            self._shown[each] = None
+            each.buffer.allocate()
+            if id(each.at_rest) not in self._unset:
+                each.view.copy_(whole_of(each.at_rest))
+        if writes:
+            self._written[key] = None
+
+    def _keep(self, each: _Whole, value: nn.Parameter) -> None:
+        write_whole(value, each.at_rest)
+        self._sums[id(each.at_rest)] = _checksum(value)
+        self._unset.pop(id(each.at_rest), None)
+
+    def finish(self) -> None:
+        for each in self._by_id.values():
+            each.managed.param.register(each.at_rest)
+            follow_whole(each.at_rest, each.parameter)
+            _free(each)
+
+    def compare(self, units: Sequence[Unit]) -> None:
+        """Raise on all ranks if initialisers gave them different values."""
+        for tensor in self._fresh:
+            # of what nothing was written to, `missing` tells
+            if not isinstance(tensor, DTensor) and id(tensor) not in self._unset:
+                self._sums[id(tensor)] = _checksum(tensor)
+        for comm in dict.fromkeys(
+            unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1
+        ):
+            members = [
+                each
+                for each in self._managed
+                if each.unit.mesh_info.all is comm and id(each.param.at_rest) not in self._given
+            ]
+            sums = [self._sums.get(id(each.param.at_rest), 0) for each in members]
+            lowest, highest = comm.min_max(sums, Launch("comparison of initialised parameters"))
+            differ = [
+                f"'{each.fqn}'"
+                for each, low, high in zip(members, lowest, highest, strict=True)
+                if low != high
+            ]
+            if differ:
+                raise RanksDisagreeError(
+                    f"materialize: initialisers gave {few(differ)} different values on the ranks."
+                    " They draw from NumPy, Python's random or a generator of their own: seed it"
+                    " alike on all ranks right before, and call materialize again"
+                )
+
+    def missing(self) -> list[str]:
+        """Names of what was on the meta device and was not written to."""
+        return [
+            place.fqn
+            for place, tensor, key in self._unset.values()
+            if id(tensor) not in self._given
+            and tensor_at(place) is tensor
+            and _storage(tensor) == key
+        ]
+
+
+def _checksum(value: Tensor) -> int:
+    return int(value.detach().flatten().view(torch.uint8).sum())
+
+
+def _transformers_around(model: nn.Module) -> dict[int, nn.Module]:
+    """By module, the innermost model of transformers around it, whose `_init_weights` fills it."""
+    # asked of the class: PEFT's models look names up in the model that they are around
+    whole = [
+        each
+        for each in model.modules()
+        if hasattr(type(each), "_init_weights") and hasattr(each, "config")
+    ]
+    return {id(below): each for each in whole for below in each.modules()}
+
+
+def _own_initialiser(module: nn.Module, around: nn.Module | None) -> Callable[[], object] | None:
+    """Find what a module is initialised by.
+
+    It is the method of the transformers model around the module, or the module's own.
+    """
+    if around is not None:
+        fill: Callable[[nn.Module], object] = around._init_weights  # type: ignore[assignment]
+        return partial(fill, module)
+    for name in ("reset_parameters", "_reset_parameters"):
+        method: Callable[[], object] | None = getattr(module, name, None)
+        if callable(method):
+            return method
+    return None
+
+
+class _Operators(TorchDispatchMode):
+    """Tells of every tensor that an operator reads or writes, before it runs.
+
+    It does so through `.data` and views, too.
+    """
+
+    def __init__(self, touch: Touch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._touch = touch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        arguments = func._schema.arguments
+        values = {**dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
+        for argument in arguments:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tensors_in(values.get(argument.name)):
+                self._touch(tensor, writes)
+        return func(*args, **kwargs)
+
+
+class _RawMemory(TorchFunctionMode):
+    """Tells of tensors that are read or written to without an operator."""
+
+    def __init__(self, touch: Touch) -> None:
+        super().__init__()
+        self._touch = touch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS or func in _HANDS_OUT:
+            self._touch(args[0], func in _HANDS_OUT)
+        return func(*args, **(kwargs or {}))
+
+
+def _free(whole: _Whole) -> None:
+    if whole.view.untyped_storage().resizable():  # with torch 2.11 not what NumPy was given
+        whole.buffer.free()
+
+
+def _storage(tensor: Tensor) -> int:
+    tensor = local_tensor(tensor)
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0

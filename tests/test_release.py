@@ -1,0 +1,47 @@
+"""What a release is made of agrees with itself."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from docs.notes import notes
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_a_release_has_one_version() -> None:
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited is not None
+    assert cited[1] == PROJECT["version"]
+
+
+def test_the_wheel_needs_no_more_than_torch_and_typing_extensions() -> None:
+    names = [re.match(r"[\w-]+", each)[0] for each in PROJECT["dependencies"]]
+    assert names == ["torch", "typing-extensions"]
+
+
+def test_notes_of_a_release_are_its_part_of_the_changelog() -> None:
+    changelog = (
+        "# Changes\n\n## Unreleased\n\n* new\n\n## 0.1.0 (2026-12-01)\n\n### Added\n\n* first\n"
+    )
+    assert notes(changelog, "0.1.0") == "## Added\n\n* first\n"
+    assert notes(changelog, "Unreleased") == "* new\n"
+    with pytest.raises(LookupError, match=r"has no part 0\.2\.0\. It has Unreleased, 0.1.0"):
+        notes(changelog, "0.2.0")
+
+
+def test_supported_versions_are_those_of_the_workflow_and_the_package() -> None:
+    page = (ROOT / "docs/policy.md").read_text()
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    tested = re.findall(r'torch: "([\d.]+)"', workflow)
+    assert [version for version in tested if version not in page] == []
+    assert PROJECT["requires-python"] == ">=3.11"
+    assert "torch>=2.11" in PROJECT["dependencies"]
+    assert "| 2.11 and newer |" in page
+    assert "| 3.11 and newer |" in page
