@@ -47,7 +47,7 @@ class Agreed:
         members: in the order in which they were first planned.
         gradients: `buckets`, `repeat`, `in_one_order` and `before` of the table.
         untraced: why the compiler reduces no gradients any more; empty if it may.
-        last_backward: when it ended, on the clock of `root.CLOCK`; -1 before the first.
+        last_backward: when it ended, on the clock of `order.CLOCK`; -1 before the first.
         patterns: which units trained in forwards with gradients, oldest first. All ranks have the
             same, also where some skip units.
     """
