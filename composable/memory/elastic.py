@@ -7,7 +7,7 @@ forward saved without knowing of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final
@@ -27,8 +27,8 @@ _IDLE: Final[dict[int, list[torch.UntypedStorage]]] = {}
 # outside of them serves nobody soon, and goes back to the system at once.
 _USERS: Final[set[ref[Any]]] = set()
 _ELASTIC: Final = "_composable_is_elastic"  # of a storage; False: others resize it
-# The scopes of `resizing_buffers` that are open.
-_RESIZING: Final[list[None]] = []
+# Of open scopes of `resizing_buffers`: what is called when idle blocks return to the system.
+_RESIZING: Final[list[Callable[[], object]]] = []
 
 
 def _new_block(nbytes: int) -> torch.UntypedStorage:
@@ -62,8 +62,12 @@ def keep_idle_memory(user: object) -> None:
 def release_idle_memory(user: object) -> None:
     """`user` needs idle blocks no longer; if it was the last user, all return to the system."""
     _USERS.discard(ref(user))
-    for blocks in () if _USERS else _IDLE.values():
+    if _USERS:
+        return
+    for blocks in _IDLE.values():
         blocks.clear()
+    for on_release in _RESIZING:
+        on_release()
 
 
 def keeps_idle_memory() -> bool:
@@ -82,15 +86,18 @@ def idle_bytes() -> int:
 
 
 @contextmanager
-def resizing_buffers() -> Iterator[None]:
-    """Buffers that are made in the body resize their storages and share no blocks, on a host, too.
-    So do an accelerator's, which may be simulated over tensors of a host.
+def resizing_buffers(on_release: Callable[[], object] = int) -> Iterator[None]:
+    """Buffers that are made in the body resize their storages, on a host, too, where a simulated
+    machine hears of it. They share no idle blocks.
+
+    Args:
+        on_release: is called when idle blocks return to the system.
     """
-    _RESIZING.append(None)
+    _RESIZING.append(on_release)
     try:
         yield
     finally:
-        _RESIZING.pop()
+        _RESIZING.remove(on_release)
 
 
 class ElasticBuffer:

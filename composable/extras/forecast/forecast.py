@@ -293,7 +293,7 @@ def _pretended(machine: Machine) -> Iterator[None]:
 
     with (
         comms_wrapped_by(virtual),
-        resizing_buffers(),
+        resizing_buffers(machine.release_idle),
         foreach_on("cpu" if device.accelerator else "cuda"),
         constructed_by(_refuse_torchs, DistributedDataParallel, FullyShardedDataParallel),
     ):

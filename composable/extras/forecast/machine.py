@@ -305,6 +305,11 @@ class Machine(Streams):
             self._idle[after] -= 1
             self._held[Kind.IDLE] -= after
 
+    def release_idle(self) -> None:
+        """The idle blocks of a host return to the system."""
+        self._held[Kind.IDLE] -= sum(nbytes * count for nbytes, count in self._idle.items())
+        self._idle.clear()
+
     def kind_of(self, storage: torch.UntypedStorage) -> Kind | None:
         block = self._blocks.get(storage._cdata)
         return None if block is None else block.kind
@@ -320,9 +325,6 @@ class Machine(Streams):
             self._note_memory()
 
     def _note_memory(self) -> None:
-        if self._idle and not keeps_idle_memory():
-            self._held[Kind.IDLE] -= sum(nbytes * count for nbytes, count in self._idle.items())
-            self._idle.clear()
         total = sum(self._held)
         peak = self.peak
         if total > peak.total:
