@@ -36,7 +36,7 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) 
     Raises:
         AnnotationError: an FQN or glob matches nothing.
     """
-    if ignored is None:
+    if ignored is None or (isinstance(ignored, Sequence) and not ignored):
         return {}
     if isinstance(ignored, (str, nn.Module, nn.Parameter)):
         ignored = [ignored]

@@ -204,7 +204,7 @@ def with_own_storage(view: Tensor) -> Tensor:
     """
     with torch.inference_mode(False):
         if view.device.type == "meta":
-            return torch.empty_like(view)
+            return view.new_empty(view.shape)  # `empty_like` runs in Python there
         try:
             octets = from_dlpack(view.detach().view(torch.uint8))  # DLPack does not know all dtypes
         except (BufferError, RuntimeError, TypeError, ValueError):

@@ -47,7 +47,7 @@ def settle(
     for unit in dict.fromkeys(unit for unit, _, _ in tied):
         unit.build()
     # until the first forward plans the tree, units have their FQNs below what was annotated last
-    rename_below(modules, (own, *below))
+    rename_below(modules, below)
     for unit in (own, *below):
         unit.forget_root()
 
