@@ -181,11 +181,10 @@ class Again(list[tuple[Tensor, Tensor]]):
         self.columns: tuple[Sequence[Tensor], ...] = tuple(zip(*pairs, strict=True))
         self.plans: dict[object, Any] = {}
 
-    def plan_of(self, comm: object, make: Callable[[Pairs], Any]) -> Any:
-        """What `comm` makes of the pairs, once."""
-        if comm not in self.plans:
-            self.plans[comm] = make(self)
-        return self.plans[comm]
+    def keep_plan(self, comm: object, plan: Any) -> Any:
+        """See `plans`; returns the plan."""
+        self.plans[comm] = plan
+        return plan
 
 
 def cut_flat(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -129,7 +129,8 @@ class PointToPointComm(GenericComm):
 
     @override
     def _start_again(self, pairs: Again, launch: Launch, *_: Any) -> Work:
-        return self._all_gather(pairs.plan_of(self, self._gathers), launch)
+        plan = pairs.plans.get(self) or pairs.keep_plan(self, self._gathers(pairs))
+        return self._all_gather(plan, launch)
 
     def _gathers(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> _Gathers:
         split = [(whole.split(shard.numel()), shard) for whole, shard in pairs if shard.numel()]
