@@ -1,5 +1,7 @@
 """Scale PyTorch models over many ranks by annotating their modules in place."""
 
+import os
+import warnings
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -55,6 +57,17 @@ try:
     __version__ = version("torch-composable")
 except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
+
+try:
+    _other = version("composable")
+except PackageNotFoundError:
+    pass
+else:
+    warnings.warn(
+        f"the project 'composable' {_other} is installed, too; its files lie in the same folder as"
+        " those of torch-composable. Uninstall both, and install torch-composable again",
+        stacklevel=2,
+    )
 
 __all__ = [
     "EMA",
@@ -153,3 +166,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("COMPOSABLE_WATCH", "0").strip() not in ("", "0"):
+    import_module("composable.extras.watch.watch")  # watches every model from here on

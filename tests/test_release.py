@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Final
@@ -45,3 +48,19 @@ def test_supported_versions_are_those_of_the_workflow_and_the_package() -> None:
     assert "torch>=2.11" in PROJECT["dependencies"]
     assert "| 2.11 and newer |" in page
     assert "| 3.11 and newer |" in page
+
+
+def test_an_import_tells_of_the_other_project_with_this_name(tmp_path: Path) -> None:
+    (tmp_path / "composable-1.2.dist-info").mkdir()
+    (tmp_path / "composable-1.2.dist-info/METADATA").write_text("Name: composable\nVersion: 1.2\n")
+    for folder, said in (
+        (str(tmp_path), "the project 'composable' 1.2 is installed, too"),
+        ("", ""),
+    ):
+        path = os.pathsep.join(each for each in (str(ROOT), folder) if each)
+        ran = subprocess.run(
+            [sys.executable, "-c", "import composable"],
+            env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0
+        assert said in ran.stderr if said else "composable" not in ran.stderr
