@@ -63,4 +63,4 @@ def test_an_import_tells_of_the_other_project_with_this_name(tmp_path: Path) -> 
             env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert ran.returncode == 0
-        assert said in ran.stderr if said else "composable" not in ran.stderr
+        assert (said in ran.stderr) if said else ("composable" not in ran.stderr)
