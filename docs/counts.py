@@ -352,7 +352,7 @@ def counts() -> list[Row]:
 
 def table() -> str:
     rows = "".join(f"| {name} | {number:,} | {target} |\n" for name, number, target in counts())
-    return f"| what | today | at most |\n|---|---|---|\n{rows}"
+    return f"| what | today | target |\n|---|---|---|\n{rows}"
 
 
 def main() -> None:
