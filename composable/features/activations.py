@@ -199,17 +199,18 @@ def _keep_near(recent: deque[ref[HostCopy]], copy: HostCopy, most: int) -> None:
     recent.extend(map(ref, (*alive[-most + 1 :], copy)))
 
 
-_CPU: Final = torch.device("cpu")
 # By device, which has an index if there are several of its kind.
 _COPIES: Final[dict[torch.device, HostCopies]] = {}
+_SIMULATED: Final[list[HostCopies]] = []  # of tensors of the host
 
 
 def copies_of(device: torch.device) -> HostCopies | None:
     """The copies of tensors of `device`; None of a host's, which stay where they are."""
-    copies = _COPIES.get(device)
-    if copies is None and has_streams(device):
-        copies = _COPIES[device] = HostCopies(device, streams_of(device))
-    return copies
+    if not has_streams(device):
+        return _SIMULATED[-1] if _SIMULATED and device.type == "cpu" else None
+    if device not in _COPIES:
+        _COPIES[device] = HostCopies(device, streams_of(device))
+    return _COPIES[device]
 
 
 @contextmanager
@@ -217,11 +218,11 @@ def offloading_from_host(streams: Streams) -> Iterator[None]:
     """In the body tensors of the host are offloaded, too, over `streams`: they are those of a
     simulated accelerator.
     """
-    _COPIES[_CPU] = HostCopies(_CPU, streams)
+    _SIMULATED.append(HostCopies(torch.device("cpu"), streams))
     try:
         yield
     finally:
-        del _COPIES[_CPU]
+        _SIMULATED.pop()
 
 
 # --- what autograd holds in place of a saved tensor ---------------------------------------------
@@ -387,7 +388,7 @@ class OffloadBracket:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         hooks = ExitStack()
         _of_thread.open.append((self, hooks))  # first: `leave` and `on_error` expect it
-        if (_COPIES or any_has_streams()) and not is_recomputed(module):
+        if (_SIMULATED or any_has_streams()) and not is_recomputed(module):
             save = partial(self._save, cache(partial(_storages_of, module)))
             hooks.enter_context(saved_tensors_hooks(save, methodcaller("unpack")))
         return args, kwargs
