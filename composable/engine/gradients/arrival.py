@@ -60,11 +60,11 @@ class ArrivalBucket(GradBucket):
         *,
         late: bool,
     ) -> None:
-        mesh_info, (first, _), (last, _) = unit.mesh_info, members[0], members[-1]
+        mesh_info = unit.mesh_info
         super().__init__(
             members, group.precision, group.device, mesh_info,
-            text=f"gradient all-reduce of unit '{unit.name}' ('{first.fqn}' to '{last.fqn}')",
-            unit=unit.name, factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
+            text=_text_of(unit, [param for param, _ in members]), unit=unit.name,
+            factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
         )  # fmt: skip
         self.unit = unit
         self.late = late
@@ -165,6 +165,11 @@ class Buckets:
             self._bucket_of.update(dict.fromkeys(members, bucket))
         for unit in self._units:
             unit.stages.attach(unit, [each for each in self.buckets if each.unit is unit])
+
+    def rename(self) -> None:
+        """Units have other FQNs."""
+        for bucket in self.buckets:
+            bucket.rename(_text_of(bucket.unit, bucket.params), bucket.unit.name)
 
     def follow(self) -> None:
         """Parameters were frozen or unfrozen."""
@@ -288,6 +293,11 @@ class Buckets:
             partial(bucket.drop, begun=is_open and index >= self._launched)
             for index, bucket in enumerate(self.buckets)
         ]
+
+
+def _text_of(unit: UnitGradients, params: Sequence[ManagedParam]) -> str:
+    first, last = params[0].fqn, params[-1].fqn
+    return f"gradient all-reduce of unit '{unit.name}' ('{first}' to '{last}')"
 
 
 def _refuse_second_gradient(unit: UnitGradients, param: ManagedParam) -> NoReturn:

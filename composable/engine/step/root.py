@@ -401,9 +401,14 @@ class Root:
         forward = self.step.forward = Forward(module, grad)
         self._give_up_kept(grad=grad)
         explicit = self._hide()
-        for hear in HEARERS.begins_forward if grad else ():
-            hear(self)
-        self.prepare()
+        try:
+            for hear in HEARERS.begins_forward if grad else ():
+                hear(self)
+            self.prepare()
+        except BaseException:
+            for unit in explicit if not grad else ():  # what is refused here ends no `unshard()`
+                unit.show()
+            raise
         for unit in self.units:
             if not unit.kept_by and unit not in explicit:
                 unit.free(before_step=True)

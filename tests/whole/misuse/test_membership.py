@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import composable
-from composable import fully_shard, remove, replicate
+from composable import fully_shard, remove, replicate, unshard
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients, full_gradients
 from tests.helpers.world import current_device, spmd
@@ -138,6 +138,22 @@ def test_what_would_train_apart_is_refused_at_the_next_forward(
         assert str(caught.value) == (
             text.replace("fully_shard", "replicate") if annotate is replicate else text
         )
+
+
+@spmd(ranks=2)
+def test_an_evaluation_that_one_rank_is_refused_ends_no_unshard() -> None:
+    model, x = _model()
+    fully_shard(model, policy={nn.Linear})
+    model(x).sum().backward()
+    unshard(model)
+    if dist.get_rank() == 0:
+        model.more = nn.Parameter(torch.ones(4, device=x.device))
+        with torch.no_grad(), pytest.raises(AnnotationError):
+            model(x)
+        del model.more
+    with torch.no_grad():
+        model(x)  # no message: the ranks' launches are compared
+    assert not isinstance(model.head.weight, DTensor)
 
 
 @spmd(ranks=2)
