@@ -107,10 +107,8 @@ class LocalStep:
             # Without dimensions, new state per element would look like state per parameter.
             for index, (parameter, state) in enumerate(zip(self._parameters, states, strict=True)):
                 if not state and not parameter.dim() and isinstance(parameter, DTensor):
-                    self._locals[index], parts[index] = (
-                        self._locals[index].view(1),
-                        parts[index].view(1),
-                    )
+                    for tensors in (self._locals, parts):
+                        tensors[index] = tensors[index].view(1)
         self._shown: list[State] = [dict(state or ()) for state in states]
         for shown in self._shown:
             for key, value in shown.items():
@@ -194,16 +192,11 @@ class LocalStep:
         self._drop_gradients()
         if optimizer.state is not self._users_state:
             return  # an error ended the step, and other state was loaded since
-        for group, shown, before in zip(
-            optimizer.param_groups, self.groups, self._before, strict=False
-        ):
-            group.update(
-                {
-                    key: value
-                    for key, value in shown.items()
-                    if value is not before.get(key, _NOTHING)
-                }
-            )
+        groups = zip(optimizer.param_groups, self.groups, self._before, strict=False)
+        for group, shown, before in groups:
+            for key, value in shown.items():
+                if value is not before.get(key, _NOTHING):
+                    group[key] = value
         if self._handed is None:
             return
         left = self.left()

@@ -34,6 +34,7 @@ from composable.state.whole import (
     comms_of_model,
     follow_whole,
     managed_in,
+    names_that_differ,
     whole_parameter,
     write_whole,
 )
@@ -271,17 +272,12 @@ class _Materialization:
                 if each.unit.mesh_info.all is comm and id(each.param.at_rest) not in self._given
             ]
             sums = [self._sums.get(id(each.param.at_rest), 0) for each in members]
-            lowest, highest = comm.min_max(sums, Launch("comparison of initialised parameters"))
-            differ = [
-                f"'{each.fqn}'"
-                for each, low, high in zip(members, lowest, highest, strict=True)
-                if low != high
-            ]
+            differ = names_that_differ(comm, members, sums, "initialised parameters")
             if differ:
                 raise RanksDisagreeError(
-                    f"materialize: initialisers gave {few(differ)} different values on the ranks."
-                    " They draw from NumPy, Python's random or a generator of their own: seed it"
-                    " alike on all ranks right before, and call materialize again"
+                    f"materialize: initialisers gave {few([*map(repr, differ)])} different values"
+                    " on the ranks. They draw from NumPy, Python's random or a generator of their"
+                    " own: seed it alike on all ranks right before, and call materialize again"
                 )
 
     def missing(self) -> list[str]:
@@ -318,11 +314,8 @@ def _own_initialiser(module: nn.Module, around: nn.Module | None) -> Callable[[]
     if around is not None:
         fill: Callable[[nn.Module], object] = around._init_weights  # type: ignore[assignment]
         return partial(fill, module)
-    for name in ("reset_parameters", "_reset_parameters"):
-        method: Callable[[], object] | None = getattr(module, name, None)
-        if callable(method):
-            return method
-    return None
+    methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, methods), None)
 
 
 class _Operators(TorchDispatchMode):
