@@ -13,7 +13,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from operator import is_
 from typing import Any, Final
 
@@ -81,18 +81,12 @@ class LocalStep:
         kind: Any = type(optimizer)
         with as_tensors():
             found = [list(map(gradient_of, group["params"])) for group in groups]
+        has = [[gradient is not None for gradient in each] for each in found]
         stepped = [
-            [
-                parameter
-                for parameter, gradient in zip(group["params"], each, strict=True)
-                if gradient is not None
-            ]
-            for group, each in zip(groups, found, strict=True)
+            list(compress(group["params"], each)) for group, each in zip(groups, has, strict=True)
         ]
         self._parameters: list[Tensor] = list(chain.from_iterable(stepped))
-        gradients: list[Any] = [
-            gradient for each in found for gradient in each if gradient is not None
-        ]
+        gradients: list[Any] = list(chain.from_iterable(map(compress, found, has)))
         if not placed_alike(gradients, self._parameters):
             refuse_unreduced(f"{kind.__name__}.step", self._parameters, OptimizerError)
             raise _NotLocal

@@ -74,9 +74,8 @@ class Initialisation:
         if not self._draws:
             return
         state = checksum(str(torch.get_rng_state().tolist()))
-        across = comms_of_model(units)[1:]
         for comm in dict.fromkeys(
-            comm for comm in (*(unit.mesh_info.all for unit in units), *across) if comm.size > 1
+            [*(unit.mesh_info.all for unit in units), *comms_of_model(units)]
         ):
             lowest, highest = comm.min_max([state], Launch("comparison of random states"))
             if lowest != highest:
@@ -263,9 +262,7 @@ class _Materialization:
             # of what nothing was written to, `missing` tells
             if not isinstance(tensor, DTensor) and id(tensor) not in self._unset:
                 self._sums[id(tensor)] = _checksum(tensor)
-        for comm in dict.fromkeys(
-            unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1
-        ):
+        for comm in dict.fromkeys(unit.mesh_info.all for unit in units):
             members = [
                 each
                 for each in self._managed
