@@ -138,13 +138,9 @@ def clip_grad_norm_(
                 "clip_grad_norm_: parameters are sharded over pp_group, whose ranks are counted"
                 " anyway. Pass the group of the pipeline, or leave pp_group out"
             )
-        label, power = (
-            "reduction of the norm of gradients over the pipeline",
-            _power(total, order).reshape(1),
-        )
-        total = _root(reduce_over(pp_group, power, label, largest=order == math.inf)[0], order).to(
-            total.dtype
-        )
+        power, label = _power(total, order), "reduction of the norm of gradients over the pipeline"
+        power = reduce_over(pp_group, power.reshape(1), label, largest=order == math.inf)[0]
+        total = _root(power, order).to(total.dtype)
     if error_if_nonfinite and not total.isfinite():
         raise NonFiniteError(
             f"clip_grad_norm_: the norm of order {order:g} over all gradients is {total.item()}. No"
@@ -268,20 +264,13 @@ class _Gradients:
         if part.mesh is None:
             return None
         ranks = set(part.mesh.mesh.flatten().tolist())
+        seen = [(each.tree, group) for each in self._parts.values() for group in each.groups]
         known = [
-            *(
-                group
-                for each in self._parts.values()
-                if each.tree is not part.tree
-                for group in each.groups
-                if group not in self._across
-            ),
-            *(
-                mesh.get_group()
-                for mesh, tree in self._meshes.values()
-                if mesh.ndim == 1 and tree is not part.tree
-            ),
+            group for tree, group in seen if tree is not part.tree and group not in self._across
         ]
+        for mesh, tree in self._meshes.values():
+            if mesh.ndim == 1 and tree is not part.tree:
+                known.append(mesh.get_group())
         if part.model_group is not None:
             known.append(part.model_group)
         larger = [

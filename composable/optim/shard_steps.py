@@ -13,7 +13,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from operator import is_
 from typing import Any, Final
 
@@ -81,18 +81,12 @@ class LocalStep:
         kind: Any = type(optimizer)
         with as_tensors():
             found = [list(map(gradient_of, group["params"])) for group in groups]
+        has = [[gradient is not None for gradient in each] for each in found]
         stepped = [
-            [
-                parameter
-                for parameter, gradient in zip(group["params"], each, strict=True)
-                if gradient is not None
-            ]
-            for group, each in zip(groups, found, strict=True)
+            list(compress(group["params"], each)) for group, each in zip(groups, has, strict=True)
         ]
         self._parameters: list[Tensor] = list(chain.from_iterable(stepped))
-        gradients: list[Any] = [
-            gradient for each in found for gradient in each if gradient is not None
-        ]
+        gradients: list[Any] = list(chain.from_iterable(map(compress, found, has)))
         if not placed_alike(gradients, self._parameters):
             refuse_unreduced(f"{kind.__name__}.step", self._parameters, OptimizerError)
             raise _NotLocal
@@ -107,10 +101,8 @@ class LocalStep:
             # Without dimensions, new state per element would look like state per parameter.
             for index, (parameter, state) in enumerate(zip(self._parameters, states, strict=True)):
                 if not state and not parameter.dim() and isinstance(parameter, DTensor):
-                    self._locals[index], parts[index] = (
-                        self._locals[index].view(1),
-                        parts[index].view(1),
-                    )
+                    for tensors in (self._locals, parts):
+                        tensors[index] = tensors[index].view(1)
         self._shown: list[State] = [dict(state or ()) for state in states]
         for shown in self._shown:
             for key, value in shown.items():
@@ -194,16 +186,11 @@ class LocalStep:
         self._drop_gradients()
         if optimizer.state is not self._users_state:
             return  # an error ended the step, and other state was loaded since
-        for group, shown, before in zip(
-            optimizer.param_groups, self.groups, self._before, strict=False
-        ):
-            group.update(
-                {
-                    key: value
-                    for key, value in shown.items()
-                    if value is not before.get(key, _NOTHING)
-                }
-            )
+        groups = zip(optimizer.param_groups, self.groups, self._before, strict=False)
+        for group, shown, before in groups:
+            for key, value in shown.items():
+                if value is not before.get(key, _NOTHING):
+                    group[key] = value
         if self._handed is None:
             return
         left = self.left()

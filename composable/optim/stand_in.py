@@ -85,7 +85,7 @@ class Stepping(ABC):
     @staticmethod
     def is_stand_in(optimizer: object) -> bool:
         """Whether `optimizer` stands in a step for the one that the user has."""
-        return is_stand_in(optimizer)
+        return hasattr(type(optimizer), "stepping")
 
     @staticmethod
     def is_differentiable(optimizer: Optimizer) -> bool:
@@ -159,7 +159,7 @@ class Stepping(ABC):
     def _put_stand_in(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if is_stand_in(optimizer):
+        if self.is_stand_in(optimizer):
             return None  # a step that calls the step of its base class
         self._give_up(optimizer)
         if not args or args[0] is not optimizer or not self._takes(optimizer):
@@ -187,10 +187,10 @@ class Stepping(ABC):
     def _finish_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if is_stand_in(optimizer):
+        if self.is_stand_in(optimizer):
             return
         self._finish(optimizer)
-        if args and is_stand_in(args[0]):
+        if args and self.is_stand_in(args[0]):
             # Hooks after this one are handed it, too, and see what the user's optimizer has.
             args[0].stepping, args[0].state = None, optimizer.state
         self._keep_next_to_step(optimizer)
@@ -210,11 +210,6 @@ def _detach_copying(optimizer: Optimizer) -> None:
 
 # What steps an optimizer; None if its user wants it to step as torch does.
 STEPPINGS: Final[WeakKeyDictionary[Optimizer, Stepping | None]] = WeakKeyDictionary()
-
-
-def is_stand_in(optimizer: object) -> bool:
-    """Whether `optimizer` stands in a step for the one that the user has."""
-    return hasattr(type(optimizer), "stepping")
 
 
 @cache

@@ -41,7 +41,7 @@ from composable.features.split_backwards import refuse_split
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.shard_steps import step_on_shards_unasked
 from composable.optim.shared import is_trained, refuse_unreduced
-from composable.optim.stand_in import is_stand_in
+from composable.optim.stand_in import Stepping
 from composable.torch_private import as_tensors
 
 _OTHER: Final = (
@@ -67,7 +67,7 @@ _managed: Final[WeakKeyDictionary[Optimizer, _Stepped]] = WeakKeyDictionary()
 
 @untraced
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    if is_stand_in(optimizer):
+    if Stepping.is_stand_in(optimizer):
         return  # a step that calls the step of its base class: the optimizer itself was checked
     step = f"{type(optimizer).__name__}.step"
     parameters = parameters_of(optimizer)

@@ -6,11 +6,13 @@ It reads units and the registry, and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any, Final, Literal, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
@@ -21,25 +23,27 @@ from composable.errors import few, unit_name
 from composable.features.hook_stages import names_of_hooks
 from composable.features.offloaded import OffloadedGroup
 from composable.memory.streams import any_has_streams, has_streams
-from composable.report.parameters import ParameterDescription, describe_parameters
-from composable.report.table import plain, rich
+from composable.report.parameters import (
+    IGNORED,
+    NOT_ANNOTATED,
+    ParameterDescription,
+    describe_parameters,
+    name_of,
+)
+from composable.report.table import Cells, Table
 from composable.torch_private import locals_of
 
 OFFLOAD: Final = "offload_activations"
-_HEADER: Final = (
-    "unit", "module", "annotation", "params", "numel", "bytes",
-    "per rank", "dtype", "placement", "after fwd", "state",
-)  # fmt: skip
-_RIGHT_ALIGNED: Final = ("params", "numel", "bytes", "per rank")
+_COUNTS: Final = ("parameters", "numel", "bytes", "bytes_per_rank")
 _OFFLOADED: Final = {
     "host": "parameters, gradients and optimizer state rest in the host's memory",
     "no effect": "no effect where ranks compute on the CPU",
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRow:
-    """One line of the table.
+    """One line of the table. Defaults are those of parameters that are each process's own.
 
     Attributes:
         unit: the FQN of its (first) module; empty for the module that `describe` was given.
@@ -66,21 +70,34 @@ class UnitRow:
     numel: int
     bytes: int
     bytes_per_rank: int
-    ranks: int
+    ranks: int = 1
     dtypes: tuple[str, ...]
     computes_in: tuple[str, ...]
     reduces_in: tuple[str, ...]
-    placements: tuple[str, ...]
-    after_forward: str
-    state: str
+    placements: tuple[str, ...] = ("local",)
+    after_forward: str = "-"
+    state: str = "-"
     checkpointed: bool
     grad_reduce: str = "mean"
     comm_hook: str = ""
     offload: str = ""
 
+    def cells(self) -> Cells:
+        """Return the row of the table."""
+        return (
+            unit_name(self.unit),
+            self.module,
+            self.annotation,
+            *_numbers(self.parameters, self.numel, self.bytes, self.bytes_per_rank),
+            _dtypes(self) or "-",
+            ", ".join(self.placements) or "-",
+            self.after_forward,
+            self.state,
+        )
 
-@dataclass(frozen=True, slots=True)
-class Description:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Description(Table[UnitRow]):
     """What `describe` returns. Print it for a table, or take `to_dict()`.
 
     Attributes:
@@ -89,7 +106,12 @@ class Description:
         not_offloaded: the FQNs of modules on which `offload_activations` has no effect.
     """
 
-    rows: tuple[UnitRow, ...]
+    header = (
+        "unit", "module", "annotation", "params", "numel", "bytes", "per rank", "dtype",
+        "placement", "after fwd", "state",
+    )  # fmt: skip
+    right = ("params", "numel", "bytes", "per rank")
+
     elsewhere: dict[str, tuple[str, ...]] = field(default_factory=dict)
     not_offloaded: tuple[str, ...] = ()
 
@@ -106,22 +128,13 @@ class Description:
         }
 
     def _total(self) -> dict[str, int]:
-        names = ("parameters", "numel", "bytes", "bytes_per_rank")
-        return {name: sum(getattr(row, name) for row in self.rows) for name in names}
+        return {name: sum(getattr(row, name) for row in self.rows) for name in _COUNTS}
 
-    def __str__(self) -> str:
-        rows, total = self._cells()
-        lines = plain(_HEADER, rows, right=_RIGHT_ALIGNED, total=total)
-        return "\n".join([*lines, *self._notes()])
+    @override
+    def _total_cells(self) -> Cells:
+        return ("total", "", "", *_numbers(*self._total().values()), "", "", "", "")
 
-    def __rich__(self) -> Any:
-        rows, total = self._cells()
-        return rich(_HEADER, rows, right=_RIGHT_ALIGNED, total=total, notes=self._notes())
-
-    def _cells(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-        total = ("total", "", "", *_numbers(*self._total().values()), "", "", "", "")
-        return [*map(_cells, self.rows)], total
-
+    @override
     def _notes(self) -> list[str]:
         notes = [
             f"{verb}, on modules that are no unit: {few(names)}"
@@ -136,8 +149,6 @@ class Description:
             if found := [unit_name(row.unit) for row in self.rows if row.offload == offload]:
                 notes.append(f"offload_policy: {meaning}: {few(found)}")
         return notes
-
-    __repr__ = __str__
 
 
 def readable_bytes(count: int) -> str:
@@ -197,7 +208,7 @@ def describe(
     if by == "parameter":
         return describe_parameters(module)
     rows: dict[Unit, UnitRow] = {}
-    elsewhere: dict[str, list[str]] = {}
+    elsewhere: dict[str, tuple[str, ...]] = {}
     not_offloaded = []
     for name, below in module.named_modules():
         annotation = annotation_of(below)
@@ -205,25 +216,33 @@ def describe(
         verbs = sorted(registry(below), key=lambda verb: verb not in (SHARD, REPLICATE))
         if annotation is None:
             for verb in verbs:
-                elsewhere.setdefault(verb, []).append(unit_name(name))
+                elsewhere[verb] = (*elsewhere.get(verb, ()), unit_name(name))
         elif annotation.state not in rows:
             rows[annotation.state] = _unit_row(name, annotation.state, verbs)
         if OFFLOAD in verbs and _offloads_nothing(below):
             not_offloaded.append(unit_name(name))
-    named = {verb: tuple(names) for verb, names in elsewhere.items()}
-    rest = (*_ignored(module, rows), *_unmanaged(module, named=bool(elsewhere)))
-    return Description((*rows.values(), *rest), named, tuple(not_offloaded))
+    others = []
+    if ignored := _ignored(rows):
+        others.append(_row(IGNORED, [module], [], ignored))
+    rest = [managed.tensor for managed in managed_parameters([module])]
+    if rest and annotation_of(module) is None:
+        name = "(rest)" if elsewhere else NOT_ANNOTATED
+        others.append(_row(name, [module], list(registry(module)), rest))
+    return Description((*rows.values(), *others), elsewhere, tuple(not_offloaded))
 
 
 def _offloads_nothing(module: nn.Module) -> bool:
-    devices = {
-        tensor.device
-        for held in (module.parameters(), module.buffers())
-        for tensor in held
-        if not tensor.is_meta
-    }
+    tensors = chain(module.parameters(), module.buffers())
+    devices = {tensor.device for tensor in tensors if not tensor.is_meta}
     # A module without parameters and buffers may run on any device.
     return not (any(map(has_streams, devices)) if devices else any_has_streams())
+
+
+def _ignored(units: Iterable[Unit]) -> list[nn.Parameter]:
+    """`ignored_params`, which the caller trains, each rank its own."""
+    registered = [place.registered for unit in units for place in unit.spec.left_alone]
+    found = [each for each in registered if each is not None and unit_of(each) is None]
+    return list({id(each): each for each in found}.values())
 
 
 def _unit_row(name: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
@@ -231,15 +250,13 @@ def _unit_row(name: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
     parameters = [param.at_rest for param in unit.params]
     offload = ""
     if spec.grouping.on_host:
-        offload = (
-            "host"
-            if any(isinstance(group, OffloadedGroup) for group in unit.groups)
-            else "no effect"
-        )
-    return replace(
-        _plain_row(
-            name, " + ".join(type(module).__name__ for module in unit.modules), verbs, parameters
-        ),
+        used = any(isinstance(group, OffloadedGroup) for group in unit.groups)
+        offload = "host" if used else "no effect"
+    return _row(
+        name,
+        unit.modules,
+        verbs,
+        parameters,
         ranks=unit.mesh_info.all.size,
         computes_in=_names_of(group.precision.compute for group in unit.groups),
         reduces_in=_names_of(group.precision.reduce for group in unit.groups),
@@ -254,29 +271,31 @@ def _unit_row(name: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
     )
 
 
-def _plain_row(
-    name: str, module: str, verbs: Sequence[str], parameters: Sequence[nn.Parameter]
+def _row(
+    name: str,
+    modules: Iterable[nn.Module],
+    verbs: Sequence[str],
+    parameters: Sequence[nn.Parameter],
+    **of_unit: Any,
 ) -> UnitRow:
-    """Make the row of parameters that are this process's own."""
-    local = locals_of(parameters)
+    """Make the row of parameters that are this process's own, or with what is known `of_unit`."""
     dtypes = _names_of(each.dtype for each in parameters)
     return UnitRow(
         unit=name,
-        module=module,
+        module=" + ".join(type(module).__name__ for module in modules),
         annotation=" + ".join(verbs) or "-",
         parameters=len(parameters),
         numel=sum(each.numel() for each in parameters),
-        bytes=sum(each.numel() * each.element_size() for each in parameters),
-        bytes_per_rank=sum(each.numel() * each.element_size() for each in local),
-        ranks=1,
+        bytes=_bytes(parameters),
+        bytes_per_rank=_bytes(locals_of(parameters)),
         dtypes=dtypes,
-        computes_in=dtypes,
-        reduces_in=dtypes,
-        placements=("local",),
-        after_forward="-",
-        state="-",
         checkpointed="checkpoint" in verbs,
+        **({"computes_in": dtypes, "reduces_in": dtypes} | of_unit),
     )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in tensors)
 
 
 def _after_forward(after: bool | int | None) -> str:
@@ -289,31 +308,6 @@ def _after_forward(after: bool | int | None) -> str:
 
 def _placements_of(parameter: nn.Parameter) -> str:
     return ", ".join(map(str, parameter.placements)) if isinstance(parameter, DTensor) else "local"
-
-
-def _ignored(module: nn.Module, units: Iterable[Unit]) -> list[UnitRow]:
-    """Make a row for `ignored_params`, which the caller trains, each rank its own."""
-    registered = (place.registered for unit in units for place in unit.spec.left_alone)
-    left = {
-        id(found): found for found in registered if found is not None and unit_of(found) is None
-    }
-    return [_plain_row("(ignored)", type(module).__name__, [], list(left.values()))] if left else []
-
-
-def _unmanaged(module: nn.Module, *, named: bool) -> list[UnitRow]:
-    """Make a row for the parameters of no unit; `named`: verbs that make no unit were applied."""
-    rest = [managed.tensor for managed in managed_parameters([module])]
-    if annotation_of(module) is not None or not rest:
-        return []
-    name = "(rest)" if named else "(not annotated)"
-    return [_plain_row(name, type(module).__name__, list(registry(module)), rest)]
-
-
-def _cells(row: UnitRow) -> tuple[str, ...]:
-    numbers = _numbers(row.parameters, row.numel, row.bytes, row.bytes_per_rank)
-    placements = ", ".join(row.placements) or "-"
-    text = (_dtypes(row) or "-", placements, row.after_forward, row.state)
-    return (unit_name(row.unit), row.module, row.annotation, *numbers, *text)
 
 
 def _numbers(parameters: int, numel: int, whole: int, per_rank: int) -> tuple[str, ...]:
@@ -332,7 +326,7 @@ def _dtypes(row: UnitRow) -> str:
 
 
 def _names_of(dtypes: Iterable[Any]) -> tuple[str, ...]:
-    return _unique(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return _unique(map(name_of, dtypes))
 
 
 def _unique(values: Iterable[str]) -> tuple[str, ...]:

@@ -24,15 +24,11 @@ from composable.engine.params.param import ManagedParam
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import unit_name
-from composable.report.table import plain, rich
+from composable.report.table import Cells, Table
 from composable.torch_private import local_tensor
 
 NOT_ANNOTATED: Final = "(not annotated)"
 IGNORED: Final = "(ignored)"
-_HEADER: Final = (
-    "parameter", "unit", "shape", "at rest", "dtype", "computes in", "reduced in", "this rank",
-    "on ranks",
-)  # fmt: skip
 _SHOWN: Final = 4  # parts of a parameter, and ranks of a part, in the table
 
 Slices = tuple[tuple[int, int], ...]
@@ -94,16 +90,33 @@ class ParameterRow:
     parts: tuple[Part, ...]
     trainable: bool
 
+    def cells(self) -> Cells:
+        """Return the row of the table."""
+        return (
+            " = ".join((self.name, *self.tied)),
+            self.unit if self.unit in (IGNORED, NOT_ANNOTATED) else unit_name(self.unit),
+            " x ".join(map(str, self.shape)) or "scalar",
+            _at_rest(self),
+            self.dtype,
+            self.computes_in or "-",
+            (self.reduces_in or "-") if self.trainable else "frozen",
+            _part_in_words(self.slices, self.shape),
+            _parts_in_words(self),
+        )
 
-@dataclass(frozen=True, slots=True)
-class ParameterDescription:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ParameterDescription(Table[ParameterRow]):
     """What `describe(model, by="parameter")` returns. Print it for a table, or take `to_dict()`.
 
     Attributes:
         rows: the parameters, in the order of `named_parameters()`; tied ones once.
     """
 
-    rows: tuple[ParameterRow, ...]
+    header = (
+        "parameter", "unit", "shape", "at rest", "dtype", "computes in", "reduced in", "this rank",
+        "on ranks",
+    )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values.
@@ -112,14 +125,6 @@ class ParameterDescription:
         whose mesh has some ranks only, as plain ones beside tensor-parallel ones.
         """
         return {"parameters": [asdict(row) for row in self.rows]}
-
-    def __str__(self) -> str:
-        return "\n".join(plain(_HEADER, [*map(_cells, self.rows)]))
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return rich(_HEADER, [*map(_cells, self.rows)])
 
 
 def describe_parameters(module: nn.Module) -> ParameterDescription:
@@ -132,97 +137,94 @@ def describe_parameters(module: nn.Module) -> ParameterDescription:
     for _, parameter in registered:
         if (unit := unit_of(parameter)) is not None:  # which may be of a module around `module`
             units.setdefault(unit, unit.name)
-    held = {place: each for unit in units for each in _held_by(unit) for place in each.places}
+    # in scopes and calls modules hold something else than what rests
+    managed = {place: each for unit in units for each in _of(unit) for place in each.places}
     ignored = {id(place.registered) for unit in units for place in unit.spec.left_alone}
 
-    names: dict[object, tuple[nn.Parameter, _Held | None, list[str]]] = {}
+    found: dict[object, tuple[_Described, list[str]]] = {}
     for place, parameter in registered:
-        # in scopes and calls modules hold something else than what rests
-        managed = held.get(place)
-        key = managed.param if managed else id(parameter)
-        names.setdefault(key, (parameter, managed, []))[2].append(place.fqn)
+        each = managed.get(place) or _Described(parameter)
+        key = each.param or id(parameter)
+        found.setdefault(key, (each, []))[1].append(place.fqn)
     parts_of = cache(_parts_of)
     rows = []
-    for parameter, managed, fqns in names.values():
-        unit_named = NOT_ANNOTATED if id(parameter) not in ignored else IGNORED
-        if managed is not None:
-            parameter, unit_named = managed.param.at_rest, units[managed.unit]
-        rows.append(_row(fqns, unit_named, parameter, managed, parts_of))
+    for each, names in found.values():
+        unit_named = IGNORED if id(each.at_rest) in ignored else NOT_ANNOTATED
+        if each.unit is not None:
+            unit_named = units[each.unit]
+        rows.append(_row(each, names, unit_named, parts_of))
     return ParameterDescription(tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A parameter of a unit, its group, and its slot there, which a unit on the host has not."""
+class _Described:
+    """A parameter, and the unit that manages it, if any, with its group and slot there.
 
-    unit: Unit
-    param: ManagedParam
+    A unit that rests on the host has no groups.
+    """
+
+    at_rest: nn.Parameter
+    unit: Unit | None = None
+    param: ManagedParam | None = None
     group: ParamGroup | None = None
     slot: Slot | None = None
 
     @property
     def places(self) -> tuple[Place, ...]:
-        return self.param.info.places
+        return () if self.param is None else self.param.info.places
 
     @property
     def spread(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
         """The mesh of all ranks that have a part or a copy, and the placements there."""
-        info, at_rest = self.param.info, self.param.at_rest
-        mesh = info.form.mesh_at_rest((info.mesh_info or self.unit.mesh_info).mesh)
+        own = self.at_rest if isinstance(self.at_rest, DTensor) else None
+        kept: tuple[Placement, ...] = ()
+        mesh = None if own is None else own.device_mesh
+        if self.unit is not None and self.param is not None:
+            info = self.param.info
+            mesh = info.form.mesh_at_rest((info.mesh_info or self.unit.mesh_info).mesh)
+            kept = tuple(info.form.kept)
         if mesh is None:
             return None
-        if isinstance(at_rest, DTensor) and at_rest.device_mesh == mesh:
-            return mesh, tuple(at_rest.placements)
+        if own is not None and own.device_mesh == mesh:
+            return mesh, tuple(own.placements)
         # replicated parameters rest as users made them: also over fewer dimensions
-        kept = tuple(info.form.kept)
         return mesh, (*kept, *[Replicate()] * (mesh.ndim - len(kept)))
 
-    @property
-    def padding(self) -> int:
-        if self.group is None or self.slot is None:
-            return 0
-        return self.slot.chunk_numel - self.slot.local_numel(self.group.comm.rank)
 
-
-def _held_by(unit: Unit) -> list[_Held]:
+def _of(unit: Unit) -> list[_Described]:
     grouped = {
-        param: _Held(unit, param, group, slot)
+        param: (group, slot)
         for group in unit.groups
         for param, slot in zip(group.params, group.slots, strict=True)
     }
-    return [grouped.get(param) or _Held(unit, param) for param in unit.params]
+    return [
+        _Described(param.at_rest, unit, param, *grouped.get(param, (None, None)))
+        for param in unit.params
+    ]
 
 
-def _row(
-    names: Sequence[str],
-    unit: str,
-    at_rest: nn.Parameter,
-    held: _Held | None,
-    parts_of: Any,
-) -> ParameterRow:
-    shape, spread = tuple(at_rest.shape), None
-    if held is not None:
-        spread = held.spread
-    elif isinstance(at_rest, DTensor):
-        spread = at_rest.device_mesh, tuple(at_rest.placements)
+def _row(each: _Described, names: Sequence[str], unit: str, parts_of: Any) -> ParameterRow:
+    at_rest, group, slot = each.at_rest, each.group, each.slot
+    shape, local, spread = tuple(at_rest.shape), local_tensor(at_rest), each.spread
     parts = () if spread is None else parts_of(*spread, shape)
     rank = dist.get_rank() if parts else 0
     own = next((part.slices for part in parts if rank in part.ranks), tuple((0, n) for n in shape))
-    group = None if held is None else held.group
-    local = local_tensor(at_rest)
+    padding = 0
+    if group is not None and slot is not None:
+        padding = slot.chunk_numel - slot.local_numel(group.comm.rank)
     return ParameterRow(
         name=names[0],
         tied=tuple(names[1:]),
         unit=unit,
-        annotation="-" if held is None else held.unit.spec.verb,
+        annotation="-" if each.unit is None else each.unit.spec.verb,
         shape=shape,
         placements=tuple(map(str, at_rest.placements)) if isinstance(at_rest, DTensor) else (),
         local_class="Tensor" if type(local) in (Tensor, nn.Parameter) else type(local).__name__,
         device=str(local.device),
-        dtype=_name(at_rest.dtype),
-        computes_in="" if group is None else _name(group.precision.compute),
-        reduces_in="" if group is None else _name(group.precision.reduce),
-        padding=0 if held is None else held.padding,
+        dtype=name_of(at_rest.dtype),
+        computes_in="" if group is None else name_of(group.precision.compute),
+        reduces_in="" if group is None else name_of(group.precision.reduce),
+        padding=padding,
         slices=own,
         parts=parts,
         trainable=at_rest.requires_grad,
@@ -250,26 +252,12 @@ def _parts_of(
     return tuple(sorted(parts, key=lambda part: part.ranks))
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """As `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 # --- as text ------------------------------------------------------------------------------------
-
-
-def _cells(row: ParameterRow) -> tuple[str, ...]:
-    units = (IGNORED, NOT_ANNOTATED)
-    return (
-        " = ".join((row.name, *row.tied)),
-        row.unit if row.unit in units else unit_name(row.unit),
-        " x ".join(map(str, row.shape)) or "scalar",
-        _at_rest(row),
-        row.dtype,
-        row.computes_in or "-",
-        (row.reduces_in or "-") if row.trainable else "frozen",
-        _part_in_words(row.slices, row.shape),
-        _parts_in_words(row),
-    )
 
 
 def _at_rest(row: ParameterRow) -> str:

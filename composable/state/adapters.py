@@ -59,6 +59,7 @@ class NewAdapters:
                             owners.update({id(e): (layer, name, adapter) for e in part.modules()})
         self.inside = {*owners}
         configs, prompts = _configs(model), _made_prompts(model)
+        drawn: dict[int, dict[str, Any]] = {}  # by id of a layer of LoRA, how, by adapter
         ordinary: list[Place] = []
         refused: list[Place] = []
         for place in self.left:
@@ -82,8 +83,8 @@ class NewAdapters:
                 and (init in (True, False) or str(init).lower() == "gaussian")
             ):
                 ordinary.append(place)
-                self.initialisers.setdefault(id(layer), partial(_fill, layer, {}))
-                self.initialisers[id(layer)].args[1][adapter] = init  # type: ignore[attr-defined]
+                drawn.setdefault(id(layer), {})[adapter] = init
+                self.initialisers[id(layer)] = partial(_fill, layer, drawn[id(layer)])
             else:
                 refused.append(place)
         if refused:
@@ -148,17 +149,13 @@ def _original(layer: Any, adapter: str, place: Place) -> Place | None:
     originals = dict(layer.original_module.named_modules())
     found = Place(originals.get(path, layer), place.name, place.fqn)
     one, other = tensor_at(found), tensor_at(place)
-    if (
-        one is None
-        or other is None
-        or one.shape != other.shape
-        or (isinstance(one, DTensor) and one.placements)
-        != (isinstance(other, DTensor) and other.placements)
-        or (isinstance(one, DTensor) and one.device_mesh)
-        != (isinstance(other, DTensor) and other.device_mesh)
-    ):
-        return None
-    return found
+    return found if one is not None and _rests_as(one) == _rests_as(other) else None
+
+
+def _rests_as(tensor: Tensor | None) -> tuple[object, ...]:
+    if isinstance(tensor, DTensor):
+        return tensor.shape, tensor.placements, tensor.device_mesh
+    return () if tensor is None else (tensor.shape,)
 
 
 def tensor_at(place: Place) -> Tensor | None:

@@ -19,15 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable.comm import Comm
-from composable.comm.launch import Launch
 from composable.engine.step.unit import Unit
-from composable.errors import (
-    RanksDisagreeError,
-    StateError,
-    UnknownArgumentError,
-    few,
-    first_line,
-)
+from composable.errors import RanksDisagreeError, StateError, UnknownArgumentError, few, first_line
 from composable.features.packed import is_packed
 from composable.state.folder import COMPLEX, FLOATS, INTEGERS, Files
 from composable.state.hub_names import Converted, by_transformers, ignored, is_of_transformers
@@ -36,6 +29,7 @@ from composable.state.whole import (
     all_or_none,
     comms_of_model,
     managed_in,
+    names_that_differ,
     tensors_at_rest,
 )
 from composable.torch_private import local_of
@@ -262,13 +256,7 @@ class FolderPlan:
                 members.setdefault(comm, []).append(each)
         for comm, params in members.items():
             here = [int(self.covers(each.param.at_rest)) for each in params]
-            lowest, highest = comm.min_max(here, Launch("comparison of what folders have"))
-            differ = [
-                each.fqn
-                for each, low, high in zip(params, lowest, highest, strict=True)
-                if low != high
-            ]
-            if differ:
+            if differ := names_that_differ(comm, params, here, "what folders have"):
                 raise RanksDisagreeError(
                     f"load: some ranks have {_said(differ)} in their folder, and others have not."
                     " Give all ranks the same folder"

@@ -26,12 +26,7 @@ from composable.engine.params.param import mesh_of
 from composable.engine.step.unit import Unit
 from composable.errors import AnnotationError, RanksDisagreeError
 from composable.features.packed import is_packed
-from composable.state.whole import (
-    all_or_none,
-    comms_of_model,
-    managed_in,
-    require_at_rest,
-)
+from composable.state.whole import all_or_none, comms_of_model, managed_in, require_at_rest
 from composable.tensors.dtensors import whole_of
 from composable.tensors.protocol import plain_parts
 from composable.torch_private import local_tensor

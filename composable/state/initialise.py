@@ -34,6 +34,7 @@ from composable.state.whole import (
     comms_of_model,
     follow_whole,
     managed_in,
+    names_that_differ,
     whole_parameter,
     write_whole,
 )
@@ -73,9 +74,8 @@ class Initialisation:
         if not self._draws:
             return
         state = checksum(str(torch.get_rng_state().tolist()))
-        across = comms_of_model(units)[1:]
         for comm in dict.fromkeys(
-            comm for comm in (*(unit.mesh_info.all for unit in units), *across) if comm.size > 1
+            [*(unit.mesh_info.all for unit in units), *comms_of_model(units)]
         ):
             lowest, highest = comm.min_max([state], Launch("comparison of random states"))
             if lowest != highest:
@@ -262,26 +262,19 @@ class _Materialization:
             # of what nothing was written to, `missing` tells
             if not isinstance(tensor, DTensor) and id(tensor) not in self._unset:
                 self._sums[id(tensor)] = _checksum(tensor)
-        for comm in dict.fromkeys(
-            unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1
-        ):
+        for comm in dict.fromkeys(unit.mesh_info.all for unit in units):
             members = [
                 each
                 for each in self._managed
                 if each.unit.mesh_info.all is comm and id(each.param.at_rest) not in self._given
             ]
             sums = [self._sums.get(id(each.param.at_rest), 0) for each in members]
-            lowest, highest = comm.min_max(sums, Launch("comparison of initialised parameters"))
-            differ = [
-                f"'{each.fqn}'"
-                for each, low, high in zip(members, lowest, highest, strict=True)
-                if low != high
-            ]
+            differ = names_that_differ(comm, members, sums, "initialised parameters")
             if differ:
                 raise RanksDisagreeError(
-                    f"materialize: initialisers gave {few(differ)} different values on the ranks."
-                    " They draw from NumPy, Python's random or a generator of their own: seed it"
-                    " alike on all ranks right before, and call materialize again"
+                    f"materialize: initialisers gave {few([*map(repr, differ)])} different values"
+                    " on the ranks. They draw from NumPy, Python's random or a generator of their"
+                    " own: seed it alike on all ranks right before, and call materialize again"
                 )
 
     def missing(self) -> list[str]:
@@ -318,11 +311,8 @@ def _own_initialiser(module: nn.Module, around: nn.Module | None) -> Callable[[]
     if around is not None:
         fill: Callable[[nn.Module], object] = around._init_weights  # type: ignore[assignment]
         return partial(fill, module)
-    for name in ("reset_parameters", "_reset_parameters"):
-        method: Callable[[], object] | None = getattr(module, name, None)
-        if callable(method):
-            return method
-    return None
+    methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+    return next(filter(callable, methods), None)
 
 
 class _Operators(TorchDispatchMode):

@@ -228,7 +228,7 @@ def _check_edit(each: _Shown) -> None:
             f" '{managed.unit.name}' inside the scope, on its whole copy, whose gradient is not the"
             " one that lands. Register hooks on parameters outside of the scope"
         )
-    if _version(managed.param.at_rest) != each.version:
+    if _version(at_rest) != each.version:
         raise PhaseError(
             f"unsharded: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was written to"
             " inside the scope, by an optimizer or load_state_dict, and the scope's edits would"

@@ -144,6 +144,16 @@ def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
                 yield Managed(found[0], unit, param)
 
 
+def names_that_differ(
+    comm: Comm, members: Sequence[Managed], numbers: Sequence[int], what: str
+) -> list[str]:
+    """Find the parameters for which ranks of `comm` have different numbers; all of them call it."""
+    lowest, highest = comm.min_max([*numbers], Launch(f"comparison of {what}"))
+    return [
+        each.fqn for each, low, high in zip(members, lowest, highest, strict=True) if low != high
+    ]
+
+
 def require_at_rest(verb: str, units: list[Unit]) -> None:
     """Let modules hold their at-rest parameters.
 
