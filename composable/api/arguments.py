@@ -25,7 +25,7 @@ from composable.api.mesh import Spread
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
-from composable.errors import AnnotationError, what_is_there
+from composable.errors import AnnotationError, MeshError, what_is_there
 from composable.features.spread import spread_of
 from composable.memory.streams import has_streams
 from composable.policies.base import by_all_names, kind_of
@@ -99,12 +99,8 @@ def exact_modules(
 
 def ids_of_exact(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> set[int]:
     """The ids of all modules in and below `modules` that keep their dtype, in any unit."""
-    kept = [
-        each
-        for module in modules
-        for each in module.modules()
-        if isinstance(each, precision.exact_classes)
-    ]
+    every = [each for module in modules for each in module.modules()]
+    kept = [each for each in every if isinstance(each, precision.exact_classes)]
     return {id(below) for module in kept for below in module.modules()}
 
 
@@ -207,6 +203,24 @@ def warn_of_no_offload(device: torch.device) -> None:
         )
 
 
+def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
+    """Raise unless it is None, True, False, or a number that divides that of the ranks that shard
+    together.
+    """
+    if not isinstance(value, int | None):
+        raise AnnotationError(
+            "reshard_after_forward must be None, True, False or a number of ranks, got"
+            f" {kind_of(value)}"
+        )
+    if spread is not None and value is not None and not isinstance(value, bool):
+        size = spread.mesh.size(spread.shard_dim)
+        if value < 1 or size % value:
+            raise MeshError(
+                f"reshard_after_forward={value}: parameters are sharded over {size} ranks, which"
+                f" {value} does not divide."
+            )
+
+
 def bucket_bytes_of(mib: Any) -> int:
     if type(mib) not in (int, float) or mib <= 0:
         raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {mib!r}")
@@ -305,9 +319,8 @@ def refuse_elsewhere(verb: str, tensors: Sequence[Managed[Any]], device: torch.d
     """Raise for tensors that are neither on `device` nor on the meta device."""
     for managed in tensors:
         here = managed.tensor.device
-        if here.type != "meta" and (
-            here.type != device.type or here.index not in (None, device.index)
-        ):
+        fits = here.type == device.type and here.index in (None, device.index)
+        if here.type != "meta" and not fits:
             raise AnnotationError(
                 f"{verb}: '{managed.fqn}' is on {here}, and the ranks of the mesh communicate on"
                 f" {device}; call module.to('{device}') before annotating it"

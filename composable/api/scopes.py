@@ -107,9 +107,8 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
         units = units_below([unwrapped(module)])
     prepare(units)
     for unit in units:
-        if (
-            not unit.step.calls
-        ):  # in its own forward nothing changes: the end of that reshards as usual
+        # in its own forward nothing changes: the end of that reshards as usual
+        if not unit.step.calls:
             unit.keep(EXPLICIT)
         unit.unshard()
     pending = Unsharding(units)
