@@ -266,11 +266,11 @@ def refuse_unfit_extension(
     device: torch.device,
 ) -> None:
     """Raise for a parameter with FSDP2's extension protocol that cannot be cut over a mesh."""
-    parameter, name = managed.tensor, full_name(managed)
+    parameter = managed.tensor
     plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
     if plain or is_packed(parameter):
         return
-    after = settings["reshard_after_forward"]
+    name, after = full_name(managed), settings["reshard_after_forward"]
     is_strided = not parameter.is_contiguous()
     is_number = after is not None and not isinstance(after, bool)
     pass_a_bool = "Pass reshard_after_forward=True, False or None"
@@ -326,10 +326,8 @@ def warn_of_padding(units: Iterable[Unit]) -> None:
     """Log the first large parameter that leaves ranks empty, and what to write: experts that are
     stacked in one parameter, and that `shard_placement_fn` or FSDP2's defaults shard by experts.
     """
-    groups = [(unit, group) for unit in units for group in unit.groups]
+    groups = [(unit, group) for unit in units for group in unit.groups if group.shard is not None]
     for unit, group in groups:
-        if group.shard is None:
-            continue
         for param, slot in zip(group.params, group.slots, strict=True):
             order = slot.order or tuple(range(len(slot.shape)))
             shape = tuple(slot.shape[order.index(dim)] for dim in range(len(order)))
@@ -367,8 +365,7 @@ def refuse_wrapped(
     """
     managed = {id(each.tensor) for each in parameters}
     for fqn, below in [named for module in modules for named in module.named_modules()]:
-        left_out: set[str] = set()
-        cure = "Leave one of the two out"
+        cure, left_out = "Leave one of the two out", set[str]()
         if isinstance(below, DistributedDataParallel):
             by = "is a DistributedDataParallel already"
             cure = f"Do not wrap: annotate the {type(below.module).__name__} in its place"

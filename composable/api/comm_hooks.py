@@ -236,11 +236,10 @@ def _inside(hook: Any) -> str:
     """
     while True:
         module = str(getattr(hook, "__module__", ""))
+        encloses = getattr(getattr(hook, "__code__", None), "co_freevars", ())
         if isinstance(hook, partial):
             hook = hook.func
-        elif module.startswith(_TORCHS) and "hook" in getattr(
-            getattr(hook, "__code__", None), "co_freevars", ()
-        ):
+        elif module.startswith(_TORCHS) and "hook" in encloses:
             hook = inspect.getclosurevars(hook).nonlocals["hook"]
         else:
             return f"{module}.{getattr(hook, '__qualname__', '')}"
