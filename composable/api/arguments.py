@@ -203,6 +203,11 @@ def warn_of_no_offload(device: torch.device) -> None:
         )
 
 
+def ranks_after_forward(value: bool | int | None) -> int | None:
+    """The number of ranks that `reshard_after_forward` says; None where it says something else."""
+    return None if isinstance(value, bool) else value
+
+
 def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
     """Raise unless it is None, True, False, or a number that divides that of the ranks that shard
     together.
@@ -212,13 +217,12 @@ def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
             "reshard_after_forward must be None, True, False or a number of ranks, got"
             f" {kind_of(value)}"
         )
-    if spread is not None and value is not None and not isinstance(value, bool):
-        size = spread.mesh.size(spread.shard_dim)
-        if value < 1 or size % value:
-            raise MeshError(
-                f"reshard_after_forward={value}: parameters are sharded over {size} ranks, which"
-                f" {value} does not divide."
-            )
+    ranks = ranks_after_forward(value)
+    if spread is not None and ranks is not None and (ranks < 1 or spread.num_shards % ranks):
+        raise MeshError(
+            f"reshard_after_forward={value}: parameters are sharded over {spread.num_shards} ranks,"
+            f" which {value} does not divide."
+        )
 
 
 def bucket_bytes_of(mib: Any) -> int:
@@ -252,6 +256,11 @@ def dim_without_padding(
     return best, here / numel
 
 
+def has_own_class(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is neither a plain one nor a `DTensor`."""
+    return type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor)
+
+
 def _largest_part(parameter: nn.Parameter) -> Sequence[int]:
     """The largest shape that a tensor-parallel rank has, so that these ranks choose alike; nothing
     of a declared part, of which a rank knows its own shape only.
@@ -278,7 +287,7 @@ def placement_of(
         ranks: that shard together.
     """
     parameter = managed.tensor
-    if choose is None and (type(parameter) is nn.Parameter or isinstance(parameter, DTensor)):
+    if choose is None and not has_own_class(parameter):
         shape = _largest_part(parameter)
         found = dim_without_padding(shape, 0, ranks, parameter.element_size())
         return (0 if parameter.ndim else None) if found is None else found[0], None

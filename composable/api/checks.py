@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from composable.api.arguments import dim_without_padding
+from composable.api.arguments import dim_without_padding, has_own_class, ranks_after_forward
 from composable.api.mesh import Spread, part_of
 from composable.comm import is_distributed
 from composable.comm.mesh_info import communication_device
@@ -229,11 +229,11 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 )
         if verb != SHARD or not is_distributed():
             continue
-        plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
-        if not plain and is_packed(parameter):
+        own_class = has_own_class(parameter)
+        if own_class and is_packed(parameter):
             if said := refusal_of(full_name(managed), parameter):
                 raise AnnotationError(said)
-        elif not plain and not _half_or_all(full_name(managed), parameter):
+        elif own_class and not _half_or_all(full_name(managed), parameter):
             raise AnnotationError(
                 f"parameter '{full_name(managed)}' is of class {type(parameter).__name__}; only a"
                 " plain nn.Parameter can be cut, and what its class adds would be lost. Leave it"
@@ -267,18 +267,16 @@ def refuse_unfit_extension(
 ) -> None:
     """Raise for a parameter with FSDP2's extension protocol that cannot be cut over a mesh."""
     parameter = managed.tensor
-    plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
-    if plain or is_packed(parameter):
+    if not has_own_class(parameter) or is_packed(parameter):
         return
-    name, after = full_name(managed), settings["reshard_after_forward"]
-    is_strided = not parameter.is_contiguous()
-    is_number = after is not None and not isinstance(after, bool)
+    name, is_strided = full_name(managed), not parameter.is_contiguous()
+    ranks = ranks_after_forward(settings["reshard_after_forward"])
     pass_a_bool = "Pass reshard_after_forward=True, False or None"
     leaves = settings["grouping"].on_host and communication_device(over.mesh, device).type != "cpu"
     refusals = (
         (dim != 0, f"cut along dimension {dim}", "shard_placement_fn must return Shard(0)"),
         (is_strided, "cut while it is not contiguous", "Make it contiguous before"),
-        (is_number, f"kept over {after} ranks after forward", pass_a_bool),
+        (ranks is not None, f"kept over {ranks} ranks after forward", pass_a_bool),
         (leaves, "offloaded", "Leave offload_policy out"),
     )
     for refused, what, instead in refusals:

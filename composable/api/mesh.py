@@ -100,9 +100,8 @@ def _accelerator() -> torch.device | None:
 def _real_device(modules: Sequence[nn.Module]) -> torch.device | None:
     """The device of the first parameter that is not on the meta device."""
     parameters = chain.from_iterable(module.parameters() for module in modules)
-    return next(
-        (parameter.device for parameter in parameters if parameter.device.type != "meta"), None
-    )
+    devices = (parameter.device for parameter in parameters)
+    return next((device for device in devices if device.type != "meta"), None)
 
 
 def device_of(modules: Sequence[nn.Module]) -> torch.device:

@@ -152,11 +152,8 @@ def synchronise(
         ]
         compared |= {"verbs": [], "parameters": [], "buffers": [], "arguments": meshes}
     lowest, highest = comm.min_max([0, *map(_digest, compared.values())], _LAUNCH)
-    differ = {
-        topic
-        for topic, low, high in zip(("", *compared), lowest, highest, strict=True)
-        if low != high
-    }
+    topics = zip(("", *compared), lowest, highest, strict=True)
+    differ = {topic for topic, low, high in topics if low != high}
     if differ - ({"devices"} if mode == "broadcast" else set()):
         raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(told, _LAUNCH)))
     if mode == "broadcast":  # gives values to what is on the meta device

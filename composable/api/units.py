@@ -192,18 +192,16 @@ def _planned_units(
     ignored |= {id(p): None for module in replicated for p in module.parameters(False)}
     picked = {module: own for module, own in picked.items() if module not in replicated}
     managed = managed_parameters(modules, ignored=ignored)
-    tied = checks.tied_to_replicated(
-        verb, modules, managed, None if spread is None else spread.mesh
-    )
+    mesh = None if spread is None else spread.mesh
+    tied = checks.tied_to_replicated(verb, modules, managed, mesh)
     left_out = {id(each.tensor) for _, each in tied}
     managed = [each for each in managed if id(each.tensor) not in left_out]
     checks.refuse_wrapped(verb, modules, managed)
     held = managed_buffers(modules, ignored=ignored)
     checks.refuse_lazy([*managed, *held])
     checks.refuse_unfit(verb, managed)
-    inherited = arguments.inherited_policies(
-        modules, picked, arguments.precision_policy(verb, options["mp_policy"])
-    )
+    precision = arguments.precision_policy(verb, options["mp_policy"])
+    inherited = arguments.inherited_policies(modules, picked, precision)
     units = [(modules, options)]
     units += [((u,), {**options, "mp_policy": inherited[u], **own}) for u, own in picked.items()]
     shares = by_unit(modules, list(picked), managed)
@@ -416,6 +414,5 @@ def _mesh_info(verb: str, plan: UnitPlan, spread: Spread | None) -> MeshInfo:
     mesh, device = spread.mesh, communication_device(spread.mesh, plan.device)
     if verb == REPLICATE:
         return mesh_info_of_replicas(mesh, device)
-    after = plan.settings["reshard_after_forward"]
-    ranks = None if after is None or isinstance(after, bool) else after
+    ranks = arguments.ranks_after_forward(plan.settings["reshard_after_forward"])
     return mesh_info_of_shards(mesh, device, shard_dim=spread.shard_dim, post_forward_ranks=ranks)
