@@ -108,16 +108,9 @@ def launch_reductions(model: nn.Module) -> Callable[[], None]:
     """
     units = units_in("reduce_gradients", model)
     end_interrupted(units)
-    running = next(
-        (
-            unit.name
-            for unit in units
-            if unit.step.calls or (unit.root is not None and unit.root.step.running)
-        ),
-        None,
-    )
-    if in_backward() or running is not None:
-        where = "a backward" if in_backward() else f"the forward of unit '{running}'"
+    running = [u for u in units if u.step.calls or (u.root is not None and u.root.step.running)]
+    if in_backward() or running:
+        where = "a backward" if in_backward() else f"the forward of unit '{running[0].name}'"
         raise PhaseError(
             f"reduce_gradients was called inside {where}, where gradients are still to come. Call"
             " it when backward() has returned; or leave it out, and run the last backward outside"

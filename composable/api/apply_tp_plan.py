@@ -19,12 +19,7 @@ from composable.api.sync_module_states import failures_told, refuse_unknown_mode
 from composable.comm import comm_of
 from composable.comm.mesh_info import communication_device
 from composable.contract.contract import registry
-from composable.contract.tree import (
-    REPLICATE,
-    SHARD,
-    managed_buffers,
-    managed_parameters,
-)
+from composable.contract.tree import REPLICATE, SHARD, managed_buffers, managed_parameters
 from composable.errors import AnnotationError
 from composable.features.packed import is_packed
 

@@ -25,7 +25,7 @@ from composable.api.mesh import Spread
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
-from composable.errors import AnnotationError, what_is_there
+from composable.errors import AnnotationError, MeshError, what_is_there
 from composable.features.spread import spread_of
 from composable.memory.streams import has_streams
 from composable.policies.base import by_all_names, kind_of
@@ -99,12 +99,8 @@ def exact_modules(
 
 def ids_of_exact(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> set[int]:
     """The ids of all modules in and below `modules` that keep their dtype, in any unit."""
-    kept = [
-        each
-        for module in modules
-        for each in module.modules()
-        if isinstance(each, precision.exact_classes)
-    ]
+    every = [each for module in modules for each in module.modules()]
+    kept = [each for each in every if isinstance(each, precision.exact_classes)]
     return {id(below) for module in kept for below in module.modules()}
 
 
@@ -207,6 +203,28 @@ def warn_of_no_offload(device: torch.device) -> None:
         )
 
 
+def ranks_after_forward(value: bool | int | None) -> int | None:
+    """The number of ranks that `reshard_after_forward` says; None where it says something else."""
+    return None if isinstance(value, bool) else value
+
+
+def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
+    """Raise unless it is None, True, False, or a number that divides that of the ranks that shard
+    together.
+    """
+    if not isinstance(value, int | None):
+        raise AnnotationError(
+            "reshard_after_forward must be None, True, False or a number of ranks, got"
+            f" {kind_of(value)}"
+        )
+    ranks = ranks_after_forward(value)
+    if spread is not None and ranks is not None and (ranks < 1 or spread.num_shards % ranks):
+        raise MeshError(
+            f"reshard_after_forward={value}: parameters are sharded over {spread.num_shards} ranks,"
+            f" which {value} does not divide."
+        )
+
+
 def bucket_bytes_of(mib: Any) -> int:
     if type(mib) not in (int, float) or mib <= 0:
         raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {mib!r}")
@@ -238,6 +256,11 @@ def dim_without_padding(
     return best, here / numel
 
 
+def has_own_class(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is neither a plain one nor a `DTensor`."""
+    return type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor)
+
+
 def _largest_part(parameter: nn.Parameter) -> Sequence[int]:
     """The largest shape that a tensor-parallel rank has, so that these ranks choose alike; nothing
     of a declared part, of which a rank knows its own shape only.
@@ -264,7 +287,7 @@ def placement_of(
         ranks: that shard together.
     """
     parameter = managed.tensor
-    if choose is None and (type(parameter) is nn.Parameter or isinstance(parameter, DTensor)):
+    if choose is None and not has_own_class(parameter):
         shape = _largest_part(parameter)
         found = dim_without_padding(shape, 0, ranks, parameter.element_size())
         return (0 if parameter.ndim else None) if found is None else found[0], None
@@ -305,9 +328,8 @@ def refuse_elsewhere(verb: str, tensors: Sequence[Managed[Any]], device: torch.d
     """Raise for tensors that are neither on `device` nor on the meta device."""
     for managed in tensors:
         here = managed.tensor.device
-        if here.type != "meta" and (
-            here.type != device.type or here.index not in (None, device.index)
-        ):
+        fits = here.type == device.type and here.index in (None, device.index)
+        if here.type != "meta" and not fits:
             raise AnnotationError(
                 f"{verb}: '{managed.fqn}' is on {here}, and the ranks of the mesh communicate on"
                 f" {device}; call module.to('{device}') before annotating it"

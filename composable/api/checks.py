@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from composable.api.arguments import dim_without_padding
+from composable.api.arguments import dim_without_padding, has_own_class, ranks_after_forward
 from composable.api.mesh import Spread, part_of
 from composable.comm import is_distributed
 from composable.comm.mesh_info import communication_device
@@ -48,17 +48,17 @@ def _owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
     place.
     """
     label = label_of(parameter)
-    unit = (
-        None if label is None or label.owner is None or label.form == "removed" else label.owner()
-    )
-    if unit is not None and unit.modules:
-        infos = {place: info for info in unit.spec.params for place in info.places}
-        for param in unit.params:  # some may have been tied to others, or untied, since
-            info = infos.get(param.info.places[0], param.info)
-            if any(parameter is known for known in (param.original(), param.own)) or any(
-                place.registered is parameter for place in info.places
-            ):
-                return unit, info
+    if label is None or label.owner is None or label.form == "removed":
+        return None
+    unit = label.owner()
+    if unit is None or not unit.modules:
+        return None
+    infos = {place: info for info in unit.spec.params for place in info.places}
+    for param in unit.params:  # some may have been tied to others, or untied, since
+        info = infos.get(param.info.places[0], param.info)
+        forms = (param.original(), param.own, *(place.registered for place in info.places))
+        if any(parameter is form for form in forms):
+            return unit, info
     return None
 
 
@@ -88,9 +88,7 @@ def tied_to_replicated(
             continue
         unit, info = owner
         by, first = unit.spec.verb, unit.modules[0]
-        of_owner = {
-            id(each): fqn for module in unit.modules for fqn, each in module.named_modules()
-        }
+        of_owner = {id(each): fqn for top in unit.modules for fqn, each in top.named_modules()}
         if all(id(module) in of_owner for module in modules):
             name = of_owner[id(modules[0])]
             inner = f"'{name}'" if name else module_name(modules[0])
@@ -108,20 +106,18 @@ def tied_to_replicated(
                 f" one unit: {verb}([a, b]). A slice such as model[:2] is a module of its own,"
                 " which the model never calls: annotate the list [*model[:2]] instead"
             )
-        if by == SHARD:
-            why = _SHARDED_APART
-        elif verb == SHARD and not all(id(module) in below for module in unit.modules):
-            why = _REPLICATED_APART
-        elif verb == REPLICATE and unit.spec.mesh_info.mesh != mesh:
-            why = _ON_ANOTHER_MESH
-        elif unit.spec.mp_policy.param_dtype not in (None, managed.tensor.dtype):
-            why = _CAST_APART
-        else:
-            tied.append((unit, managed))
-            continue
-        raise TiedParametersError(
-            f"parameter '{full_name(managed)}' is tied to '{full_name(info)}', which {why}"
-        )
+        refusals = {
+            _SHARDED_APART: by == SHARD,
+            _REPLICATED_APART: verb == SHARD and any(id(m) not in below for m in unit.modules),
+            _ON_ANOTHER_MESH: verb == REPLICATE and unit.spec.mesh_info.mesh != mesh,
+            _CAST_APART: unit.spec.mp_policy.param_dtype not in (None, managed.tensor.dtype),
+        }
+        for why, refused in refusals.items():
+            if refused:
+                raise TiedParametersError(
+                    f"parameter '{full_name(managed)}' is tied to '{full_name(info)}', which {why}"
+                )
+        tied.append((unit, managed))
     return tied
 
 
@@ -135,14 +131,14 @@ _REPLICATED_APART: Final = (
     " parameter replicated, or both modules alike, as one unit: replicate([a, b]) or"
     " fully_shard([a, b])"
 )
+_ON_ANOTHER_MESH: Final = (
+    "is replicated over another mesh. Pass the same mesh to both, or annotate both modules as one"
+    " unit: replicate([a, b])"
+)
 # The cast is there while the unit is entered; another one would compute with the user's parameter.
 _CAST_APART: Final = (
     "is replicated, and cast in the forward of that unit only. Annotate both modules as one unit:"
     " replicate([a, b]); or name the units in policy=, which keeps tied parameters together"
-)
-_ON_ANOTHER_MESH: Final = (
-    "is replicated over another mesh. Pass the same mesh to both, or annotate both modules as one"
-    " unit: replicate([a, b])"
 )
 
 # --- parameters that no annotation can manage ----------------------------------------------------
@@ -167,10 +163,10 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
 
 def refuse_spread(verb: str, managed: Managed[nn.Parameter], over: Spread | None) -> None:
     """Raise for what is no tensor-parallel parameter beside the dimensions of `over`."""
-    name, parameter, given = full_name(managed), managed.tensor, spread_of(managed.tensor)
+    given = spread_of(managed.tensor)
     if given is None:
         return
-    own_mesh, placements = given
+    name, parameter, (own_mesh, placements) = full_name(managed), managed.tensor, given
     spread = f"parameter '{name}' is a DTensor already ({placements})"
     if not isinstance(parameter, DTensor):
         spread = f"parameter '{name}' is declared as a part ({placements})"
@@ -233,12 +229,11 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 )
         if verb != SHARD or not is_distributed():
             continue
-        if (
-            type(parameter) is not nn.Parameter
-            and not isinstance(parameter, DTensor)
-            and not _is_whole_packing(full_name(managed), parameter)
-            and not _half_or_all(full_name(managed), parameter)
-        ):
+        own_class = has_own_class(parameter)
+        if own_class and is_packed(parameter):
+            if said := refusal_of(full_name(managed), parameter):
+                raise AnnotationError(said)
+        elif own_class and not _half_or_all(full_name(managed), parameter):
             raise AnnotationError(
                 f"parameter '{full_name(managed)}' is of class {type(parameter).__name__}; only a"
                 " plain nn.Parameter can be cut, and what its class adds would be lost. Leave it"
@@ -253,14 +248,6 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 f" gradients of sharded parameters are dense. Call replicate() on the {kind}"
                 " before, or make it with sparse=False"
             )
-
-
-def _is_whole_packing(name: str, parameter: nn.Parameter) -> bool:
-    """Whether `parameter` has packed bytes. Raises for one that cannot be cut."""
-    packed = is_packed(parameter)
-    if packed and (said := refusal_of(name, parameter)):
-        raise AnnotationError(said)
-    return packed
 
 
 def _half_or_all(name: str, tensor: Tensor) -> bool:
@@ -279,29 +266,28 @@ def refuse_unfit_extension(
     device: torch.device,
 ) -> None:
     """Raise for a parameter with FSDP2's extension protocol that cannot be cut over a mesh."""
-    parameter, name = managed.tensor, full_name(managed)
-    plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
-    if plain or is_packed(parameter):
+    parameter = managed.tensor
+    if not has_own_class(parameter) or is_packed(parameter):
         return
-    what, instead, after = "", "", settings["reshard_after_forward"]
-    if dim != 0:
-        what, instead = f"cut along dimension {dim}", "shard_placement_fn must return Shard(0)"
-    elif not parameter.is_contiguous():
-        what, instead = "cut while it is not contiguous", "Make it contiguous before"
-    elif after is not None and not isinstance(after, bool):
-        what = f"kept over {after} ranks after forward"
-        instead = "Pass reshard_after_forward=True, False or None"
-    elif settings["grouping"].on_host and communication_device(over.mesh, device).type != "cpu":
-        what, instead = "offloaded", "Leave offload_policy out"
-    if what:
-        raise AnnotationError(
-            f"parameter '{name}' ({type(parameter).__name__}) is gathered in a form of its own,"
-            f" and cannot be {what}. {instead}, or leave it out with ignored_params"
-        )
+    name, is_strided = full_name(managed), not parameter.is_contiguous()
+    ranks = ranks_after_forward(settings["reshard_after_forward"])
+    pass_a_bool = "Pass reshard_after_forward=True, False or None"
+    leaves = settings["grouping"].on_host and communication_device(over.mesh, device).type != "cpu"
+    refusals = (
+        (dim != 0, f"cut along dimension {dim}", "shard_placement_fn must return Shard(0)"),
+        (is_strided, "cut while it is not contiguous", "Make it contiguous before"),
+        (ranks is not None, f"kept over {ranks} ranks after forward", pass_a_bool),
+        (leaves, "offloaded", "Leave offload_policy out"),
+    )
+    for refused, what, instead in refusals:
+        if refused:
+            raise AnnotationError(
+                f"parameter '{name}' ({type(parameter).__name__}) is gathered in a form of its own,"
+                f" and cannot be {what}. {instead}, or leave it out with ignored_params"
+            )
     try:
-        cloned(
-            pieces_of(parameter, over.num_shards)[0]
-        )  # as each rank does whose shard is not empty
+        # as each rank does whose shard is not empty
+        cloned(pieces_of(parameter, over.num_shards)[0])
     except AnnotationError as error:
         raise AnnotationError(
             f"parameter '{name}': {error}, or leave it out with ignored_params"
@@ -338,10 +324,8 @@ def warn_of_padding(units: Iterable[Unit]) -> None:
     """Log the first large parameter that leaves ranks empty, and what to write: experts that are
     stacked in one parameter, and that `shard_placement_fn` or FSDP2's defaults shard by experts.
     """
-    groups = [(unit, group) for unit in units for group in unit.groups]
+    groups = [(unit, group) for unit in units for group in unit.groups if group.shard is not None]
     for unit, group in groups:
-        if group.shard is None:
-            continue
         for param, slot in zip(group.params, group.slots, strict=True):
             order = slot.order or tuple(range(len(slot.shape)))
             shape = tuple(slot.shape[order.index(dim)] for dim in range(len(order)))
@@ -379,8 +363,7 @@ def refuse_wrapped(
     """
     managed = {id(each.tensor) for each in parameters}
     for fqn, below in [named for module in modules for named in module.named_modules()]:
-        left_out: set[str] = set()
-        cure = "Leave one of the two out"
+        cure, left_out = "Leave one of the two out", set[str]()
         if isinstance(below, DistributedDataParallel):
             by = "is a DistributedDataParallel already"
             cure = f"Do not wrap: annotate the {type(below.module).__name__} in its place"

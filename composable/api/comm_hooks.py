@@ -236,11 +236,10 @@ def _inside(hook: Any) -> str:
     """
     while True:
         module = str(getattr(hook, "__module__", ""))
+        encloses = getattr(getattr(hook, "__code__", None), "co_freevars", ())
         if isinstance(hook, partial):
             hook = hook.func
-        elif module.startswith(_TORCHS) and "hook" in getattr(
-            getattr(hook, "__code__", None), "co_freevars", ()
-        ):
+        elif module.startswith(_TORCHS) and "hook" in encloses:
             hook = inspect.getclosurevars(hook).nonlocals["hook"]
         else:
             return f"{module}.{getattr(hook, '__qualname__', '')}"
@@ -265,10 +264,8 @@ def _check_unit(unit: Unit, outer: Unit, stage: str, where: str) -> None:
             " (shard_placement_fn), and a hook is given gradients of one mesh. Annotate the modules"
             " that have them as units on their mesh"
         )
-    if (unit.mesh_info.all, unit.mesh_info.replicas) != (
-        outer.mesh_info.all,
-        outer.mesh_info.replicas,
-    ):
+    own, other = unit.mesh_info, outer.mesh_info
+    if own.all is not other.all or own.replicas != other.replicas:
         raise MeshError(
             f"{_VERB}: unit '{unit.name}' is on another mesh than the module that the hook is for."
             " Register a hook for each, with a state of its own"

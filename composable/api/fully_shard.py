@@ -16,6 +16,7 @@ from composable.engine.edits.removal import before_removal
 from composable.engine.step.unit import Unit
 from composable.policies import PolicyLike
 
+_PREFETCHED: Final = "the recorded order is always prefetched; prefetch= says how many units ahead"
 _EQUIVALENTS: Final = {
     "auto_wrap_policy": "policy=",
     "sharding_strategy": (
@@ -29,12 +30,8 @@ _EQUIVALENTS: Final = {
     "ignored_states": "ignored_params=",
     "device_id": "the mesh says which device; leave it out",
     "limit_all_gathers": "gathers are always limited; leave it out",
-    "forward_prefetch": (
-        "the recorded order is always prefetched; prefetch= says how many units ahead"
-    ),
-    "backward_prefetch": (
-        "the recorded order is always prefetched; prefetch= says how many units ahead"
-    ),
+    "forward_prefetch": _PREFETCHED,
+    "backward_prefetch": _PREFETCHED,
     "param_init_fn": (
         "initialise the module before annotating it; initialisers draw numbers shard by shard"
         " afterwards"

@@ -30,7 +30,7 @@ from composable.comm import (
 from composable.comm.launch import Launch
 from composable.comm.mesh_info import communication_device
 from composable.contract.tree import SHARD
-from composable.errors import AnnotationError, MeshError, RanksDisagreeError
+from composable.errors import MeshError, RanksDisagreeError
 from composable.policies.base import kind_of
 from composable.torch_private import flattened, root_of
 
@@ -100,9 +100,8 @@ def _accelerator() -> torch.device | None:
 def _real_device(modules: Sequence[nn.Module]) -> torch.device | None:
     """The device of the first parameter that is not on the meta device."""
     parameters = chain.from_iterable(module.parameters() for module in modules)
-    return next(
-        (parameter.device for parameter in parameters if parameter.device.type != "meta"), None
-    )
+    devices = (parameter.device for parameter in parameters)
+    return next((device for device in devices if device.type != "meta"), None)
 
 
 def device_of(modules: Sequence[nn.Module]) -> torch.device:
@@ -283,12 +282,9 @@ def _refuse_different_dims(verb: str, mesh: DeviceMesh, named: dict[str, tuple[s
     """Raise on all ranks of `mesh` if they name other dimensions: the groups that are made next
     need all of them.
     """
-    if mesh.get_coordinate() is None:
-        return
     launch = Launch(f"dp_mesh_dims of {verb}()")
     said = {repr(named): dist.get_rank()}  # by the first rank that says so
-    for group in mesh.get_all_groups():
-        comm = comm_of(group, communication_device(mesh, _CPU))
+    for comm in comms_along(mesh, communication_device(mesh, _CPU)):
         for told in comm.all_gather_objects(said, launch):
             said |= {text: min(rank, said.get(text, rank)) for text, rank in told.items()}
     if len(said) > 1:
@@ -353,6 +349,12 @@ def _mesh_of_pair(
     return joint_mesh(verb, column, Spread(row), _CPU, refusal)
 
 
+def comms_along(mesh: DeviceMesh, device: torch.device) -> list[Comm]:
+    """The communicators of each dimension of `mesh`; none on a rank outside of it."""
+    inside = mesh.get_coordinate() is not None
+    return [comm_of(group, device) for group in mesh.get_all_groups()] if inside else []
+
+
 def part_of(mesh: DeviceMesh, dims: Sequence[int]) -> DeviceMesh | None:
     if len(dims) == mesh.ndim:
         return mesh
@@ -379,8 +381,8 @@ def joint_mesh(
     }
     mine = [known[rank] for rank in ranks]
     said = [mine]
-    for dim in range(own.ndim):
-        said += comm_of(own.get_group(dim), at).all_gather_objects(mine, launch)
+    for comm in comms_along(own, at):
+        said += comm.all_gather_objects(mine, launch)
     parts = [torch.tensor(each, device="cpu") for each in mine]
     fits = all(each == mine for each in said) and all(each.shape == own.shape for each in parts)
     if fits:
@@ -401,7 +403,7 @@ def joint_mesh(
         name if name != "dim" and both.count(name) == 1 else f"{name}_{dim}"
         for dim, name in enumerate(both)
     )
-    groups = [*map(own.get_group, range(own.ndim)), *map(mesh.get_group, range(mesh.ndim))]
+    groups = [*own.get_all_groups(), *mesh.get_all_groups()]
     kind = mesh.device_type
     return _once(
         groups[-1],
@@ -411,11 +413,12 @@ def joint_mesh(
 
 
 def _not_a_mesh(verb: str, given: object) -> MeshError:
-    outside = (
-        ", which new_group() returns on ranks outside of the group: annotate the module on the"
-        " ranks of the group alone"
-    )
-    said = outside if given is dist.GroupMember.NON_GROUP_MEMBER else ""
+    said = ""
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        said = (
+            ", which new_group() returns on ranks outside of the group: annotate the module on the"
+            " ranks of the group alone"
+        )
     return MeshError(
         f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got"
         f" {type(given).__name__}{said}."
@@ -431,10 +434,9 @@ def _shard_dim(verb: str, mesh: DeviceMesh) -> int:
     if sorted(said) != sorted(_ROLES):
         raise MeshError(
             f"{verb}: of a mesh of two dimensions, one is sharded over and the other one replicated"
-            " over. The names of this "
-            f"one, {names}, do not say which: let one contain 'replicate' and the other one"
-            " 'shard'. To shard over one "
-            f'dimension alone, pass mesh["{names[0]}"] or mesh["{names[1]}"]; over both, name them'
+            f" over. The names of this one, {names}, do not say which: let one contain 'replicate'"
+            " and the other one 'shard'. To shard over one dimension alone, pass"
+            f' mesh["{names[0]}"] or mesh["{names[1]}"]; over both, name them'
             f" in dp_mesh_dims=DataParallelMeshDims(shard={names})."
         )
     return said.index("shard")
@@ -459,21 +461,3 @@ def own_spread(verb: str, name: str, given: DeviceMesh | Spread, spread: Spread)
             " mesh, which all ranks that run the module are in"
         )
     return own
-
-
-def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
-    """Raise unless it is None, True, False, or a number that divides that of the ranks that shard
-    together.
-    """
-    if not isinstance(value, int | None):
-        raise AnnotationError(
-            "reshard_after_forward must be None, True, False or a number of ranks, got"
-            f" {kind_of(value)}"
-        )
-    if spread is not None and value is not None and not isinstance(value, bool):
-        size = spread.mesh.size(spread.shard_dim)
-        if value < 1 or size % value:
-            raise MeshError(
-                f"reshard_after_forward={value}: parameters are sharded over {size} ranks, which"
-                f" {value} does not divide."
-            )

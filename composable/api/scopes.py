@@ -107,9 +107,8 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
         units = units_below([unwrapped(module)])
     prepare(units)
     for unit in units:
-        if (
-            not unit.step.calls
-        ):  # in its own forward nothing changes: the end of that reshards as usual
+        # in its own forward nothing changes: the end of that reshards as usual
+        if not unit.step.calls:
             unit.keep(EXPLICIT)
         unit.unshard()
     pending = Unsharding(units)
@@ -222,10 +221,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     kind = type(module)
     own = vars(module).get(name, getattr(kind, name, None))
     if not callable(own):
-        names = [
-            each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each))
-        ]
-        near = did_you_mean(name, names)
+        public = [each for each in dir(kind) if not each.startswith("_")]
+        near = did_you_mean(name, [each for each in public if callable(getattr(kind, each))])
         raise NotAnnotatedError(
             f"register_forward_method: no method '{name}' on {kind.__name__}{near}"
         )

@@ -98,14 +98,10 @@ def select_callable(
     found = {module: overrides for module, overrides in picked.items() if has_forward(module)}
     if not found:
         require_callable(next(iter(picked)), **so)
-    if passed := [
-        describe_module(module, find_fqn(module)) for module in picked if module not in found
-    ]:
-        logger.warning(
-            "%s: the policy picks %s; containers without a forward are passed over",
-            verb,
-            few(passed),
-        )
+    passed = [describe_module(each, find_fqn(each)) for each in picked if each not in found]
+    if passed:
+        said = "%s: the policy picks %s; containers without a forward are passed over"
+        logger.warning(said, verb, few(passed))
     for module, overrides in found.items():
         if unknown := [keyword for keyword in overrides if keyword not in allowed]:
             near = did_you_mean(unknown[0], allowed)

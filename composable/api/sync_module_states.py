@@ -69,15 +69,16 @@ def _kind(entry: Managed[Tensor]) -> str:
     return "parameter" if isinstance(entry.tensor, nn.Parameter) else "buffer"
 
 
+def _name(entry: Managed[Tensor]) -> str:
+    return f"{_kind(entry)} '{entry.fqn}'"
+
+
 def _describe(entry: Managed[Tensor]) -> str:
     """All that must be the same on all ranks but the values."""
     dtype = str(entry.tensor.dtype).removeprefix("torch.")
     frozen = ", frozen" if _kind(entry) == "parameter" and not entry.tensor.requires_grad else ""
-    tied = (
-        f", tied to {', '.join(repr(place.fqn) for place in entry.places[1:])}"
-        if len(entry.places) > 1
-        else ""
-    )
+    others = [repr(place.fqn) for place in entry.places[1:]]
+    tied = f", tied to {', '.join(others)}" if others else ""
     found = spread_of(entry.tensor)
     spread = "" if found is None else f", {found[1]} over a {tuple(found[0].shape)} mesh"
     return f"'{entry.fqn}' {tuple(entry.tensor.shape)} {dtype}{frozen}{tied}{spread}"
@@ -128,7 +129,6 @@ def synchronise(
     together = [entry for entry in entries if id(entry.tensor) not in apart]
     values = fingerprints([entry.tensor for entry in together]) if mode == "check" else []
     on_meta = [entry.tensor.is_meta for entry in entries]
-    names = [f"{_kind(entry)} '{entry.fqn}'" for entry in entries]
     treated = [f"for '{each.fqn}' {text}" for each, text in zip(parameters, treatment, strict=True)]
     told = {
         "verbs": [verb],
@@ -137,11 +137,11 @@ def synchronise(
         "buffers": list(map(_describe, entries[len(parameters) :])),
         "arguments": treated,
         "devices": [
-            f"{name} {'on meta' if meta else 'with values'}"
-            for name, meta in zip(names, on_meta, strict=True)
+            f"{_name(entry)} {'on meta' if entry.tensor.is_meta else 'with values'}"
+            for entry in entries
         ],
         "values": [
-            f"{_kind(entry)} '{entry.fqn}' with fingerprint {value:x}"
+            f"{_name(entry)} with fingerprint {value:x}"
             for entry, value in zip(together, values, strict=False)
         ],
     }
@@ -152,11 +152,8 @@ def synchronise(
         ]
         compared |= {"verbs": [], "parameters": [], "buffers": [], "arguments": meshes}
     lowest, highest = comm.min_max([0, *map(_digest, compared.values())], _LAUNCH)
-    differ = {
-        topic
-        for topic, low, high in zip(("", *compared), lowest, highest, strict=True)
-        if low != high
-    }
+    topics = zip(("", *compared), lowest, highest, strict=True)
+    differ = {topic for topic, low, high in topics if low != high}
     if differ - ({"devices"} if mode == "broadcast" else set()):
         raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(told, _LAUNCH)))
     if mode == "broadcast":  # gives values to what is on the meta device
@@ -211,7 +208,7 @@ def _broadcast(
     for entry, home, column in zip(entries, rows[0], zip(*rows, strict=True), strict=True):
         if not home and any(column):
             raise RanksDisagreeError(
-                f"{verb}: {_kind(entry)} '{entry.fqn}' is on the meta device on rank 0, whose"
+                f"{verb}: {_name(entry)} is on the meta device on rank 0, whose"
                 " values sync_module_states='broadcast' gives to all ranks, and has values on"
                 f" rank {next(rank for rank, other in enumerate(column) if other)}. Build the"
                 " module with values on rank 0"

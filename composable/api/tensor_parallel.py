@@ -12,21 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.api.mesh import Spread, joint_mesh, part_of
+from composable.api.mesh import Spread, comms_along, joint_mesh, part_of
 from composable.api.selection import ids_of_ignored
-from composable.comm import Comm, comm_of
+from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.form import ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 from composable.features.packed import form_of
-from composable.features.spread import (
-    PART,
-    PartForm,
-    SpreadForm,
-    spread_like,
-    spread_of,
-)
+from composable.features.spread import PART, PartForm, SpreadForm, spread_like, spread_of
 from composable.tensors.dtensors import describe_mesh
 
 
@@ -46,12 +40,7 @@ def told_across(
         ignored = ids_of_ignored(modules, ignored_params)
     spread = [spread_of(each.tensor) for each in managed_parameters(modules, ignored=ignored)]
     meshes = dict.fromkeys(found[0] for found in spread if found is not None)
-    comms = [
-        comm_of(mesh.get_group(dim), device)
-        for mesh in meshes
-        if mesh.get_coordinate() is not None
-        for dim in range(mesh.ndim)
-    ]
+    comms = [comm for mesh in meshes for comm in comms_along(mesh, device)]
     with told_to(verb, comms, "tensor-parallel rank"):
         yield
 
@@ -102,7 +91,7 @@ def forms_of(
             joints[own, spread] = joint_mesh(verb, own, spread, device)
             _refuse_different_placements(verb, own, parameters, device)
         plain = not isinstance(tensor, DTensor)
-        shape = _whole_shape(verb, managed, mesh, placements, device) if plain else tensor.shape
+        shape = _whole_shape(verb, managed, device) if plain else tensor.shape
         kind = PartForm if plain else SpreadForm
         found.append(kind(spread_like(tensor, shape), joints[own, spread], dims))
     return found
@@ -113,10 +102,9 @@ def _refuse_different_placements(
 ) -> None:
     """Raise if the ranks of `mesh` spread a parameter over it in different ways."""
     mine = [(each.fqn, str(spread_of(each.tensor))) for each in parameters]
-    for axis in range(mesh.ndim):
-        told = comm_of(mesh.get_group(axis), device).all_gather_objects(
-            mine, launch=Launch(f"placements of parameters of {verb}()")
-        )
+    launch = Launch(f"placements of parameters of {verb}()")
+    for comm in comms_along(mesh, device):
+        told = comm.all_gather_objects(mine, launch)
         for rank, other in enumerate(told):
             for first, second in zip(told[0], other, strict=False):
                 if first != second:
@@ -127,23 +115,17 @@ def _refuse_different_placements(
                     )
 
 
-def _whole_shape(
-    verb: str,
-    managed: Managed[nn.Parameter],
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    device: torch.device,
-) -> torch.Size:
-    """Return the shape of the tensor of which each rank of `mesh` has a part.
+def _whole_shape(verb: str, managed: Managed[nn.Parameter], device: torch.device) -> torch.Size:
+    """Return the shape of the whole tensor that `declare_part` was given a part of.
 
-    All of them call this.
+    All ranks of its mesh call this.
     """
+    mesh, placements = getattr(managed.tensor, PART)
     shape = list(managed.tensor.shape)
-    for axis in reversed(range(mesh.ndim)):  # the innermost cut first
-        told = comm_of(mesh.get_group(axis), device).all_gather_objects(
-            tuple(shape), launch=Launch(f"shapes of parts of {verb}()")
-        )
-        placement, expected = placements[axis], [tuple(shape)] * len(told)
+    launch, comms = Launch(f"shapes of parts of {verb}()"), comms_along(mesh, device)
+    for comm, placement in reversed([*zip(comms, placements, strict=True)]):  # innermost cut first
+        told = comm.all_gather_objects(tuple(shape), launch)
+        expected = [tuple(shape)] * len(told)
         if isinstance(placement, Shard):
             dim = placement.dim
             shape[dim] = sum(each[dim] for each in told)

@@ -19,42 +19,9 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from composable.api import arguments, checks
 from composable.api.accumulation import no_sync
-from composable.api.arguments import (
-    bucket_bytes_of,
-    buffer_holders,
-    exact_modules,
-    ids_of_exact,
-    inherited_policies,
-    move_buffers,
-    offload_policy_of,
-    placement_of,
-    precision_policy,
-    prefetch_of,
-    refuse_elsewhere,
-    refuse_unknown_buffers,
-    warn_of_no_offload,
-)
-from composable.api.checks import (
-    refuse_lazy,
-    refuse_spread,
-    refuse_spread_offload,
-    refuse_torch_around,
-    refuse_unfit,
-    refuse_unfit_extension,
-    refuse_wrapped,
-    replicated_by_torch,
-    tied_to_replicated,
-    warn_of_gradients,
-    warn_of_padding,
-)
-from composable.api.mesh import (
-    Spread,
-    check_reshard_after_forward,
-    device_of,
-    own_spread,
-    spread_over,
-)
+from composable.api.mesh import Spread, device_of, own_spread, spread_over
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.api.tensor_parallel import forms_of, told_across, told_to
@@ -186,7 +153,7 @@ def annotate(
     for plan in plans:
         _note_meshes(name, plan)
     if name == SHARD and spread is not None:
-        warn_of_gradients(parameters)
+        checks.warn_of_gradients(parameters)
     for plan in reversed(plans[1:]):  # the innermost first
         token = _planned.set(plan)
         try:
@@ -195,9 +162,11 @@ def annotate(
             _planned.reset(token)
     unit = _attach(verb, plans[0])
     settle(modules, unit, [(owner, managed.tensor, managed.places) for owner, managed in tied])
-    warn_of_padding(state for plan in plans if (state := verb.state(plan.modules[0])) is not None)
+    checks.warn_of_padding(
+        state for plan in plans if (state := verb.state(plan.modules[0])) is not None
+    )
     if name == SHARD and any(plan.settings["grouping"].on_host for plan in plans):
-        warn_of_no_offload(comm.device)
+        arguments.warn_of_no_offload(comm.device)
 
 
 def _planned_units(
@@ -219,18 +188,20 @@ def _planned_units(
         require_callable(module)
     picked = picked_units(verb, modules, policy, tuple(options))
     ignored = ids_of_ignored(modules, ignored_params)
-    replicated = replicated_by_torch(modules) if verb == SHARD else {}
+    replicated = checks.replicated_by_torch(modules) if verb == SHARD else {}
     ignored |= {id(p): None for module in replicated for p in module.parameters(False)}
     picked = {module: own for module, own in picked.items() if module not in replicated}
     managed = managed_parameters(modules, ignored=ignored)
-    tied = tied_to_replicated(verb, modules, managed, None if spread is None else spread.mesh)
+    mesh = None if spread is None else spread.mesh
+    tied = checks.tied_to_replicated(verb, modules, managed, mesh)
     left_out = {id(each.tensor) for _, each in tied}
     managed = [each for each in managed if id(each.tensor) not in left_out]
-    refuse_wrapped(verb, modules, managed)
+    checks.refuse_wrapped(verb, modules, managed)
     held = managed_buffers(modules, ignored=ignored)
-    refuse_lazy([*managed, *held])
-    refuse_unfit(verb, managed)
-    inherited = inherited_policies(modules, picked, precision_policy(verb, options["mp_policy"]))
+    checks.refuse_lazy([*managed, *held])
+    checks.refuse_unfit(verb, managed)
+    precision = arguments.precision_policy(verb, options["mp_policy"])
+    inherited = arguments.inherited_policies(modules, picked, precision)
     units = [(modules, options)]
     units += [((u,), {**options, "mp_policy": inherited[u], **own}) for u, own in picked.items()]
     shares = by_unit(modules, list(picked), managed)
@@ -257,41 +228,43 @@ def _plan(
     buffers: list[Managed[Tensor]],
     ignored: Mapping[int, None],
 ) -> UnitPlan:
-    precision, device = precision_policy(verb, options["mp_policy"]), device_of(modules)
-    refuse_unknown_buffers(verb, top, precision)
+    precision, device = arguments.precision_policy(verb, options["mp_policy"]), device_of(modules)
+    arguments.refuse_unknown_buffers(verb, top, precision)
     settings: dict[str, Any] = {"divisor": divisor_of(verb, options["grad_reduce"])}
     if verb == SHARD:
         settings["reshard_after_forward"] = after = options["reshard_after_forward"]
-        check_reshard_after_forward(spread, after)
-        settings["prefetch"] = prefetch_of(options["prefetch"])
-        offload = offload_policy_of(
+        arguments.check_reshard_after_forward(spread, after)
+        settings["prefetch"] = arguments.prefetch_of(options["prefetch"])
+        offload = arguments.offload_policy_of(
             verb, options["offload_policy"], device if spread is None else None
         )
         # plain parameters that rest on the device: one `ShardedGroup`
         settings["grouping"] = GroupingByForm(precision, offload)
         if offload is not None and spread is not None:
-            refuse_spread_offload(share, communication_device(spread.mesh, device))
+            checks.refuse_spread_offload(share, communication_device(spread.mesh, device))
     else:
-        settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
+        settings["bucket_bytes"] = arguments.bucket_bytes_of(options["bucket_cap_mb"])
         for name in ("gradient_as_bucket_view", "broadcast_buffers"):
             require_bool(name, options[name])
         settings["keeps_buckets"] = options["gradient_as_bucket_view"]
         if spread is not None:
-            refuse_elsewhere(verb, [*share, *buffers], communication_device(spread.mesh, device))
+            arguments.refuse_elsewhere(
+                verb, [*share, *buffers], communication_device(spread.mesh, device)
+            )
         followed = buffers if options["broadcast_buffers"] else []
         settings["broadcast_buffers"] = tuple(place for each in followed for place in each.places)
-    exact, params = ids_of_exact(modules, precision), []
+    exact, params = arguments.ids_of_exact(modules, precision), []
     ranks = 1 if spread is None else spread.num_shards
     for managed in share:
         dim = own = None
         if verb == SHARD:
-            dim, given = placement_of(managed, options["shard_placement_fn"], ranks)
+            dim, given = arguments.placement_of(managed, options["shard_placement_fn"], ranks)
             if given is not None and spread is not None:
                 own = own_spread(verb, managed.fqn, given, spread)
-                check_reshard_after_forward(own, after)
+                arguments.check_reshard_after_forward(own, after)
             if (over := own or spread) is not None:
-                refuse_unfit_extension(managed, dim, over, settings, device)
-        refuse_spread(verb, managed, own or spread)
+                checks.refuse_unfit_extension(managed, dim, over, settings, device)
+        checks.refuse_spread(verb, managed, own or spread)
         is_exact = is_packed(managed.tensor) or all(
             id(place.module) in exact for place in managed.places
         )
@@ -369,13 +342,13 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
         modules=plan.modules,
         mesh_info=mesh_info,
         mp_policy=plan.precision,
-        buffer_holders=buffer_holders(plan.modules, plan.precision, plan.top),
+        buffer_holders=arguments.buffer_holders(plan.modules, plan.precision, plan.top),
         **plan.settings,
     )
     on_undo(partial(restore, unit))
     low, hooks = spec.mp_policy.param_dtype, StateDictHooks(unit)
     unit.initialize(spec, HEARS, hooks.watch)
-    for exact in exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
+    for exact in arguments.exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
     # State dicts have buffers of modules without parameters, too.
@@ -393,7 +366,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
             for _, module in walk(top, stop=(SHARD, REPLICATE)):
                 add_attribute(module, _MANAGED, _Gathers(unit))
         if name == SHARD:
-            move_buffers(plan.modules, mesh_info.device)
+            arguments.move_buffers(plan.modules, mesh_info.device)
     visit = Visit(unit)
     for module in plan.modules:
         on_undo(partial(detach, module, name))
@@ -402,7 +375,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
             # where loops written for DDP, and trainers, look for it
             on_undo(partial(unbind_method, module, "no_sync"))
             bind_method(module, "no_sync", no_sync)
-    refuse_torch_around(name, plan.modules)
+    checks.refuse_torch_around(name, plan.modules)
     return unit
 
 
@@ -437,10 +410,9 @@ def _mesh_info(verb: str, plan: UnitPlan, spread: Spread | None) -> MeshInfo:
     May create process groups: all ranks of the mesh call it together.
     """
     if spread is None:
-        return (mesh_info_of_shards if verb == SHARD else mesh_info_of_replicas)(None, plan.device)
+        return mesh_info_of_replicas(None, plan.device)
     mesh, device = spread.mesh, communication_device(spread.mesh, plan.device)
     if verb == REPLICATE:
         return mesh_info_of_replicas(mesh, device)
-    after = plan.settings["reshard_after_forward"]
-    ranks = None if after is None or isinstance(after, bool) else after
+    ranks = arguments.ranks_after_forward(plan.settings["reshard_after_forward"])
     return mesh_info_of_shards(mesh, device, shard_dim=spread.shard_dim, post_forward_ranks=ranks)
