@@ -164,7 +164,7 @@ class StateDictHooks:
             )
             return at_rest
         unit = self._unit
-        device = torch.device("cpu") if unit.spec.grouping.on_host else unit.mesh_info.device
+        device = torch.device("cpu") if unit.spec.on_host else unit.mesh_info.device
         with torch.no_grad():
             taken = PLAIN.shard_like(value, at_rest, device)
         if not assign:
