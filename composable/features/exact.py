@@ -24,10 +24,8 @@ class ExactModule:
         self._handles = (before, module.register_forward_hook(self._cast_back))
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return (
-            _cast_between(args, self._low, _dtype_of(module)),
-            _cast_between(kwargs, self._low, _dtype_of(module)),
-        )
+        inputs: tuple[Any, Any] = _cast_between((args, kwargs), self._low, _dtype_of(module))
+        return inputs
 
     def _cast_back(self, module: nn.Module, args: Any, output: Any) -> Any:
         return _cast_between(output, _dtype_of(module), self._low)

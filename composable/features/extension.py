@@ -56,11 +56,7 @@ from composable.tensors.protocol import (
     has_protocol,
     plain_parts,
 )
-from composable.torch_private import (
-    local_of,
-    storage_key,
-    up_to_collectives,
-)
+from composable.torch_private import local_of, storage_key, up_to_collectives
 
 _ALIGN: Final = 16  # bytes; kernels that copy read as many at once
 

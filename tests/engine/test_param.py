@@ -161,6 +161,19 @@ def test_hooks_are_called_by_autograd_again_when_they_are_no_longer_deferred(aga
     assert calls == ["user"]
 
 
+def test_a_handle_removes_its_hook_after_hooks_were_deferred_anew() -> None:
+    """A unit that is built anew ends the deferral and begins another: of one table of hooks."""
+    parameter, calls = nn.Parameter(torch.ones(2)), []
+    _, undo = defer_hooks(parameter, lambda _: calls.append("engine"))
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: calls.append("user"))
+    undo()
+    _, undo = defer_hooks(parameter, lambda _: calls.append("new engine"))
+    handle.remove()
+    parameter.sum().backward()
+    run_post_accumulate_hooks(parameter)
+    assert calls == ["new engine"]
+
+
 def test_deferred_hooks_move_as_hooks_of_the_user() -> None:
     source, target = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     calls: list[str] = []

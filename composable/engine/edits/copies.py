@@ -30,12 +30,7 @@ from composable.contract.tree import states_below
 from composable.engine.edits.loading import refuse_pickling
 from composable.engine.edits.tree import choose_rest
 from composable.engine.params.form import ParamForm
-from composable.engine.params.param import (
-    STEPPED_BY,
-    ManagedParam,
-    ParamInfo,
-    copy_attributes,
-)
+from composable.engine.params.param import STEPPED_BY, ManagedParam, ParamInfo, copy_attributes
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.engine.step.visit import HEARS
 from composable.errors import AnnotationError, PhaseError

@@ -75,6 +75,7 @@ class StateDictHooks:
         unit = self._unit
         for module in modules:
             undo.append(module.register_state_dict_pre_hook(self._before).remove)
+            # torch sets an attribute on this one, which a bound method cannot have
             undo.append(module.register_state_dict_post_hook(partial(self._after)).remove)
             undo.append(module.register_load_state_dict_pre_hook(self._load).remove)
             undo.append(module.register_load_state_dict_post_hook(self._loaded).remove)
@@ -118,7 +119,7 @@ class StateDictHooks:
                 for place in param.info.places:
                     self._here.setdefault(id(place.module), []).append((param, place.name))
             self._to_load = 0
-            if self._shows:
+            if EXPLICIT in self._unit.kept_by and not self._unit.step.calls:
                 top = [*modules_calling("load_state_dict"), module][0]
                 # one that is registered twice is loaded twice
                 found = [id(each) for _, each in top.named_modules(remove_duplicate=False)]
@@ -135,10 +136,6 @@ class StateDictHooks:
         self._to_load -= 1
         if not self._to_load:
             written([self._unit])
-
-    @property
-    def _shows(self) -> bool:
-        return EXPLICIT in self._unit.kept_by and not self._unit.step.calls
 
     def _take(self, param: ManagedParam, key: str, value: Tensor, *, assign: bool) -> Tensor:
         at_rest = param.at_rest
@@ -167,7 +164,7 @@ class StateDictHooks:
             )
             return at_rest
         unit = self._unit
-        device = torch.device("cpu") if unit.spec.grouping.on_host else unit.mesh_info.device
+        device = torch.device("cpu") if unit.spec.on_host else unit.mesh_info.device
         with torch.no_grad():
             taken = PLAIN.shard_like(value, at_rest, device)
         if not assign:

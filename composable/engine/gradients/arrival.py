@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
-from operator import itemgetter, ne, or_
+from itertools import compress, repeat
+from operator import is_, itemgetter, ne, or_
 from typing import Final, NoReturn
 
 from composable.comm.launch import Launch
@@ -31,7 +31,7 @@ from composable.engine.gradients.sparse import only_looked_up
 from composable.engine.gradients.unit_gradients import UnitGradients
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import Slot
-from composable.engine.params.param import ManagedParam
+from composable.engine.params.param import ManagedParam, gradient_of
 from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import Arrival, hear_arrivals, ignore_arrivals
 from composable.errors import PhaseError
@@ -92,7 +92,9 @@ class ArrivalBucket(GradBucket):
         """
         if self.late:
             return False
-        return not self.lacks_gradients if self.missing is None else not self.missing
+        if self.missing is not None:
+            return not self.missing
+        return not any(map(is_, map(gradient_of, self.compute), repeat(None)))
 
     def absent(self) -> list[int]:
         """Indices of parameters that this backward has brought no gradient for."""

@@ -141,11 +141,6 @@ class GradBucket:
         """Whether backward has left gradients here; in place, also if they have landed earlier."""
         return any(map(is_not, map(gradient_of, self.compute), repeat(None)))
 
-    @property
-    def lacks_gradients(self) -> bool:
-        """Whether backward has not left a gradient for each parameter."""
-        return any(map(is_, map(gradient_of, self.compute), repeat(None)))
-
     def look(self) -> bool:
         """Before gradients come, or outside of backwards: whether some are there. In place they
         stay, as a part of the sum.

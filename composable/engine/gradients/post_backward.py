@@ -308,13 +308,8 @@ class PostBackward:
                 continue
             held = [unit.backwards for unit in self._units if unit.mesh_info.all is comm]
             mine = max([0, *held, self.buckets.backwards])
-            said = comm.all_gather_ints(
-                [mine],
-                Launch(
-                    f"comparison of accumulated backwards of unit '{name}'",
-                    LaunchKind.COMPARE_BACKWARDS,
-                ),
-            )
+            text = f"comparison of accumulated backwards of unit '{name}'"
+            said = comm.all_gather_ints([mine], Launch(text, LaunchKind.COMPARE_BACKWARDS))
             if said != [said[0]] * len(said):
                 raise RanksDisagreeError(
                     "reduce_gradients: the ranks accumulated gradients of different numbers of"

@@ -431,11 +431,7 @@ class Plan:
     # --- rows ------------------------------------------------------------------------------------
 
     def copy_in(
-        self,
-        gradients: Sequence[Tensor | None],
-        missing: Sequence[int],
-        row: Tensor,
-        rows: Tensor,
+        self, gradients: Sequence[Tensor | None], missing: Sequence[int], row: Tensor, rows: Tensor
     ) -> None:
         """Fill the rows, one per rank, with that rank's chunk of every gradient, cast to the dtype
         of `rows`, and with `row`.
@@ -451,10 +447,8 @@ class Plan:
         if len(dtypes) > 1:
             # Gradients that were summed over tensor-parallel ranks have the reduce dtype already,
             # and `chunk_cat` takes one dtype.
-            exact, gradients = (
-                gradients,
-                [None if gradient is None else gradient.to(source) for gradient in gradients],
-            )
+            exact = gradients
+            gradients = [None if each is None else each.to(source) for each in gradients]
         if source not in self._zeros:
             with torch.inference_mode(False):
                 self._zeros[source] = [
@@ -492,11 +486,8 @@ class Plan:
             return gradient.reshape(slot.outer, ranks, -1).transpose(0, 1).reshape(ranks, -1)
         rows = gradient.new_zeros(ranks, slot.chunk_numel)
         for rank in range(ranks):
-            start, length = slot.extent(rank)
-            if length:
-                rows[rank, : slot.local_numel(rank)] = gradient.narrow(
-                    slot.dim, start, length
-                ).reshape(-1)
+            chunk = gradient.narrow(slot.dim, *slot.extent(rank)).reshape(-1)
+            rows[rank, : chunk.numel()] = chunk
         return rows
 
 
@@ -526,11 +517,7 @@ class KeptPlan(Plan):
         return [self._views[index] for index in indices]
 
     def copy_in(
-        self,
-        gradients: Sequence[Tensor | None],
-        missing: Sequence[int],
-        row: Tensor,
-        rows: Tensor,
+        self, gradients: Sequence[Tensor | None], missing: Sequence[int], row: Tensor, rows: Tensor
     ) -> None:
         if all(gradients[index] is view for index, view in self._views.items()):
             # all gradients are where the sums arrive: autograd has added to them there
@@ -692,10 +679,8 @@ class Reduction:
         comm = reducer.mesh_info.shard if self.shards_only else reducer.mesh_info.all
         said = []
         mine = reducer.text, self.counts.held
-        for rank, other in enumerate(
-            comm.all_gather_objects(mine, Launch("exchange of what the ranks reduce"))
-        ):
-            text, held = other
+        every = comm.all_gather_objects(mine, Launch("exchange of what the ranks reduce"))
+        for rank, (text, held) in enumerate(every):
             before = "" if text == reducer.text else f" before its {text}"
             said.append(f"rank {rank} accumulated {held} backwards{before}")
         raise RanksDisagreeError(

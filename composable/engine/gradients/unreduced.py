@@ -30,12 +30,7 @@ from torch.distributed.tensor import DTensor
 from composable.engine.gradients.reduction import Reducer
 from composable.engine.params.form import ParamForm
 from composable.engine.params.layout import Route
-from composable.engine.params.param import (
-    ManagedParam,
-    cut,
-    keep_gradients_in,
-    set_holds_unreduced,
-)
+from composable.engine.params.param import ManagedParam, cut, keep_gradients_in, set_holds_unreduced
 from composable.errors import PhaseError
 from composable.tensors.dtensors import gradient_like, gradient_of_shards, is_unreduced
 from composable.torch_private import gradient_hooks, local_of, local_tensor, locals_of
@@ -113,11 +108,7 @@ class Accumulated:
         for at_rest in self._at_rest if self.marks else ():
             set_holds_unreduced(at_rest, holds=True)
 
-    def add(
-        self,
-        gradients: Sequence[Tensor | None],
-        trainable: Sequence[bool],
-    ) -> None:
+    def add(self, gradients: Sequence[Tensor | None], trainable: Sequence[bool]) -> None:
         """Add the gradients of the backward that `begin` was called for to what waits.
 
         | what is on the parameter               | then                                            |

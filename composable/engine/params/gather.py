@@ -149,8 +149,8 @@ class Gather:
         self, slots: Sequence[Slot], staging: ElasticBuffer, start: int, row: int
     ) -> None:
         targets, sources = self._copies
-        straight = [slot for slot in slots if slot.dim == 0]
-        for chunk, alike in groupby(straight, key=lambda slot: slot.chunk_numel):
+        by_rows = [slot for slot in slots if slot.dim == 0]
+        for chunk, alike in groupby(by_rows, key=lambda slot: slot.chunk_numel):
             members = list(alike)
             into = self.buffer_of(members[0])
             ranks = members[0].num_shards

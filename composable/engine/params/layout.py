@@ -84,15 +84,11 @@ class Slot:
         """Elements in the full buffer. Along dimension 0 rows are padded, so that rank r's rows
         land r chunks from the start.
         """
-        return (
-            self.num_shards * self.chunk_numel
-            if self.route is not Route.WHOLE and self.dim == 0
-            else self.numel
-        )
+        return self.num_shards * self.chunk_numel if self.is_cut and self.dim == 0 else self.numel
 
     @property
     def even(self) -> bool:
-        return self.route is Route.WHOLE or self.shape[self.dim] % self.num_shards == 0
+        return not self.is_cut or self.shape[self.dim] % self.num_shards == 0
 
     def extent(self, rank: int) -> tuple[int, int]:
         """First index and number of indices of `dim` that `rank` has, of a parameter that is
@@ -139,7 +135,7 @@ class Layout:
     @property
     def gathered(self) -> bool:
         """Whether unsharding takes a message."""
-        return any(slot.route is not Route.WHOLE for slot in self.slots)
+        return any(slot.is_cut for slot in self.slots)
 
     @property
     def cut_numel(self) -> int:
@@ -156,11 +152,8 @@ def _route(spec: ParamShape, num_shards: int, direct_numel: int, align: int) -> 
         return Route.WHOLE
     chunk = math.prod(spec.shape) // num_shards
     even = spec.dim == 0 and spec.shape[0] % num_shards == 0
-    return (
-        Route.DIRECT
-        if even and chunk >= max(direct_numel, 1) and chunk % align == 0
-        else Route.PACKED
-    )
+    is_direct = even and chunk >= max(direct_numel, 1) and chunk % align == 0
+    return Route.DIRECT if is_direct else Route.PACKED
 
 
 def _chunk_numel(spec: ParamShape, num_shards: int, route: Route) -> int:

@@ -36,11 +36,7 @@ from composable.contract.tree import Place
 from composable.engine.params.form import PLAIN, ParamForm
 from composable.engine.params.layout import Route, Slot
 from composable.tensors.dtensors import dtensor_parameter, gradient_like, is_unreduced
-from composable.torch_private import (
-    local_of,
-    set_local,
-    storage_key,
-)
+from composable.torch_private import local_of, set_local, storage_key
 
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
 trainability: Final = attrgetter("requires_grad")
@@ -487,22 +483,16 @@ def memory_order(tensor: Tensor) -> tuple[int, ...]:
 
 def as_parameter(tensor: Tensor, slot: Slot) -> Tensor:
     """A tensor whose dimensions are in memory order, with the parameter's order of dimensions."""
-    return (
-        tensor.permute(sorted(range(tensor.ndim), key=slot.order.__getitem__))
-        if slot.order
-        else tensor
-    )
+    if not slot.order:
+        return tensor
+    return tensor.permute(sorted(range(tensor.ndim), key=slot.order.__getitem__))
 
 
 def shape_and_strides(slot: Slot) -> tuple[torch.Size, tuple[int, ...]]:
     """Those of the whole parameter."""
-    strides = (
-        tuple(accumulate(slot.shape[:0:-1], lambda step, size: step * max(size, 1), initial=1))[
-            ::-1
-        ]
-        if slot.shape
-        else ()
-    )
+    # from the innermost dimension outwards
+    steps = accumulate(slot.shape[:0:-1], lambda step, size: step * max(size, 1), initial=1)
+    strides = tuple(steps)[::-1] if slot.shape else ()
     if not slot.order:
         return torch.Size(slot.shape), strides
     dims = sorted(range(len(slot.order)), key=slot.order.__getitem__)

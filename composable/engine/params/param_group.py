@@ -186,11 +186,8 @@ class ParamGroup(ABC):
             # as the parameter is.
             order, dim = memory_order(tensor), param.info.shard_dim
             shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
-            specs.append(
-                ParamShape(
-                    param.fqn, shape, order.index(dim) if order and dim is not None else dim, order
-                )
-            )
+            cut = order.index(dim) if order and dim is not None else dim
+            specs.append(ParamShape(param.fqn, shape, cut, order))
         smallest = min(
             precision.original.itemsize, precision.compute.itemsize, precision.reduce.itemsize
         )
@@ -355,11 +352,6 @@ class ParamGroup(ABC):
         """Whether at-rest parameters were written to since they were gathered."""
         return self._regather or self._seen != self._versions_now()
 
-    def note_writes(self) -> None:
-        """Look for writes to at-rest parameters since the last look, see the top of this file."""
-        if (now := self._versions_now()) != self._seen:
-            self._note(now)
-
     def note_written(self) -> None:
         """All ranks have written to at-rest parameters; no version counter need show it."""
         if self._counted:
@@ -417,7 +409,8 @@ class ParamGroup(ABC):
     def expect_load(self) -> None:
         """A state dict is made: all ranks may load a checkpoint into its tensors."""
         if self.state is not ShardedState.SHARDED and not self._loads:  # each module asks
-            self.note_writes()
+            if (now := self._versions_now()) != self._seen:  # earlier writes were no load
+                self._note(now)
             self._loads = True
 
     def unshard(self) -> bool:

@@ -159,12 +159,10 @@ def defer_hooks(
     """Call `arrived` when autograd has accumulated, and the hooks of users when they are run; also
     returns the inverse.
     """
-    users = hooks_after_accumulation(parameter)
-    deferred = (
-        users
-        if isinstance(users, DeferredHooks)
-        else getattr(users, "deferred", None) or DeferredHooks(users)
-    )
+    users = _of_users(hooks_after_accumulation(parameter))
+    deferred = getattr(users, "deferred", None)
+    if deferred is None:  # an empty one is false, and handles of users know it
+        deferred = DeferredHooks(users)
     hook = deferred.of_engine = untraced(arrived)
     parameter._post_accumulate_grad_hooks = deferred
 

@@ -115,11 +115,8 @@ def watch(
 
 
 def _with_a_node(tensor: Tensor) -> Tensor:
-    return (
-        tensor.view_as(tensor)
-        if tensor.requires_grad and tensor.layout is torch.strided
-        else tensor
-    )
+    has_node = tensor.requires_grad and tensor.layout is torch.strided
+    return tensor.view_as(tensor) if has_node else tensor
 
 
 def _with_an_anchor(tensor: Tensor) -> Tensor:

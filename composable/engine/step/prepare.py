@@ -26,12 +26,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
 from composable.contract.tree import Place, registered_parameters
-from composable.engine.params.param import (
-    ManagedParam,
-    label_of,
-    set_label,
-    trainability,
-)
+from composable.engine.params.param import ManagedParam, label_of, set_label, trainability
 from composable.engine.step.ties import Holder, follow_ties, holders_of
 from composable.engine.step.unit import Unit, unit_of, units_below
 from composable.errors import (
@@ -44,13 +39,7 @@ from composable.errors import (
     still_on_meta,
 )
 from composable.tensors.dtensors import describe_mesh
-from composable.torch_private import (
-    active_ddp,
-    as_tensors,
-    innermost,
-    local_of,
-    outside_transforms,
-)
+from composable.torch_private import active_ddp, as_tensors, innermost, local_of, outside_transforms
 
 if TYPE_CHECKING:
     from composable.engine.step.root import Root

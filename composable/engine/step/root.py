@@ -92,12 +92,7 @@ from composable.errors import (
 from composable.memory.elastic import keep_idle_memory, release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
-from composable.torch_private import (
-    backward_id,
-    in_backward,
-    on_backward_end,
-    outside_transforms,
-)
+from composable.torch_private import backward_id, in_backward, on_backward_end, outside_transforms
 
 logger = logging.getLogger("composable")
 
@@ -293,17 +288,14 @@ class Root:
         """Whether a backward around the one that ends goes on, of other roots (reentrant
         checkpointing).
         """
-        return any(each.ends_after(self) for each in ROOTS)
+        mine = self._backward_iteration()
+        others = (each._backward_iteration() for each in ROOTS)
+        return mine is not None and any(each and each.end != mine.end for each in others)
 
     @property
     def running(self) -> Sequence[Unit]:
         """See `Step`."""
         return self.step.running
-
-    def ends_after(self, other: Root) -> bool:
-        """Whether both are in backwards, and not in the same one; that of `other` ends now."""
-        mine, theirs = self._backward_iteration(), other._backward_iteration()
-        return mine is not None and theirs is not None and mine.end != theirs.end
 
     def agree_anew(self) -> None:
         """All ranks have changed the same: compare and agree in the next step as in the first."""
@@ -562,9 +554,7 @@ class Root:
         self.step.thread.clear()
 
     def _is_called_by_another(self, unit: Unit) -> bool:
-        return unit.relations.is_shared and any(
-            root.step.running and unit in root.shared for root in ROOTS
-        )
+        return any(root.step.running and unit in root.shared for root in ROOTS)
 
     # --- backward --------------------------------------------------------------------------------
 

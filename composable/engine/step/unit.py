@@ -336,11 +336,9 @@ class Unit:
         self.modules = spec.modules
         self.mesh_info = spec.mesh_info
         self.params = list(map(ManagedParam, spec.params) if params is None else params)
-        self.kind = (
-            Kind.SHARDED
-            if spec.verb == SHARD and spec.mesh_info.mesh is not None
-            else without_shards(spec.mesh_info)  # until shards around it are found (`change_kind`)
-        )
+        self.kind = without_shards(spec.mesh_info)  # `change_kind` looks for shards around it
+        if spec.verb == SHARD and spec.mesh_info.mesh is not None:
+            self.kind = Kind.SHARDED
         self._buffers = (BufferCasts(spec.buffer_holders),) if spec.buffer_holders else ()
         self.agree_anew()
 
