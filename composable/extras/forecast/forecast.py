@@ -42,7 +42,7 @@ from composable.extras.forecast.machine import (
 from composable.extras.forecast.result import Collective, Forecast, Subject, by_name
 from composable.extras.forecast.tensors import Functions, NoValues
 from composable.memory.elastic import resizing_buffers
-from composable.seams import Stepping, give_memory, offloading_from_host, units_below
+from composable.seams import Stepping, give_memory, offloading_from_host, units_in
 from composable.torch_private import (
     FSDP2Module,
     constructed_by,
@@ -326,7 +326,7 @@ def _refuse_torchs_shards(model: nn.Module) -> None:
 
 
 def _refuse_offloaded_shards(model: nn.Module) -> None:
-    for unit in units_below([model]):
+    for unit in units_in(model):
         if unit.spec.on_host:
             raise ForecastError(
                 f"forecast: unit '{unit.name}' has an offload_policy; how long an optimizer takes"
@@ -386,7 +386,7 @@ def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
 
 
 def _label_resting(machine: Machine, model: nn.Module) -> None:
-    for unit in units_below([model]):
+    for unit in units_in(model):
         for group in unit.groups:
             if group.shard is not None:
                 machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)

@@ -57,7 +57,6 @@ from composable.seams import (
     LocalStep,
     StandIn,
     Stepping,
-    copy_attributes,
     is_part_of_backward,
     label_of,
     unit_of,
@@ -190,7 +189,7 @@ class _MatrixStep:
             known = self._copies.get(matrix)
             copy = nn.Parameter(local.new_empty(matrix.shape)) if known is None else known
             self._gradients[matrix] = gradient.new_empty(matrix.shape)
-        copy_attributes(matrix.parameter, copy)  # type: ignore[arg-type]  # users may set them anew
+        Stepping.copy_attributes(matrix.parameter, copy)  # users may set them anew
         if copy is not self._copies.get(matrix):
             copy.grad_dtype = None  # it may be that of reductions
             self._copies[matrix] = copy

@@ -42,7 +42,6 @@ from composable.comm.launch import Launch
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.extras.uneven.narration import Narrator
 from composable.seams import (
-    DECISIONS,
     Driver,
     Event,
     Root,
@@ -76,7 +75,7 @@ class ModelJoinable(Joinable):
         self.models = list(models)
         self.optimizers = list(optimizers)
         self.carried = list(carried)
-        self.units = [unit for model in models for unit in units_in("joinable", model)]
+        self.units = [unit for model in models for unit in units_in(model, caller="joinable")]
         self.comm = self.units[0].mesh_info.all
         _refuse_several_meshes(self.units)
 
@@ -153,17 +152,17 @@ class _Scope(JoinHook):
         self._zeroed: set[int] = set()  # ids of parameters
         # Only `Join` holds the scope: one that raised is dropped without a word.
         self._undo = ExitStack()
-        self._undo.callback(follow_steps(self))
         self._undo.callback(
-            register_optimizer_step_pre_hook(lambda *args: open_scope().step(*args)).remove
-        )
-        self._undo.callback(observe(Narrator()))
-        self._undo.callback(
-            DECISIONS.answer(
+            follow_steps(
+                self,
                 source=lambda: open_scope().source,
                 by_arrival=lambda: not (open_scope().narrates or open_scope().shadows),
             )
         )
+        self._undo.callback(
+            register_optimizer_step_pre_hook(lambda *args: open_scope().step(*args)).remove
+        )
+        self._undo.callback(observe(Narrator()))
         for member in members:
             owners: list[nn.Module | Optimizer] = [*member.models, *member.optimizers]
             for owner in owners:

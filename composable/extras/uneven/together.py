@@ -234,7 +234,7 @@ class together:
         self.lost, self.why = False, ""
         self._refused: PhaseError | None = None  # what all ranks raise that come there
         self._model, self._give_up_after = unwrapped(model), give_up_after
-        self._units = units_in("together", model)
+        self._units = units_in(model, caller="together")
         self._comm = self._units[0].mesh_info.all
         self._refuse()
 

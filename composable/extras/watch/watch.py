@@ -140,7 +140,7 @@ def watch(
     if on not in _MODES:
         raise AnnotationError(f"watch: on must be 'warn' or 'raise', got {on!r}")
     model = unwrapped(model)
-    units = units_in("watch", model)
+    units = units_in(model, caller="watch")
     for unit in units:
         if events.watch_of(unit) is not None:
             raise AlreadyAnnotatedError(
