@@ -361,13 +361,13 @@ class LocalSteps:
         if self.outer.state:
             return {fqn: dict(self.outer.state[backup]) for fqn, backup in self._backups.items()}
         kind, copies = type(self.outer), dict[int, Any]()
-        twin = kind.__new__(kind)
+        copied = kind.__new__(kind)
         groups = deepcopy(self.outer.param_groups, copies)
-        vars(twin).update(vars(self.outer), state=defaultdict(dict), param_groups=groups)
+        vars(copied).update(vars(self.outer), state=defaultdict(dict), param_groups=groups)
         for backup in self._backups.values():
             copies[id(backup)].grad = torch.zeros_like(backup)
-        kind.step(twin)  # a schedule may have put another `step` on the object
-        return {fqn: dict(twin.state[copies[id(each)]]) for fqn, each in self._backups.items()}
+        kind.step(copied)  # a schedule may have put another `step` on the object
+        return {fqn: dict(copied.state[copies[id(each)]]) for fqn, each in self._backups.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

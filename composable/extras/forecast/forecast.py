@@ -155,7 +155,7 @@ def running(
         sizes: of the dimensions of the mesh, by name.
     """
     with _world(machine, prod(sizes.values()), rank), ExitStack() as stack:
-        stack.enter_context(_pretended(machine))
+        stack.enter_context(_simulated(machine))
         if machine.device.accelerator:
             stack.enter_context(offloading_from_host(machine))
         model = _annotated(make_model, annotate, sizes)
@@ -171,7 +171,7 @@ def running(
 
 
 @contextmanager
-def pretended_model(
+def simulated_model(
     make_model: Callable[[], nn.Module],
     annotate: Callable[..., object],
     *,
@@ -184,7 +184,7 @@ def pretended_model(
         make_model, annotate, ranks, mesh: as of `forecast`.
     """
     machine, sizes = Machine(device_of("cpu")), _sizes_of(mesh, ranks, 1)
-    with _world(machine, ranks), _pretended(machine):
+    with _world(machine, ranks), _simulated(machine):
         yield _annotated(make_model, annotate, sizes)
 
 
@@ -252,13 +252,13 @@ def _paced(progress: Callable[[str], object], steps: int) -> Callable[[Machine],
     """What the machine calls at every operation: tells `progress` now and then where it is."""
     last = perf_counter()
 
-    def heard(machine: Machine) -> None:
+    def report(machine: Machine) -> None:
         nonlocal last
         if (now := perf_counter()) - last >= PACE:
             last = now
             progress(f"step {machine.step} of {steps}, {machine.place}")
 
-    return heard
+    return report
 
 
 @contextmanager
@@ -280,7 +280,7 @@ def _world(machine: Machine, ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def _pretended(machine: Machine) -> Iterator[None]:
+def _simulated(machine: Machine) -> Iterator[None]:
     """The library as it is on the device: messages laid out for it, over the machine's clocks."""
     device = machine.device
 
@@ -431,7 +431,7 @@ def train(
         end = machine.end_step()
         del kept
     subject = _subject_of(model, batch, stepping)
-    return _told(machine, subject, mesh, at_rest, start, end)
+    return _forecast_of(machine, subject, mesh, at_rest, start, end)
 
 
 def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Subject:
@@ -454,7 +454,7 @@ def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer |
     )
 
 
-def _told(
+def _forecast_of(
     machine: Machine,
     subject: Subject,
     mesh: Mapping[str, int],

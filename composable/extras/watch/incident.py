@@ -164,8 +164,8 @@ def _without_parameters(
 def _plain(module: nn.Module, named: set[tuple[int, str]], done: dict[int, nn.Module]) -> nn.Module:
     if id(module) in done:
         return done[id(module)]
-    twin: nn.Module = object.__new__(type(module))
-    done[id(module)] = twin
+    copied: nn.Module = object.__new__(type(module))
+    done[id(module)] = copied
     fresh = vars(nn.Module())
     own = {
         name: value
@@ -186,8 +186,8 @@ def _plain(module: nn.Module, named: set[tuple[int, str]], done: dict[int, nn.Mo
             for name, each in module._modules.items()
         },
     }
-    vars(twin).update(fresh | own | tables, training=module.training)
-    return twin
+    vars(copied).update(fresh | own | tables, training=module.training)
+    return copied
 
 
 def _pickled(value: Any) -> Any:
