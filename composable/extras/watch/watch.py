@@ -43,8 +43,8 @@ from composable.extras.watch.findings import (
     not_reproduced,
     overflow,
 )
-from composable.extras.watch.repeat import Repeat
 from composable.extras.watch.rank_observer import RankObserver
+from composable.extras.watch.repeat import Repeat
 from composable.seams import (
     Unit,
     comms_of_model,
