@@ -58,8 +58,8 @@ class Inside:
 def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: seconds of the clock and of the processor."""
     from composable import Watch, watch
-    from composable.extras.watch.events import _Bracket, _Ear
-    from composable.extras.watch.sight import Sight
+    from composable.extras.watch.events import _Bracket, _StepObserver
+    from composable.extras.watch.rank_observer import RankObserver
 
     device = device_of(options)
     task = task_of(options.model, seed=options.seed, rank=dist.get_rank(), device=device)
@@ -68,11 +68,11 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     optimizer = adamw(model.parameters(), options.adamw)
     inside = Inside()
     if contender != PLAIN:
-        for name in ("launching", *(name for name in vars(_Ear) if name in EVENTS)):
-            inside.time(_Ear, name)
+        for name in ("launching", *(name for name in vars(_StepObserver) if name in EVENTS)):
+            inside.time(_StepObserver, name)
         for kind, name in ((_Bracket, "enter"), (_Bracket, "leave"), (Watch, "end_step")):
             inside.time(kind, name)
-        inside.time(Sight, "gradient_came")
+        inside.time(RankObserver, "gradient_came")
         watch(model, every=WATCHED[contender])
     step = 0
 

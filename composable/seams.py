@@ -12,8 +12,8 @@ methods that they list.
 | `called`                     | tells that a function that all ranks call begins                  |
 | `values_exchanged`           | tells that all ranks exchange the values of parameters            |
 | `lose_step`                  | tells that all ranks have lost a step of some units               |
-| `DECISIONS`                  | questions of the engine that an extra may answer                  |
-| `follow_steps`               | opens a scope that follows steps for ranks without data           |
+| `follow_steps`               | opens a scope that follows steps for ranks without data, and      |
+|                              | answers for the engine                                            |
 | `open_scope`                 | is the scope that is open                                         |
 | `Driver`                     | takes part in steps of units that other ranks compute             |
 | `Event`                      | what one unit does, to be driven elsewhere                        |
@@ -23,17 +23,15 @@ methods that they list.
 | `Param`                      | one of them                                                       |
 | `Root`, `Call`               | the outermost module of a forward; one call of a unit             |
 | `Plan`                       | how gradients lie in the message that reduces them                |
-| `Managed`                    | a parameter of a unit, with its name in the model                 |
-| `units_in`, `units_below`    | the units in a module: at least one, or any number                |
+| `units_in`                   | the units in modules; for a caller that needs some, at least one  |
 | `unit_of`, `label_of`        | what manages a parameter, and what it is there                    |
-| `managed_in`                 | all `Managed` of a model                                          |
+| `managed_in`                 | the parameters of all units of a model, with their names there    |
 | `comms_of_model`             | the comms over all ranks that have a part of a model              |
 | `at_rest`                    | a context in which modules hold parameters at rest                |
 | `require_at_rest`            | lets them hold these from here on; raises in a step               |
 | `refuse_moment`              | raises if a unit is not between two steps                         |
 | `written`                    | tells units that all ranks have written to parameters at rest     |
 | `write_whole`                | writes this rank's part of a whole tensor                         |
-| `copy_attributes`            | gives a parameter what users have set on another one              |
 | `warn_of_other_groups`       | tells once of parameters that other ranks have otherwise          |
 | `hooks_of`                   | the communication hooks of a unit                                 |
 | `refuse_extended`            | raises if parameters are gathered in a form of their own          |
@@ -62,11 +60,9 @@ from composable.contract.tree import Place
 from composable.engine.edits import written as edits
 from composable.engine.edits.loading import warn_of_other_groups as warn_of_other_groups
 from composable.engine.params import param as params
-from composable.engine.params.param import copy_attributes as copy_attributes
 from composable.engine.params.param import label_of as label_of
 from composable.engine.step import driver, observer, unit
 from composable.engine.step.driver import Event as Event
-from composable.engine.step.observer import DECISIONS as DECISIONS
 from composable.engine.step.observer import HEARERS
 from composable.engine.step.observer import Observer as Observer
 from composable.engine.step.observer import called as called
@@ -311,7 +307,7 @@ class Plan(Protocol):
         """The gradients in what a launch sends, by the index of the parameter."""
 
 
-class Managed(Protocol):
+class _Managed(Protocol):
     """A parameter of a unit, by its name in the model."""
 
     @property
@@ -341,13 +337,10 @@ observe: Final[Callable[[Observer], Callable[[], None]]] = HEARERS.add
 Driver: Final[_Drivers] = cast("Any", driver.Driver)
 # Tell that all ranks have lost a step of these units.
 lose_step: Final[Callable[[Sequence[Unit]], None]] = cast("Any", observer.lose_step)
-# The units of a module and below, in `.modules()` order; the first one raises if there are none.
-units_in: Final[Callable[[str, nn.Module], list[Unit]]] = cast("Any", scopes.units_in)
-units_below: Final[Callable[[Iterable[nn.Module]], list[Unit]]] = cast("Any", unit.units_below)
 # The unit that manages a parameter, at rest or as it was before the annotation; or None.
 unit_of: Final[Callable[[Tensor], Unit | None]] = cast("Any", unit.unit_of)
 # The parameters of all units, with their names in the model, each once.
-managed_in: Final[Callable[[str, nn.Module], Iterator[Managed]]] = cast("Any", whole.managed_in)
+managed_in: Final[Callable[[str, nn.Module], Iterator[_Managed]]] = cast("Any", whole.managed_in)
 # The comms over all ranks that have a part of the model.
 comms_of_model: Final[Callable[[Sequence[Unit]], list[Comm]]] = cast("Any", whole.comms_of_model)
 # Modules hold parameters at rest in the context, outside of forwards and backwards.
@@ -362,6 +355,16 @@ refuse_moment: Final[Callable[[str, Unit], None]] = cast("Any", comm_hooks.refus
 written: Final[Callable[[Iterable[Unit]], None]] = cast("Any", edits.written)
 # Raise if parameters are gathered in a form of their own, and have no shard buffer.
 refuse_extended: Final[Callable[[str, Unit], None]] = cast("Any", extension.refuse_extended)
+
+
+def units_in(*modules: nn.Module, caller: str = "") -> list[Unit]:
+    """The units of modules and below, in `.modules()` order.
+
+    Args:
+        caller: a function that all ranks call with one module. Raises if there are no units.
+    """
+    found: Any = scopes.units_in(caller, *modules) if caller else unit.units_below(modules)
+    return cast("list[Unit]", found)
 
 
 def hooks_of(of: Unit) -> Mapping[str, hook_stages.CommHook]:
@@ -390,5 +393,5 @@ if TYPE_CHECKING:
     def _is_plan(plan: reduction.Plan) -> Plan:
         return plan
 
-    def _is_managed(each: whole.Managed) -> Managed:
+    def _is_managed(each: whole.Managed) -> _Managed:
         return each

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable.contract.values import parameters_of
+from composable.engine.params.param import copy_attributes
 from composable.errors import OptimizerError
 from composable.optim.shared import refuse_unreduced
 from composable.torch_private import step_hooks
@@ -94,6 +95,11 @@ class Stepping(ABC):
             group.get("differentiable", False)
             for group in (optimizer.defaults, *optimizer.param_groups)
         )
+
+    @staticmethod
+    def copy_attributes(parameter: Any, copy: Any) -> None:
+        """Give a parameter that code is handed what users have set on `parameter`."""
+        copy_attributes(parameter, copy)
 
     def _refuse_unreduced(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         refuse_unreduced(f"{type(optimizer).__name__}.step", parameters, OptimizerError)

@@ -27,7 +27,7 @@ from composable import (
 )
 from composable.comm import ledger_of
 from composable.errors import CommunicationError
-from composable.extras.uneven.narration import open_scope
+from composable.seams import open_scope
 from composable.torch_private import locals_of
 from tests.helpers.compare import full
 from tests.helpers.refusals import refusal

@@ -286,7 +286,7 @@ def test_of_steps_that_are_not_looked_at_no_unit_loses_its_turn() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     with watch(model, every=2, repeat=True, agree=0) as watched:
         for _ in range(4):
-            again = watched.sight.repeat
+            again = watched.observer.repeat
             turns.append(None if again is None else again.unit.name)
             model(torch.randn(3, 4, device=current_device())).sum().backward()
             optimizer.step()

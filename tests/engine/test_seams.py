@@ -28,6 +28,7 @@ from composable import (
 from composable.comm.base import LAUNCHING, GroupComm
 from composable.comm.launch import Launch, LaunchKind
 from composable.contract.values import parameters_of
+from composable.engine.step.observer import DECISIONS
 from composable.errors import NotAnnotatedError, PhaseError
 from composable.features.activations import copies_of
 from composable.memory.streams import Streams
@@ -50,7 +51,7 @@ def test_seams_are_few_and_each_is_in_the_table_and_used() -> None:
     names = taken(sources(PACKAGE))
     used = {name.partition(".")[2] for name in names if name.startswith("seams.")}
     assert listed == used
-    assert len(used) <= 40
+    assert len(used) <= 36
 
 
 def _chains(source: Source) -> Iterator[tuple[int, list[str]]]:
@@ -152,12 +153,10 @@ def test_a_scope_answers_for_the_engine_while_it_is_open() -> None:
         source = 3
 
     scope = Scope()
-    close = seams.follow_steps(scope)
-    take_back = seams.DECISIONS.answer(source=lambda: seams.open_scope().source)
-    assert (seams.open_scope(), seams.DECISIONS.source()) == (scope, 3)
-    take_back()
+    close = seams.follow_steps(scope, source=lambda: seams.open_scope().source)
+    assert (seams.open_scope(), DECISIONS.source()) == (scope, 3)
     close()
-    assert (seams.open_scope(), seams.DECISIONS.source()) == (None, 0)
+    assert (seams.open_scope(), DECISIONS.source()) == (None, 0)
 
 
 # --- units, over two ranks -----------------------------------------------------------------------
@@ -207,7 +206,7 @@ class _Looking(seams.Observer):
 def _a_step_is_looked_at() -> set[str]:
     model = _model()
     looking, numbers = _Looking(), list[int | None]()
-    (unit,) = seams.units_below([model[0]])
+    (unit,) = seams.units_in(model[0])
     model[0].register_forward_pre_hook(lambda *_: numbers.append(unit.forward_number))
     end = seams.observe(looking)
     LAUNCHING.append(looking.launching)
@@ -216,7 +215,7 @@ def _a_step_is_looked_at() -> set[str]:
     finally:
         LAUNCHING.remove(looking.launching)
         end()
-    looking.look("Managed", next(seams.managed_in("test", model)))
+    looking.look("_Managed", next(seams.managed_in("test", model)))
     looking.look("_Drivers", seams.Driver)
     return {*looking.read, *("Unit.forward_number" for number in numbers if number is not None)}
 
@@ -225,11 +224,11 @@ def _finding() -> None:
     model = _model()
     head = nn.Sequential(model, nn.Linear(4, 1, device=current_device()))
     weight = model[1].weight
-    units = seams.units_in("test", head)
-    assert [unit.name for unit in units] == [unit.name for unit in seams.units_below([model])]
-    assert seams.units_below([head[1]]) == []
+    units = seams.units_in(head, caller="test")
+    assert [unit.name for unit in units] == [unit.name for unit in seams.units_in(model)]
+    assert seams.units_in(head[1]) == []
     with pytest.raises(NotAnnotatedError, match=r"^test"):
-        seams.units_in("test", head[1])
+        seams.units_in(head[1], caller="test")
     unit, label = seams.unit_of(weight), seams.label_of(weight)
     assert unit is not None
     assert label is not None
@@ -260,7 +259,7 @@ def _summed(state: object, bucket: Any) -> Any:
 
 def _reading_and_writing() -> None:
     model = _model()
-    units = seams.units_in("test", model)
+    units = seams.units_in(model, caller="test")
     weight = model[0].weight
     assert isinstance(weight, DTensor)
     whole = torch.arange(16.0, device=current_device()).view(4, 4)
@@ -275,10 +274,10 @@ def _reading_and_writing() -> None:
     fully = _model()
     unshard(fully)
     assert not isinstance(fully[0].weight, DTensor)
-    with seams.at_rest(seams.units_below([fully])):
+    with seams.at_rest(seams.units_in(fully)):
         assert isinstance(fully[0].weight, DTensor)
     assert not isinstance(fully[0].weight, DTensor)
-    seams.require_at_rest("test", seams.units_below([fully]))
+    seams.require_at_rest("test", seams.units_in(fully))
     assert isinstance(fully[0].weight, DTensor)
 
     unit = units[0]
@@ -293,7 +292,7 @@ def _reading_and_writing() -> None:
         @override
         def forward(self, x: Tensor) -> Tensor:
             with pytest.raises(PhaseError, match=r"^test was called inside"):
-                seams.require_at_rest("test", seams.units_below([self]))
+                seams.require_at_rest("test", seams.units_in(self))
             return x
 
     inside = Inside()
@@ -318,7 +317,7 @@ def _driving() -> None:
     model, alone = _Choosing(), _Choosing()
     fully_shard(model.inner)
     fully_shard(model)
-    units, x = seams.units_in("test", model), torch.ones(2, 4, device=current_device())
+    units, x = seams.units_in(model, caller="test"), torch.ones(2, 4, device=current_device())
     rank, device = torch.distributed.get_rank(), current_device()
     driver = seams.Driver(units)
 
@@ -392,7 +391,7 @@ class _Doubling(seams.Stepping):
         parameters: Any = parameters_of(stand_in.optimizer)
         self.copies = [nn.Parameter(each.detach().clone()) for each in parameters]
         for copy, each in zip(self.copies, parameters, strict=True):
-            seams.copy_attributes(each, copy)
+            self.copy_attributes(each, copy)
             copy.grad = each.grad
         groups = stand_in.optimizer.param_groups
         return [{**groups[0], "params": self.copies}], stand_in.state

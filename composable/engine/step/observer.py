@@ -156,10 +156,16 @@ def open_scope() -> Any:
     return _SCOPES[0]() if _SCOPES else None
 
 
-def follow_steps(scope: object) -> Callable[[], None]:
-    """`scope` is open from now on; returns what ends it."""
+def follow_steps(scope: object, **answers: Any) -> Callable[[], None]:
+    """`scope` is open from now on, with other answers of `DECISIONS`; returns what ends it."""
     _SCOPES.append(ref(scope))
-    return _SCOPES.clear
+    take_back = DECISIONS.answer(**answers)
+
+    def end() -> None:
+        take_back()
+        _SCOPES.clear()
+
+    return end
 
 
 @dataclass

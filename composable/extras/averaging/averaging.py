@@ -164,7 +164,7 @@ def _buffers_of(units: list[Unit]) -> Iterator[tuple[Unit, Tensor]]:
 @untraced
 @torch.no_grad()
 def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) -> None:
-    units = units_in(caller, model)
+    units = units_in(model, caller=caller)
     comms = {unit: comm_for(unit) for unit in units}  # raises before the first message
     require_at_rest(caller, units)
     messages: dict[tuple[Unit, torch.dtype], list[Tensor]] = {}
@@ -296,7 +296,7 @@ class PeriodicAverager(_Averager):
             raise AnnotationError(f"PeriodicAverager: period must be at least 1, got {period}")
         self._period = period
         self._over = over
-        for unit in units_in("PeriodicAverager", self._model):
+        for unit in units_in(self._model, caller="PeriodicAverager"):
             self._comm_for(unit)
 
     def _comm_for(self, unit: Unit) -> Comm:
@@ -361,7 +361,7 @@ class HierarchicalAverager(_Averager):
                 )
         whole = {
             unit: comm_over("HierarchicalAverager", unit, over)
-            for unit in units_in("HierarchicalAverager", self._model)
+            for unit in units_in(self._model, caller="HierarchicalAverager")
         }
         for unit, comm in whole.items():
             if not levels or levels[-1][0] != comm.size:

@@ -17,7 +17,7 @@ from composable.errors import ForeignParameterError, few
 from composable.seams import (
     at_rest,
     called,
-    units_below,
+    units_in,
     values_exchanged,
     warn_of_other_groups,
     write_whole,
@@ -106,7 +106,7 @@ class EMA:
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     buffers.setdefault(id(buffer), (f"{prefix}.{name}".lstrip("."), buffer))
-        with at_rest(units_below([self._model])):
+        with at_rest(units_in(self._model)):
             return {**dict(self._model.named_parameters()), **dict(buffers.values())}
 
     def _pairs(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
@@ -170,7 +170,7 @@ class EMA:
             kept = cloned(value)
             value.copy_(average)
             average.copy_(kept)
-        written(units_below([self._model]))
+        written(units_in(self._model))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by FQN, sharded like the parameters, and the decay.

@@ -51,7 +51,7 @@ from composable.extras.averaging.averaging import (
     comm_over,
 )
 from composable.seams import (
-    Managed,
+    Param,
     Stepping,
     Unit,
     hooks_of,
@@ -80,27 +80,31 @@ class _Message:
     """The trained parameters of one unit and dtype.
 
     Attributes:
+        params: by their names in the model.
         backup: their values at the beginning of the round, flat. `backups` are views of it, placed
             like the parameters.
         flight: the differences, flat, and the work that averages them.
     """
 
-    def __init__(self, members: list[Managed], comm: Comm, *, offload: bool) -> None:
+    def __init__(
+        self, unit: Unit, params: Mapping[str, Param], comm: Comm, *, offload: bool
+    ) -> None:
         self.flight: tuple[Tensor, Work] | None = None
-        self.members = members
+        self.params = params
         self._comm = comm
-        self._launch = Launch(f"outer step of unit '{members[0].unit.name}'")
+        self._launch = Launch(f"outer step of unit '{unit.name}'")
         locals_ = self._locals()
         self._shapes = [local.shape for local in locals_]
         backup = torch.cat([local.reshape(-1) for local in locals_])
         self.backup = backup.cpu() if offload else backup
+        views = self.cut(self.backup)
         self.backups = [
-            _placed_like(member.param.at_rest, view)
-            for member, view in zip(members, self.cut(self.backup), strict=True)
+            _placed_like(param.at_rest, view)
+            for param, view in zip(params.values(), views, strict=True)
         ]
 
     def _locals(self) -> list[Tensor]:
-        return [_local(member.param.at_rest) for member in self.members]
+        return [_local(param.at_rest) for param in self.params.values()]
 
     def cut(self, flat: Tensor) -> list[Tensor]:
         return cut_flat(flat, self._shapes)
@@ -196,9 +200,9 @@ class LocalSteps:
         self._model, self._units, self._rounds = model, list(infos), rounds
         self._messages = list(messages)
         self._backups = {
-            m.fqn: backup
+            fqn: backup
             for each in messages
-            for m, backup in zip(each.members, each.backups, strict=True)
+            for fqn, backup in zip(each.params, each.backups, strict=True)
         }
         self.outer = outer
         self.steps = 0
@@ -248,8 +252,8 @@ class LocalSteps:
                 message.write(self._rounds.keep)
             written([unit for unit in self._units if unit.modules])
             self._behind = WeakTensorKeyDictionary()
-            for member in (each for message in self._messages for each in message.members):
-                gradient = member.param.at_rest.grad
+            for param in (p for message in self._messages for p in message.params.values()):
+                gradient = param.at_rest.grad
                 if gradient is not None:
                     self._behind[gradient] = _version(gradient)
 
@@ -272,7 +276,7 @@ class LocalSteps:
         new = [
             each.fqn
             for each in managed_in(_CALLER, self._model)
-            if _is_trained(each) and each.fqn not in self._backups
+            if each.param.at_rest.requires_grad and each.fqn not in self._backups
         ]
         if new:
             raise PhaseError(
@@ -342,10 +346,10 @@ class LocalSteps:
                 flat = (
                     torch.zeros_like(message.backup) if message.flight is None else message.land()
                 )
-                for member, backup, view in zip(
-                    message.members, message.backups, message.cut(flat), strict=True
+                for fqn, backup, view in zip(
+                    message.params, message.backups, message.cut(flat), strict=True
                 ):
-                    state["sent"][member.fqn] = gradient_like(view, backup)
+                    state["sent"][fqn] = gradient_like(view, backup)
         return state
 
     def _outer_state(self) -> dict[str, dict[str, Any]]:
@@ -357,13 +361,13 @@ class LocalSteps:
         if self.outer.state:
             return {fqn: dict(self.outer.state[backup]) for fqn, backup in self._backups.items()}
         kind, copies = type(self.outer), dict[int, Any]()
-        twin = kind.__new__(kind)
+        copied = kind.__new__(kind)
         groups = deepcopy(self.outer.param_groups, copies)
-        vars(twin).update(vars(self.outer), state=defaultdict(dict), param_groups=groups)
+        vars(copied).update(vars(self.outer), state=defaultdict(dict), param_groups=groups)
         for backup in self._backups.values():
             copies[id(backup)].grad = torch.zeros_like(backup)
-        kind.step(twin)  # a schedule may have put another `step` on the object
-        return {fqn: dict(twin.state[copies[id(each)]]) for fqn, each in self._backups.items()}
+        kind.step(copied)  # a schedule may have put another `step` on the object
+        return {fqn: dict(copied.state[copies[id(each)]]) for fqn, each in self._backups.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -403,8 +407,8 @@ class LocalSteps:
             message.flight = None
             if in_flight:
                 sent = [
-                    _local(_like(state_dict["sent"][m.fqn], b)).reshape(-1)
-                    for m, b in zip(message.members, message.backups, strict=True)
+                    _local(_like(state_dict["sent"][fqn], backup)).reshape(-1)
+                    for fqn, backup in zip(message.params, message.backups, strict=True)
                 ]
                 message.flight = torch.cat(sent), DONE
 
@@ -428,10 +432,6 @@ def _like(value: Any, backup: nn.Parameter) -> Any:
         write_whole(value, copied)
         return copied
     return value.detach().clone()
-
-
-def _is_trained(each: Managed) -> bool:
-    return each.param.at_rest.requires_grad
 
 
 def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
@@ -542,7 +542,7 @@ def local_steps(
         )
     infos: dict[Unit, MeshInfo] = {}
     comms: dict[Unit, Comm] = {}
-    for unit in units_in(_CALLER, model):
+    for unit in units_in(model, caller=_CALLER):
         comms[unit] = comm_over(_CALLER, unit, over)
         infos[unit] = _info_inside(unit, comms[unit], over)
         if unit.mesh_info is not unit.spec.mesh_info:
@@ -558,17 +558,18 @@ def local_steps(
                 " hook first"
             )
         refuse_moment(_CALLER, unit)
-    members: dict[tuple[Unit, torch.dtype, torch.device], list[Managed]] = {}
+    trained: dict[tuple[Unit, torch.dtype, torch.device], dict[str, Param]] = {}
     for each in managed_in(_CALLER, model):
-        if _is_trained(each):
+        if each.param.at_rest.requires_grad:
             local = _local(each.param.at_rest)
-            members.setdefault((each.unit, local.dtype, local.device), []).append(each)
-    if not members:
+            trained.setdefault((each.unit, local.dtype, local.device), {})[each.fqn] = each.param
+    if not trained:
         raise AnnotationError(
             f"{_CALLER}: no parameter of a unit in this {type(model).__name__} requires a gradient"
         )
     messages = [
-        _Message(each, comms[unit], offload=offload) for (unit, *_), each in members.items()
+        _Message(unit, params, comms[unit], offload=offload)
+        for (unit, *_), params in trained.items()
     ]
     stepper = (outer or _nesterov)([backup for message in messages for backup in message.backups])
     return LocalSteps(

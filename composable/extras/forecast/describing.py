@@ -27,7 +27,7 @@ from composable.extras.forecast.command import (
     made_of_config,
     maker_of,
 )
-from composable.extras.forecast.forecast import pretended_model
+from composable.extras.forecast.forecast import simulated_model
 from composable.extras.forecast.plans import Plan
 
 PROGRAM: Final = "python -m composable describe"
@@ -76,7 +76,7 @@ def run(options: Any) -> int:
     mesh = dict(options.mesh) if options.mesh else None
     try:
         annotate = annotate or _plan_of(make, options.policy)
-        with pretended_model(make, annotate, ranks=options.ranks, mesh=mesh) as model:
+        with simulated_model(make, annotate, ranks=options.ranks, mesh=mesh) as model:
             found = describe(model, by=options.by)
     except (ComposableError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

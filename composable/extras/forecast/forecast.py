@@ -42,7 +42,7 @@ from composable.extras.forecast.machine import (
 from composable.extras.forecast.result import Collective, Forecast, Subject, by_name
 from composable.extras.forecast.tensors import Functions, NoValues
 from composable.memory.elastic import resizing_buffers
-from composable.seams import Stepping, give_memory, offloading_from_host, units_below
+from composable.seams import Stepping, give_memory, offloading_from_host, units_in
 from composable.torch_private import (
     FSDP2Module,
     constructed_by,
@@ -155,7 +155,7 @@ def running(
         sizes: of the dimensions of the mesh, by name.
     """
     with _world(machine, prod(sizes.values()), rank), ExitStack() as stack:
-        stack.enter_context(_pretended(machine))
+        stack.enter_context(_simulated(machine))
         if machine.device.accelerator:
             stack.enter_context(offloading_from_host(machine))
         model = _annotated(make_model, annotate, sizes)
@@ -171,7 +171,7 @@ def running(
 
 
 @contextmanager
-def pretended_model(
+def simulated_model(
     make_model: Callable[[], nn.Module],
     annotate: Callable[..., object],
     *,
@@ -184,7 +184,7 @@ def pretended_model(
         make_model, annotate, ranks, mesh: as of `forecast`.
     """
     machine, sizes = Machine(device_of("cpu")), _sizes_of(mesh, ranks, 1)
-    with _world(machine, ranks), _pretended(machine):
+    with _world(machine, ranks), _simulated(machine):
         yield _annotated(make_model, annotate, sizes)
 
 
@@ -252,13 +252,13 @@ def _paced(progress: Callable[[str], object], steps: int) -> Callable[[Machine],
     """What the machine calls at every operation: tells `progress` now and then where it is."""
     last = perf_counter()
 
-    def heard(machine: Machine) -> None:
+    def report(machine: Machine) -> None:
         nonlocal last
         if (now := perf_counter()) - last >= PACE:
             last = now
             progress(f"step {machine.step} of {steps}, {machine.place}")
 
-    return heard
+    return report
 
 
 @contextmanager
@@ -280,7 +280,7 @@ def _world(machine: Machine, ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def _pretended(machine: Machine) -> Iterator[None]:
+def _simulated(machine: Machine) -> Iterator[None]:
     """The library as it is on the device: messages laid out for it, over the machine's clocks."""
     device = machine.device
 
@@ -326,7 +326,7 @@ def _refuse_torchs_shards(model: nn.Module) -> None:
 
 
 def _refuse_offloaded_shards(model: nn.Module) -> None:
-    for unit in units_below([model]):
+    for unit in units_in(model):
         if unit.spec.on_host:
             raise ForecastError(
                 f"forecast: unit '{unit.name}' has an offload_policy; how long an optimizer takes"
@@ -386,7 +386,7 @@ def _places(machine: Machine, model: nn.Module) -> Iterator[None]:
 
 
 def _label_resting(machine: Machine, model: nn.Module) -> None:
-    for unit in units_below([model]):
+    for unit in units_in(model):
         for group in unit.groups:
             if group.shard is not None:
                 machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)
@@ -431,7 +431,7 @@ def train(
         end = machine.end_step()
         del kept
     subject = _subject_of(model, batch, stepping)
-    return _told(machine, subject, mesh, at_rest, start, end)
+    return _forecast_of(machine, subject, mesh, at_rest, start, end)
 
 
 def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> Subject:
@@ -454,7 +454,7 @@ def _subject_of(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer |
     )
 
 
-def _told(
+def _forecast_of(
     machine: Machine,
     subject: Subject,
     mesh: Mapping[str, int],

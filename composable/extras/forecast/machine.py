@@ -101,7 +101,7 @@ class Machine(Streams):
     Attributes:
         exposed: how long the compute stream had work, and waited for another stream.
         samples: moments, and bytes by kind, whenever they moved by a three-hundredth of the peak.
-        heard: is called at every operation, with the machine.
+        on_operation: is called at every operation, with the machine.
         step: counted from 1.
         phase: "forward", "backward" or "optimizer".
         unit: that computes.
@@ -111,7 +111,7 @@ class Machine(Streams):
     """
 
     device: Device
-    heard: Callable[[Machine], None] | None = None
+    on_operation: Callable[[Machine], None] | None = None
     host: float = 0.0
     current: str = COMPUTE
     # when streams, by name, and links, by the number of their group, are free
@@ -190,8 +190,8 @@ class Machine(Streams):
         Args:
             links: which it needs, by a number of their group.
         """
-        if self.heard is not None:
-            self.heard(self)
+        if self.on_operation is not None:
+            self.on_operation(self)
         self.host += self.device.host
         ready = self.ready[self.current]
         start = max(ready, self.host)

@@ -49,7 +49,7 @@ class Ranks:
     coordinates: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Which part of a tensor each rank has.
 

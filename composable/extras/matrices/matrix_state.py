@@ -13,7 +13,6 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import chain
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -76,28 +75,23 @@ class PartOfState(defaultdict[Any, Any]):
             )
 
     def __getitem__(self, key: Any) -> Any:
-        if self._codes:
-            self._check(sys._getframe(1))
+        self._check(sys._getframe(1))
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        if self._codes:
-            self._check(sys._getframe(1))
+        self._check(sys._getframe(1))
         return super().get(key, default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        if self._codes:
-            self._check(sys._getframe(1))
+        self._check(sys._getframe(1))
         return super().setdefault(key, default)
 
     def items(self) -> Any:
-        if self._codes:
-            self._check(sys._getframe(1))
+        self._check(sys._getframe(1))
         return super().items()
 
     def values(self) -> Any:
-        if self._codes:
-            self._check(sys._getframe(1))
+        self._check(sys._getframe(1))
         return super().values()
 
 
@@ -133,11 +127,11 @@ def spread(optimizer: Optimizer, matrices: Matrices) -> dict[Tensor, State]:
             for matrix in matrices[parameter]
             if matrix.is_mine and (state := state_of(optimizer, matrix))
         }
-        told: dict[Any, Any] = {}
+        gathered: dict[Any, Any] = {}
         for each in comm.all_gather_objects(mine, _LAUNCH):
-            told |= each
+            gathered |= each
         for number, parameter in enumerate(parameters):
-            outlines = [told.get((number, matrix.index)) for matrix in matrices[parameter]]
+            outlines = [gathered.get((number, matrix.index)) for matrix in matrices[parameter]]
             if any(outlines):
                 spreaded[parameter] = _spread_one(optimizer, matrices[parameter], outlines)
     return spreaded
@@ -345,9 +339,11 @@ def as_loaded(
     }
     groups: list[State] = [{**group, "params": []} for group in optimizer.param_groups]
     saved: list[State] = [{**group, "params": []} for group in saved_groups]
+    parameters: list[nn.Parameter] = []
     for number, (matrix, _) in enumerate(owned):
         local = local_tensor(matrix.parameter).detach()
         takes_no_memory = nn.Parameter(local.new_empty(()).expand(matrix.shape))
+        parameters.append(takes_no_memory)
         groups[group_of[matrix.parameter]]["params"].append(takes_no_memory)
         saved[group_of[matrix.parameter]]["params"].append(number)
     alone: Any = object.__new__(type(optimizer))
@@ -355,10 +351,7 @@ def as_loaded(
     alone.__dict__ |= {name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")}
     states = {number: state for number, (_, state) in enumerate(owned)}
     Optimizer.load_state_dict(alone, {"state": states, "param_groups": saved})
-    parameters = list(chain.from_iterable(group["params"] for group in groups))
-    numbers = list(chain.from_iterable(group["params"] for group in saved))
-    for number, parameter in zip(numbers, parameters, strict=True):
-        matrix, _ = owned[number]
+    for (matrix, _), parameter in zip(owned, parameters, strict=True):
         if matrix.index is None:
             loaded[matrix.parameter] = alone.state[parameter]
         else:

@@ -39,7 +39,7 @@ from composable.errors import (
     unit_name,
     what_is_there,
 )
-from composable.extras.matrices.matrices import BATCHES, Exchange, Layout, Layouts, Matrix, assign
+from composable.extras.matrices.matrices import BATCHES, Exchange, Layouts, Matrix, assign
 from composable.extras.matrices.matrix_state import (
     PartOfState,
     State,
@@ -57,7 +57,6 @@ from composable.seams import (
     LocalStep,
     StandIn,
     Stepping,
-    copy_attributes,
     is_part_of_backward,
     label_of,
     unit_of,
@@ -190,7 +189,7 @@ class _MatrixStep:
             known = self._copies.get(matrix)
             copy = nn.Parameter(local.new_empty(matrix.shape)) if known is None else known
             self._gradients[matrix] = gradient.new_empty(matrix.shape)
-        copy_attributes(matrix.parameter, copy)  # type: ignore[arg-type]  # users may set them anew
+        Stepping.copy_attributes(matrix.parameter, copy)  # users may set them anew
         if copy is not self._copies.get(matrix):
             copy.grad_dtype = None  # it may be that of reductions
             self._copies[matrix] = copy
@@ -315,7 +314,7 @@ class MatrixStepping(Stepping):
             if known is None and not self._which(parameter):
                 continue
             layout = self._layouts.of(parameter)
-            if known is not None and _alike(known[0].layout, layout):
+            if known is not None and known[0].layout == layout:
                 self._matrices[parameter] = known
             elif _is_stack(parameter) and len(parameter):
                 slices = range(parameter.shape[0])
@@ -452,8 +451,8 @@ class MatrixStepping(Stepping):
         (_, *args), kwargs = self._arguments
         closure = self._closure
         if closure is not None:
-            args = [_told(closure) if each is closure else each for each in args]
-            kwargs = {k: _told(closure) if v is closure else v for k, v in kwargs.items()}
+            args = [_replayed(closure) if each is closure else each for each in args]
+            kwargs = {k: _replayed(closure) if v is closure else v for k, v in kwargs.items()}
         step: Any = type(optimizer).step
         getattr(step, "__wrapped__", step)(stand_in, *args, **kwargs)  # without its hooks
         return stand_in.state
@@ -617,19 +616,19 @@ class MatrixStepping(Stepping):
     def _follow_to(self, copied: Optimizer, memo: dict[int, Any]) -> None:
         optimizer = self._optimizer()
         assert optimizer is not None
-        for parameter, twin in zip(parameters_of(optimizer), parameters_of(copied), strict=True):
+        for parameter, other in zip(parameters_of(optimizer), parameters_of(copied), strict=True):
             if parameter in self._matrices and parameter in optimizer.state:
-                copied.state[twin] = copy.deepcopy(optimizer.state[parameter], memo)
+                copied.state[other] = copy.deepcopy(optimizer.state[parameter], memo)
         MatrixStepping(copied, self._which, self)
 
     def _take_over(self, optimizer: Optimizer, original: MatrixStepping) -> None:
         """Own, of a copy, what is owned of the original. Ranks need not agree on it again."""
         former = original._optimizer()
         assert former is not None
-        for parameter, twin in zip(parameters_of(former), parameters_of(optimizer), strict=True):
+        for parameter, other in zip(parameters_of(former), parameters_of(optimizer), strict=True):
             if parameter in original._matrices:
-                self._matrices[twin] = [
-                    replace(matrix, parameter=twin) for matrix in original._matrices[parameter]
+                self._matrices[other] = [
+                    replace(matrix, parameter=other) for matrix in original._matrices[parameter]
                 ]
 
     @override
@@ -716,11 +715,7 @@ def _keeping(optimizer: Optimizer, name: str | None) -> str:
     )
 
 
-def _alike(one: Layout, other: Layout) -> bool:
-    return (one.ranks, one.shape, one.cut) == (other.ranks, other.shape, other.cut)
-
-
-def _told(closure: _Closure) -> Callable[[], Any]:
+def _replayed(closure: _Closure) -> Callable[[], Any]:
     """A closure that was called already, or one that refuses to be."""
     return (lambda: closure.loss) if closure.was_called else closure
 

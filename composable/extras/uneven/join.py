@@ -3,7 +3,7 @@
 `Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one
 number, and a rank without data adds 0. The model has many, so behind such a sum the rank with data
 that comes first, the source, says what it does: which units it enters and leaves
-(`narration.py`), and which functions and optimizers it calls. The others do the same without
+(`broadcast.py`), and which functions and optimizers it calls. The others do the same without
 computing (`engine/step/driver.py`). They are told each time, and not by a record of an earlier
 step: so a rank may have no data at all, and steps may differ. While all ranks have data, nothing
 but the sums is sent.
@@ -24,7 +24,7 @@ So a rank that leaves the scope finds its first sum wherever the others are. A s
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial, wraps
 from typing import Any, Final
@@ -39,10 +39,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from composable import clip_grad_norm_
 from composable.comm import Comm, is_distributed, notification_sum
 from composable.comm.launch import Launch
+from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
-from composable.extras.uneven.narration import Narrator
+from composable.extras.uneven.broadcast import Broadcaster
 from composable.seams import (
-    DECISIONS,
     Driver,
     Event,
     Root,
@@ -72,11 +72,11 @@ class ModelJoinable(Joinable):
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], carried: Sequence[Any]
     ) -> None:
         super().__init__()
-        _hear_of_joins()
+        _wrap_joins()
         self.models = list(models)
         self.optimizers = list(optimizers)
         self.carried = list(carried)
-        self.units = [unit for model in models for unit in units_in("joinable", model)]
+        self.units = [unit for model in models for unit in units_in(model, caller="joinable")]
         self.comm = self.units[0].mesh_info.all
         _refuse_several_meshes(self.units)
 
@@ -126,8 +126,8 @@ class _Scope(JoinHook):
 
     Attributes:
         source: the rank that says it; buffers follow it.
-        narrates: this rank has data, and others have none.
-        shadows: this rank has no data any more.
+        broadcasts: this rank has data, and others have none.
+        follows: this rank has no data any more.
         running: the ranks that had data in the last forward.
     """
 
@@ -139,7 +139,7 @@ class _Scope(JoinHook):
         throws: bool,
     ) -> None:
         self.source = 0
-        self.narrates = self.shadows = False
+        self.broadcasts = self.follows = False
         self._first, self._others, self._throws = members[0], others, throws
         self._comm = members[0].comm
         self.running = self._comm.size
@@ -153,21 +153,23 @@ class _Scope(JoinHook):
         self._zeroed: set[int] = set()  # ids of parameters
         # Only `Join` holds the scope: one that raised is dropped without a word.
         self._undo = ExitStack()
-        self._undo.callback(follow_steps(self))
+        self._undo.callback(
+            follow_steps(
+                self,
+                source=lambda: open_scope().source,
+                by_arrival=lambda: not (open_scope().broadcasts or open_scope().follows),
+            )
+        )
         self._undo.callback(
             register_optimizer_step_pre_hook(lambda *args: open_scope().step(*args)).remove
         )
-        self._undo.callback(observe(Narrator()))
-        self._undo.callback(
-            DECISIONS.answer(
-                source=lambda: open_scope().source,
-                by_arrival=lambda: not (open_scope().narrates or open_scope().shadows),
-            )
-        )
+        self._undo.callback(observe(Broadcaster()))
         for member in members:
-            owners: list[nn.Module | Optimizer] = [*member.models, *member.optimizers]
-            for owner in owners:
-                self._undo.callback(_hear_of_zeros(owner))
+            for model in member.models:
+                self._undo.callback(_observe_zero_grad(model, model.parameters))
+            for optimizer in member.optimizers:
+                parameters = partial(parameters_of, optimizer)
+                self._undo.callback(_observe_zero_grad(optimizer, parameters))
 
     def __del__(self) -> None:
         self.close()
@@ -196,16 +198,16 @@ class _Scope(JoinHook):
     def _meet(self) -> bool:
         """Find the source: the first rank that has data. Returns whether some have none."""
         rows = self._comm.all_gather_ints(
-            [int(not self.shadows)], Launch("exchange of which ranks have data")
+            [int(not self.follows)], Launch("exchange of which ranks have data")
         )
         self.source = rows.index([1])
         return [0] in rows
 
     def _exchange(self, value: Any = None) -> Any:
-        """Hear the source's value, which is no number, on all ranks."""
+        """Receive the source's value, which is no number, on all ranks."""
         sent = pickle.dumps(value)
-        heard = self._broadcast(sent if len(sent) <= _BYTES else pickle.dumps(len(sent)), _BYTES)
-        return self._broadcast(sent, heard) if isinstance(heard, int) else heard
+        received = self._broadcast(sent if len(sent) <= _BYTES else pickle.dumps(len(sent)), _BYTES)
+        return self._broadcast(sent, received) if isinstance(received, int) else received
 
     def _broadcast(self, sent: bytes, size: int) -> Any:
         padded = bytearray(sent[:size].ljust(size, b"\0"))  # nothing behind a pickle is read
@@ -221,18 +223,18 @@ class _Scope(JoinHook):
             self.tell(Event.LOST, self._units[0], now=True)
             self._phase = ""
         self.running = int(self._sum(1.0))
-        self.narrates = self.running < self._comm.size
-        if self.narrates:
+        self.broadcasts = self.running < self._comm.size
+        if self.broadcasts:
             self._meet()
             self._exchange(what)
 
     def _call(self, *what: Any) -> None:
         """Between forwards and backwards: say that something is called."""
-        if self.narrates:
+        if self.broadcasts:
             self._announce(*what)
 
     def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
-        if not (self.narrates and self._phase):
+        if not (self.broadcasts and self._phase):
             return
         if unit not in self._indices:  # of this rank alone
             return
@@ -246,10 +248,10 @@ class _Scope(JoinHook):
 
     def begin(self, root: Root) -> None:
         """A forward of `root` is about to begin."""
-        if self.shadows:
+        if self.follows:
             return
         if in_backward():  # reentrant checkpoints run it again: a part of the backward
-            if self.narrates and self._phase != "backward":
+            if self.broadcasts and self._phase != "backward":
                 self._call_backward()
             return
         if self._throws:
@@ -266,7 +268,7 @@ class _Scope(JoinHook):
             self._announce("raise", problem)
             raise problem
         self._announce("forward", self._trains())
-        if self.narrates:
+        if self.broadcasts:
             self._phase = "forward"
 
     def turn(self, other: Joinable) -> bool:
@@ -276,17 +278,17 @@ class _Scope(JoinHook):
         """
         if self._throws or other not in self._others:
             return False
-        if not self.shadows:
+        if not self.follows:
             self._announce("turn", list(self._others).index(other))
         return True
 
     def open(self, root: Root) -> None:
         """A backward has begun in `root`."""
-        if self.shadows or root.units[0] not in self._indices:
+        if self.follows or root.units[0] not in self._indices:
             return
         if self._phase != "backward":
             self._refuse_unstepped(root)
-            if self.narrates:
+            if self.broadcasts:
                 self._call_backward()
             else:
                 self._zeroed.clear()
@@ -300,7 +302,7 @@ class _Scope(JoinHook):
         """A function is about to communicate over gradients."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         known = [numbers[id(parameter)] for parameter in parameters if id(parameter) in numbers]
-        if self.shadows or not known:
+        if self.follows or not known:
             return
         if what == "unscale":
             scaler, inverse_scale, allow_fp16 = args
@@ -310,12 +312,12 @@ class _Scope(JoinHook):
                     " is not known to it. Pass it, so that ranks without data go on with its"
                     " scale: join(model, optimizer, scaler), or joinable(model, optimizer, scaler)"
                 )
-            args = (float(inverse_scale), allow_fp16) if self.narrates else ()
+            args = (float(inverse_scale), allow_fp16) if self.broadcasts else ()
         self._call(what, known, *args)
 
     def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`optimizer` is about to step."""
-        if self.shadows or optimizer not in self._optimizers:
+        if self.follows or optimizer not in self._optimizers:
             return
         if len(args) > 1 or kwargs.get("closure") is not None:
             raise OptimizerError(
@@ -352,7 +354,7 @@ class _Scope(JoinHook):
 
     def _stepped(self) -> set[int]:
         """The parameters that optimizers of the scope step, by id."""
-        return {id(p) for each in self._optimizers for p in _parameters_of(each)}
+        return {id(p) for each in self._optimizers for p in parameters_of(each)}
 
     def _trains(self) -> bytes:
         """Which parameters are not frozen."""
@@ -363,7 +365,7 @@ class _Scope(JoinHook):
             if parameter.requires_grad != bool(flag):
                 parameter.requires_grad_(bool(flag))
 
-    def note_zeroed(self, parameters: Sequence[Tensor]) -> None:
+    def note_zeroed(self, parameters: Iterable[Tensor]) -> None:
         """`zero_grad(set_to_none=False)` was called."""
         self._zeroed.update(map(id, parameters))
 
@@ -403,7 +405,7 @@ class _Scope(JoinHook):
     # --- a rank without data ---------------------------------------------------------------------
 
     def main_hook(self) -> None:
-        self.shadows, self.narrates = True, False
+        self.follows, self.broadcasts = True, False
         grad = torch.is_grad_enabled()
         try:
             while True:
@@ -505,7 +507,7 @@ class _Scope(JoinHook):
             locals_of(unknown), Launch("broadcast of parameters after join"), self.source
         )
         written([unit for unit in self._units if not unit.is_sharded])
-        if self.shadows:
+        if self.follows:
             self._freeze(trains)
             self._clear(*cleared)
             for optimizer, option in zip(self._optimizers, options, strict=True):
@@ -536,7 +538,7 @@ class _AtTheEnd(JoinHook):
 
 
 @cache
-def _hear_of_joins() -> None:
+def _wrap_joins() -> None:
     """Let a scope know of the other joinables of its `Join`, and of what they say to it."""
     wrap_join(_opens_scope, _tells_scope)
 
@@ -585,23 +587,19 @@ def _tells_scope(notify: Callable[[Joinable], Any]) -> Callable[[Joinable], Any]
     return notified
 
 
-def _hear_of_zeros(owner: nn.Module | Optimizer) -> Callable[[], None]:
-    """Let the scope hear of `zero_grad(set_to_none=False)`; returns what ends it.
+def _observe_zero_grad(
+    owner: nn.Module | Optimizer, parameters: Callable[[], Iterable[Tensor]]
+) -> Callable[[], None]:
+    """Tell the scope of `zero_grad(set_to_none=False)`; returns what ends it.
 
     After other calls the gradients are None, which can be seen afterwards.
     """
 
-    def hear(set_to_none: bool) -> None:
+    def note(set_to_none: bool) -> None:
         if not set_to_none:
-            open_scope().note_zeroed(_parameters_of(owner))
+            open_scope().note_zeroed(parameters())
 
-    return on_zero_grad(owner, hear)
-
-
-def _parameters_of(owner: nn.Module | Optimizer) -> Sequence[Tensor]:
-    if isinstance(owner, nn.Module):
-        return list(owner.parameters())
-    return [parameter for group in owner.param_groups for parameter in group["params"]]
+    return on_zero_grad(owner, note)
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ class _Made(NamedTuple):
 
 # With the comm, the launch itself, and what it had at hand: the message of a broadcast, the numbers
 # that were sent.
-_Heard = tuple[Comm, _Made, Launch, Any]
+_Launched = tuple[Comm, _Made, Launch, Any]
 
 
 @dataclass(eq=False)
@@ -114,7 +114,7 @@ class _Record:
         lost: steps that were lost since.
     """
 
-    launches: Sequence[_Heard] = ()
+    launches: Sequence[_Launched] = ()
     lost: int = 0
 
 
@@ -134,7 +134,7 @@ class _Where(Observer):
 
     @override
     def enters(self, root: Root, call: Call) -> None:
-        self._scope.refuse_stranger(root)
+        self._scope.refuse_other_model(root)
         forward = "forward" if call.root is root else "recomputation"
         self.now = f"in the {forward} of unit '{call.unit.name}'"
 
@@ -234,7 +234,7 @@ class together:
         self.lost, self.why = False, ""
         self._refused: PhaseError | None = None  # what all ranks raise that come there
         self._model, self._give_up_after = unwrapped(model), give_up_after
-        self._units = units_in("together", model)
+        self._units = units_in(model, caller="together")
         self._comm = self._units[0].mesh_info.all
         self._refuse()
 
@@ -260,7 +260,7 @@ class together:
                     " a norm without collectives, or leave the scope out"
                 )
 
-    def refuse_stranger(self, root: Root) -> None:
+    def refuse_other_model(self, root: Root) -> None:
         """Raise if a forward is not of the scope's model."""
         if not {*self._units}.issuperset(root.units):
             raise PhaseError(
@@ -299,7 +299,7 @@ class together:
         self.lost, self.why = False, ""
         self._refused = None
         self._record = _RECORDS.setdefault(self._units[0], _Record())
-        self._launched: list[_Heard] = []
+        self._launched: list[_Launched] = []
         self._where = _Where(self)
         # `keep_unsharded` may show casts of buffers in their place
         own = {id(cast): buffer for unit in self._units for cast, buffer in unit.buffers_shown()}
@@ -317,12 +317,12 @@ class together:
         self._undo.callback(_OPEN.clear)
         self._undo.callback(observe(self._where))
         self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-        LAUNCHED.append(self._hear)
-        self._undo.callback(LAUNCHED.remove, self._hear)
+        LAUNCHED.append(self._on_launch)
+        self._undo.callback(LAUNCHED.remove, self._on_launch)
         self._undo.callback(self._launched.clear)
         return self
 
-    def _hear(
+    def _on_launch(
         self, comm: Comm, launch: Launch, collective: str, tensors: Columns, option: Any
     ) -> None:
         held: object = None
@@ -337,7 +337,7 @@ class together:
             held = sent.tolist()
         self._launched.append((comm, made, launch, held))
 
-    def _launches(self) -> list[_Heard]:
+    def _launches(self) -> list[_Launched]:
         """List what this step has launched.
 
         Gathers are told by the indices of their groups, which are built anew when users move
@@ -383,8 +383,8 @@ class together:
                     f" {why}. Ranks that did not raise wait for this one until their timeout"
                 )
                 return False
-            told = "".join(traceback.format_exception(error))
-            error.add_note(f"together: this error was raised so:\n{told}")
+            text = "".join(traceback.format_exception(error))
+            error.add_note(f"together: this error was raised so:\n{text}")
             del trace
             _drop_frames(error)
             self._end_unshard()
@@ -447,15 +447,15 @@ class together:
             " step.lost"
         ) from error
 
-    def _cannot_follow(self, launched: Sequence[_Heard]) -> str:
+    def _cannot_follow(self, launched: Sequence[_Launched]) -> str:
         """Why it is not known what the other ranks go on to launch; empty if it is."""
-        before = _told(self._record.launches)
+        before = _made_in(self._record.launches)
         if not before:
             return "no step before it was whole"
         once = next((each.text for each in before if not each.can_repeat), "")
         if once:  # as ranks agree, or are compared, in the first step
             return f"the step before it made the {once}, which others do not make"
-        if _told(launched) != before[: len(launched)]:
+        if _made_in(launched) != before[: len(launched)]:
             return "it launched something else than the step before"
         return ""
 
@@ -524,7 +524,7 @@ def _drop_frames(error: BaseException) -> None:
             errors += [each.__cause__, each.__context__]
 
 
-def _told(launches: Sequence[_Heard]) -> list[_Made]:
+def _made_in(launches: Sequence[_Launched]) -> list[_Made]:
     return [made for _, made, _, _ in launches]
 
 

@@ -183,9 +183,9 @@ class Agreement:
             for topic, low, high in zip(_TOPICS, lowest, highest, strict=False):
                 finding = None
                 if low != high:
-                    told = table[topic], table[_SENT], written
+                    mine = table[topic], table[_SENT], written
                     finding = self._difference(
-                        step, topic, comm.all_gather_objects(told, _LAUNCH), ranks
+                        step, topic, comm.all_gather_objects(mine, _LAUNCH), ranks
                     )
                 if finding is None:
                     self._agreed[topic] = step
@@ -239,10 +239,10 @@ class Agreement:
         self,
         step: int,
         topic: str,
-        told: Sequence[tuple[dict[Key, Any], dict[Key, Any], list[Key]]],
+        tables: Sequence[tuple[dict[Key, Any], dict[Key, Any], list[Key]]],
         ranks: Sequence[int],
     ) -> Finding | None:
-        said, sent, written = zip(*told, strict=True)
+        said, sent, written = zip(*tables, strict=True)
         keys = dict.fromkeys(key for table in said for key in table)
         # a rank that has skipped a unit has nothing of it
         differs = [key for key in keys if len({table[key] for table in said if key in table}) > 1]

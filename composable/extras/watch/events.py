@@ -1,14 +1,14 @@
 """What tells a watch of a step: brackets around forwards, the engine, launches, optimizers.
 
-| event                                     | told by                        | to                  |
-|-------------------------------------------|--------------------------------|---------------------|
-| a forward begins, units are entered, left | `_Ear`, of `HEARERS`           | `Sight`             |
-| a module is about to compute, has computed | `_Bracket`                    | `Sight`             |
-| backward comes to a unit, and ends        | `_Ear`                         | `Sight`             |
-| a message is launched                     | `_Ear.launching`               | `Sight`             |
-| gradients have landed, are unscaled       | `_Ear`                         | `Watch`             |
-| an optimizer steps                        | `_before_step`                 | `Watch.end_step`    |
-| `together` has lost the step              | `_Ear`                         | `Sight`             |
+| event                                      | told by                       | to               |
+|--------------------------------------------|-------------------------------|------------------|
+| a forward begins, units are entered, left  | `_StepObserver`, of `HEARERS` | `RankObserver`   |
+| a module is about to compute, has computed | `_Bracket`                    | `RankObserver`   |
+| backward comes to a unit, and ends         | `_StepObserver`               | `RankObserver`   |
+| a message is launched                      | `_StepObserver.launching`     | `RankObserver`   |
+| gradients have landed, are unscaled        | `_StepObserver`               | `Watch`          |
+| an optimizer steps                         | `_before_step`                | `Watch.end_step` |
+| `together` has lost the step               | `_StepObserver`               | `RankObserver`   |
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from composable.contract.hooks import detach, dispatcher_of
 from composable.contract.tree import annotation_of
 from composable.contract.values import parameters_of
 from composable.extras.watch.messages import message_of
-from composable.extras.watch.sight import Sight
+from composable.extras.watch.rank_observer import RankObserver
 from composable.seams import (
     Call,
     Observer,
@@ -50,7 +50,7 @@ _NAME: Final = "watch"  # of brackets
 class Listener(Protocol):
     """What is told; `watch.py` has it, and imports this file."""
 
-    sight: Sight
+    observer: RankObserver
 
     def unscales(self) -> None:
         """Gradients are about to be unscaled."""
@@ -82,17 +82,17 @@ def _watches() -> list[Listener]:
 
 def watch_of(unit: Unit) -> Listener | None:
     """The one that has this unit."""
-    return next((each for each in _watches() if unit in each.sight.places), None)
+    return next((each for each in _watches() if unit in each.observer.places), None)
 
 
 def _watches_of(units: Iterable[Unit]) -> list[Listener]:
     units = list(units)
-    return [each for each in _watches() if any(unit in each.sight.places for unit in units)]
+    return [each for each in _watches() if any(unit in each.observer.places for unit in units)]
 
 
 def begin(watch: Listener) -> None:
     """Tell `watch` of its model from now on."""
-    for unit in watch.sight.places:
+    for unit in watch.observer.places:
         for module in unit.modules:
             if (dispatcher := dispatcher_of(module)) is not None:
                 dispatcher.add(_NAME, _Bracket(watch))
@@ -105,7 +105,7 @@ def end(watch: Listener) -> None:
     if watch not in _watches():
         return  # ended already; its modules may have another one
     _OPEN[:] = [ref(each) for each in _watches() if each is not watch]
-    for unit in watch.sight.places:
+    for unit in watch.observer.places:
         for module in unit.modules:
             detach(module, _NAME)
     # not where a model is collected: observers that are told just then would miss an event
@@ -133,52 +133,52 @@ class _Bracket:
         if self._watch is None or annotation is None:
             return None
         unit: Unit = annotation.state
-        return unit if unit in self._watch.sight.places else None
+        return unit if unit in self._watch.observer.places else None
 
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
-            return self._watch.sight.entered(unit, module, args, kwargs)
+            return self._watch.observer.entered(unit, module, args, kwargs)
         detach(module, _NAME)
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
-            self._watch.sight.left(unit, output)
+            self._watch.observer.left(unit, output)
         return output
 
     def on_error(self, module: nn.Module) -> None:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
-            self._watch.sight.raised(unit)
+            self._watch.observer.raised(unit)
 
 
-class _Ear(Observer):
+class _StepObserver(Observer):
     """Hears of steps for all watches, and keeps no model alive."""
 
     @override
     def enters(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
-            watch.sight.checks.advance()
+            watch.observer.checks.advance()
             if call.root is root and not root.running:
-                watch.sight.begin_forward(root)
+                watch.observer.begin_forward(root)
 
     @override
     def leaves(self, root: Root, call: Call, keep: bool) -> None:
         if (watch := watch_of(call.unit)) is not None:
-            watch.sight.checks.advance()
+            watch.observer.checks.advance()
 
     @override
     def comes_back(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
-            watch.sight.checks.come_back(call.number)
+            watch.observer.checks.come_back(call.number)
 
     @override
     def ends_backward(self, root: Root) -> None:
         for watch in _watches():
-            watch.sight.end_backward(root)
+            watch.observer.end_backward(root)
 
     @override
     def gradients_landed(self) -> None:
@@ -188,7 +188,7 @@ class _Ear(Observer):
     @override
     def loses(self, units: Sequence[Unit]) -> None:
         for watch in _watches_of(units):
-            watch.sight.lose_step()
+            watch.observer.lose_step()
 
     @override
     def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
@@ -202,8 +202,8 @@ class _Ear(Observer):
         if (message := message_of(launch, tensors)) is None:
             return
         for unit in _units_of(message.params[:1]):
-            if (watch := watch_of(unit)) is not None and watch.sight.looks:
-                watch.sight.launching(unit, message)
+            if (watch := watch_of(unit)) is not None and watch.observer.looks:
+                watch.observer.launching(unit, message)
 
 
 _LISTENING: Final[list[Callable[[], object]]] = []  # what ends it
@@ -212,9 +212,9 @@ _LISTENING: Final[list[Callable[[], object]]] = []  # what ends it
 def _listen() -> None:
     """Until the last watch is closed: models that nobody watches pay for it, too."""
     if not _LISTENING:
-        ear = _Ear()
-        LAUNCHING.append(ear.launching)
-        _LISTENING.extend((observe(ear), partial(LAUNCHING.remove, ear.launching)))
+        observer = _StepObserver()
+        LAUNCHING.append(observer.launching)
+        _LISTENING.extend((observe(observer), partial(LAUNCHING.remove, observer.launching)))
 
 
 def _units_of(parameters: Sequence[Tensor]) -> list[Unit]:
@@ -257,8 +257,8 @@ def _end_step(optimizer: Optimizer, steps: dict[Listener, int]) -> None:
     """A step ends where there was one, whose number goes into `steps`."""
     for watch in _watches_of(_units_of(parameters_of(optimizer))):
         watch.note(optimizer)
-        if watch.sight.ran:
-            steps.setdefault(watch, watch.sight.step)
+        if watch.observer.ran:
+            steps.setdefault(watch, watch.observer.step)
         watch.end_step()
 
 

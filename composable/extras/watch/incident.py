@@ -21,7 +21,7 @@ from composable.contract.methods import Method
 from composable.errors import first_line
 from composable.extras.watch.calls import Call, by_index
 from composable.extras.watch.findings import Finding
-from composable.seams import Unit, hooks_of, stepped_in_backward, units_below
+from composable.seams import Unit, hooks_of, stepped_in_backward, units_in
 from composable.torch_private import local_tensor
 
 FORMAT: Final = 3
@@ -76,7 +76,7 @@ def _why_not_again(unit: Unit | None) -> str:
     """Why one process cannot run the unit of a finding again; empty if it can."""
     if unit is None:
         return "it is about no unit"
-    below = [param for each in units_below(unit.modules) for param in each.params]
+    below = [param for each in units_in(*unit.modules) for param in each.params]
     if not all(param.is_whole for param in below):
         return "its parameters are tensor-parallel"
     if stepped_in_backward([param.at_rest for param in below]):
@@ -116,7 +116,7 @@ def _of_call(unit: Unit, names: Mapping[Unit, str], call: Call) -> dict[str, Any
 
 def _units(unit: Unit) -> list[Unit]:
     """The unit, and those inside."""
-    return list(dict.fromkeys([unit, *units_below(unit.modules)]))
+    return list(dict.fromkeys([unit, *units_in(*unit.modules)]))
 
 
 def _of_parameters(unit: Unit, name: str) -> list[dict[str, Any]]:
@@ -164,8 +164,8 @@ def _without_parameters(
 def _plain(module: nn.Module, named: set[tuple[int, str]], done: dict[int, nn.Module]) -> nn.Module:
     if id(module) in done:
         return done[id(module)]
-    twin: nn.Module = object.__new__(type(module))
-    done[id(module)] = twin
+    copied: nn.Module = object.__new__(type(module))
+    done[id(module)] = copied
     fresh = vars(nn.Module())
     own = {
         name: value
@@ -186,8 +186,8 @@ def _plain(module: nn.Module, named: set[tuple[int, str]], done: dict[int, nn.Mo
             for name, each in module._modules.items()
         },
     }
-    vars(twin).update(fresh | own | tables, training=module.training)
-    return twin
+    vars(copied).update(fresh | own | tables, training=module.training)
+    return copied
 
 
 def _pickled(value: Any) -> Any:

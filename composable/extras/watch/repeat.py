@@ -38,7 +38,7 @@ from composable.compilation import backward_will_be_compiled
 from composable.contract.values import map_tensors, tensors_in
 from composable.errors import first_line
 from composable.extras.watch.calls import generator_state, set_generator
-from composable.seams import Unit, units_below
+from composable.seams import Unit, units_in
 from composable.torch_private import (
     enter_mode,
     in_backward,
@@ -213,7 +213,7 @@ def candidates_in(units: Iterable[Unit]) -> list[Unit]:
     return [
         unit
         for unit in units
-        if {*units_below(unit.modules)} <= {unit} and all(param.is_whole for param in unit.params)
+        if {*units_in(*unit.modules)} <= {unit} and all(param.is_whole for param in unit.params)
     ]
 
 

@@ -1,9 +1,9 @@
 """`watch`: what goes wrong in a step is named before it spreads.
 
-A step, from `watch` to a finding: `events.py` tells `Sight` of forwards, backwards and messages,
-which looks at values (`checks.py`) and digests (`agreement.py`). Before the optimizer steps, which
-all ranks do, `Watch.end_step` exchanges what each rank has seen first: two integers, and the words
-(`findings.py`) only where there is something to say. Operators of a unit run again at
+A step, from `watch` to a finding: `events.py` tells `RankObserver` of forwards, backwards and
+messages, which looks at values (`checks.py`) and digests (`agreement.py`). Before the optimizer
+steps, which all ranks do, `Watch.end_step` exchanges what each rank has seen first: two integers,
+and the words (`findings.py`) only where there is something to say. Operators of a unit run again at
 once (`repeat.py`); calls that are kept (`calls.py`) run again from a folder (`incident.py`,
 `replay.py`).
 """
@@ -43,8 +43,8 @@ from composable.extras.watch.findings import (
     not_reproduced,
     overflow,
 )
+from composable.extras.watch.rank_observer import RankObserver
 from composable.extras.watch.repeat import Repeat
-from composable.extras.watch.sight import Sight
 from composable.seams import (
     Unit,
     comms_of_model,
@@ -140,7 +140,7 @@ def watch(
     if on not in _MODES:
         raise AnnotationError(f"watch: on must be 'warn' or 'raise', got {on!r}")
     model = unwrapped(model)
-    units = units_in("watch", model)
+    units = units_in(model, caller="watch")
     for unit in units:
         if events.watch_of(unit) is not None:
             raise AlreadyAnnotatedError(
@@ -149,8 +149,8 @@ def watch(
             )
     fqns = names_below(model)
     names = {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}
-    sight = Sight(names, every, agree, keeps=folder is not None, repeat=repeat)
-    return Watch(names, sight, on, folder)
+    observer = RankObserver(names, every, agree, keeps=folder is not None, repeat=repeat)
+    return Watch(names, observer, on, folder)
 
 
 class Watch:
@@ -158,7 +158,7 @@ class Watch:
 
     Args:
         names: the FQNs of the units that are watched.
-        sight: what this rank sees of them.
+        observer: what this rank sees of them.
         on, folder: see `watch`.
 
     Attributes:
@@ -166,20 +166,20 @@ class Watch:
         hints: something to know, and no fault: what a loss scaler or a seed does, and why a unit
             cannot be compared.
         overflows: steps in which gradients had infinities because a loss scaler had scaled them.
-        sight: what this rank sees.
+        observer: what this rank sees.
     """
 
     def __init__(
         self,
         names: Mapping[Unit, str],
-        sight: Sight,
+        observer: RankObserver,
         on: str,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
         self.hints: list[Finding] = []
         self.overflows = 0
-        self.sight = sight
+        self.observer = observer
         # also while `local_steps` keeps replicas apart
         units = list(names)
         self._comms = [units[0].spec.mesh_info.all, *comms_of_model(units)[1:]]
@@ -198,12 +198,12 @@ class Watch:
     @property
     def step(self) -> int:
         """The number of the step that is under way: of steps of the optimizer since `watch`."""
-        return self.sight.step
+        return self.observer.step
 
     def close(self) -> None:
         """End it, on all ranks, between two steps."""
         events.end(self)
-        self.sight.lose_step()
+        self.observer.lose_step()
 
     def __enter__(self) -> Self:
         return self
@@ -217,19 +217,19 @@ class Watch:
         """An optimizer is about to step parameters of the model."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = next(self._numbers)
-        if self.sight.compares:
-            self.sight.agreement.note_options(self._optimizers[optimizer], optimizer)
+        if self.observer.compares:
+            self.observer.agreement.note_options(self._optimizers[optimizer], optimizer)
 
     def unscales(self) -> None:
         """A scaler is about to look for infinities: it may skip the step of the optimizer."""
-        self.sight.note_scaler()
+        self.observer.note_scaler()
         if open_scope() is None:  # in `join` ranks without data are told when optimizers step
             self.end_step()
 
     def landed(self) -> None:
         """A backward has landed its gradients; an optimizer in backward has stepped, too."""
-        if self.sight.ran and open_scope() is None:
-            params = (param.at_rest for unit in self.sight.places for param in unit.params)
+        if self.observer.ran and open_scope() is None:
+            params = (param.at_rest for unit in self.observer.places for param in unit.params)
             if stepped_in_backward(params) is not None:
                 self.end_step()
 
@@ -243,34 +243,34 @@ class Watch:
             RanksDisagreeError: ranks differ, with `on="raise"`.
             NotReproducedError: an operator that ran again computed other bits, with `on="raise"`.
         """
-        sight = self.sight
-        if not sight.ran:
+        observer = self.observer
+        if not observer.ran:
             return
         found: list[Finding] = []
-        if sight.looks:
+        if observer.looks:
             found += self._first_not_finite()
-        if sight.compares:
+        if observer.compares:
             found += self._first_difference()
-        if sight.repeat is not None and sight.repeat.unit in sight.ran:
-            found += self._run_again(sight.repeat)
+        if observer.repeat is not None and observer.repeat.unit in observer.ran:
+            found += self._run_again(observer.repeat)
         self._write(found)
-        sight.end_step()
+        observer.end_step()
         self._report(found)
 
     def evaluate_again(self, step: int) -> None:
         """An optimizer calls its closure once more in a step, whose number this was."""
-        self.sight.evaluate_again(step)
+        self.observer.evaluate_again(step)
 
     def evaluated(self, step: int) -> None:
         """It has called it."""
-        self.sight.evaluated(step)
+        self.observer.evaluated(step)
 
     # --- the exchange ----------------------------------------------------------------------------
 
     def _first_not_finite(self) -> Iterator[Finding]:
-        scaled = self.sight.scaled
+        scaled = self.observer.scaled
         expected = scaled and self._in_a_row < _EXPECTED_IN_A_ROW
-        first, in_gradients = self.sight.first_not_finite(scaled=expected)
+        first, in_gradients = self.observer.first_not_finite(scaled=expected)
         mine = [_NEVER if first is None else first.seen.clock, -int(in_gradients and scaled)]
         clock, overflows = self._lowest(mine)
         self._in_a_row = self._in_a_row + 1 if overflows else 0
@@ -282,7 +282,7 @@ class Watch:
             yield not_finite(self.step, self._said(first))
 
     def _first_difference(self) -> list[Finding]:
-        found = self.sight.agreement.compare(self.step, self.sight.named)
+        found = self.observer.agreement.compare(self.step, self.observer.named)
         # ranks of other replicas and shards hear of it, too
         if self._lowest([-len(found)]) == [0]:
             return []
@@ -291,7 +291,7 @@ class Watch:
         return [*[each for each in said if each.kind != HINT][:1], *hints[:1]]
 
     def _run_again(self, repeat: Repeat) -> list[Finding]:
-        name = self.sight.places[repeat.unit].name
+        name = self.observer.places[repeat.unit].name
         differs, why = repeat.found
         if self._lowest([-int(bool(differs or why))]) == [0]:
             return []
@@ -329,15 +329,15 @@ class Watch:
             if self._folder is None or finding.kind in (*self._written, HINT):
                 continue
             self._written.add(finding.kind)
-            sight = self.sight
-            names = {unit: name for name, unit in sight.named}
+            observer = self.observer
+            names = {unit: name for name, unit in observer.named}
             unit = next((each for each, name in names.items() if name == finding.unit), None)
-            gathered = sight.agreement.gathered if sight.compares else {}
+            gathered = observer.agreement.gathered if observer.compares else {}
             more = {
                 "ranks": self._ranks,
                 "gathered": {f"{k.unit} {k.name} {k.owner}": v for k, v in gathered.items()},
             }
-            calls = sight.calls.get(finding.unit, [])
+            calls = observer.calls.get(finding.unit, [])
             try:
                 incident.write(self._folder, finding, _rank(), unit, calls, names, more)
             except (OSError, RuntimeError) as error:  # of this rank alone
@@ -365,7 +365,7 @@ def _rank() -> int:
 
 def _watch_units(units: Sequence[Unit], on: str) -> Watch:
     names = {unit: "" if unit.name == unit_name("") else unit.name for unit in units}
-    return Watch(names, Sight(names, 1, AGREE, keeps=False, repeat=False), on)
+    return Watch(names, RankObserver(names, 1, AGREE, keeps=False, repeat=False), on)
 
 
 if (_wanted := os.environ.get(VARIABLE, "0").strip()) not in ("", "0"):

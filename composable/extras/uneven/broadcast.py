@@ -15,7 +15,7 @@ from typing_extensions import override
 from composable.seams import Call, Event, Observer, Root, Unit, open_scope
 
 
-class Narrator(Observer):
+class Broadcaster(Observer):
     """Tells the scope that is open."""
 
     @override

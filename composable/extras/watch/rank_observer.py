@@ -66,7 +66,7 @@ def _place_of(unit: Unit, names: Mapping[Unit, str]) -> Place:
     return Place(unit_name(own), unit_name(around), len(outer))
 
 
-class Sight:
+class RankObserver:
     """What this rank sees of a model.
 
     Args:
