@@ -1,9 +1,9 @@
 """What extras may use of what lies between the ground and them: these names, and no others.
 
 An extra adds a capability that the core does not know. Besides this file it imports the ground
-(`comm`, `memory`, `contract`, ...) and what users have, from `composable`. The protocols say what
-it may know of the engine's objects, and mypy holds it to that: it reads them, and calls the few
-methods that they list.
+(`comm`, `memory`, `contract`, ...) and what users have, from `composable`. An extra may
+read the attributes, and call the methods, that the protocols list; mypy checks its code by them. It
+hears of launches by `LAUNCHING` and `LAUNCHED` of `composable.comm.base`, with the `Launch`.
 
 | name                         | does, or is                                                       |
 |------------------------------|-------------------------------------------------------------------|
@@ -207,7 +207,7 @@ class Unit(Protocol):
     """What one call of a verb has left on its modules.
 
     Attributes:
-        name: below the root, for messages.
+        name: below the root, for messages; not unique in a model with several roots.
         modules: as annotated; none after `remove`.
         mesh_info: the ranks over which parameters are sharded, and gradients summed now.
         replicas_info: the same of the replicas, see `Unit.replicas_info` in the engine.
@@ -328,8 +328,8 @@ class _Drivers(Protocol):
 
 # --- functions, over these -----------------------------------------------------------------------
 
-# The engine's own functions, for which each unit is its own class. mypy sees at the end
-# of this file that those are what the protocols say.
+# The engine's own functions, typed by the protocols. The checks at the end of this file show that
+# the engine's classes match them.
 
 # `observe(observer)`: it hears of steps from now on; returns what ends it.
 observe: Final[Callable[[Observer], Callable[[], None]]] = HEARERS.add
@@ -337,7 +337,7 @@ observe: Final[Callable[[Observer], Callable[[], None]]] = HEARERS.add
 Driver: Final[_Drivers] = cast("Any", driver.Driver)
 # Tell that all ranks have lost a step of these units.
 lose_step: Final[Callable[[Sequence[Unit]], None]] = cast("Any", observer.lose_step)
-# The unit that manages a parameter, at rest or as it was before the annotation; or None.
+# The unit that manages a parameter, at rest or while modules compute; None if none does.
 unit_of: Final[Callable[[Tensor], Unit | None]] = cast("Any", unit.unit_of)
 # The parameters of all units, with their names in the model, each once.
 managed_in: Final[Callable[[str, nn.Module], Iterator[_Managed]]] = cast("Any", whole.managed_in)
@@ -351,7 +351,8 @@ at_rest: Final[Callable[[Sequence[Unit]], AbstractContextManager[None]]] = cast(
 require_at_rest: Final[Callable[[str, Sequence[Unit]], None]] = cast("Any", whole.require_at_rest)
 # Raise if a unit is not between two steps.
 refuse_moment: Final[Callable[[str, Unit], None]] = cast("Any", comm_hooks.refuse_moment)
-# Tell units that all ranks have written to their parameters at rest, past the operators of these.
+# Tell units that all ranks have written to their parameters at rest without operators, so that no
+# version has counted the write.
 written: Final[Callable[[Iterable[Unit]], None]] = cast("Any", edits.written)
 # Raise if parameters are gathered in a form of their own, and have no shard buffer.
 refuse_extended: Final[Callable[[str, Unit], None]] = cast("Any", extension.refuse_extended)
@@ -361,7 +362,8 @@ def units_in(*modules: nn.Module, caller: str = "") -> list[Unit]:
     """The units of modules and below, in `.modules()` order.
 
     Args:
-        caller: a function that all ranks call with one module. Raises if there are no units.
+        caller: the name of a function that all ranks call with one module. Then observers are told
+            that it is called, and it raises if there are no units, or if one rests on the host.
     """
     found: Any = scopes.units_in(caller, *modules) if caller else unit.units_below(modules)
     return cast("list[Unit]", found)

@@ -1,6 +1,8 @@
-"""The callers of torch.distributed's collectives. They move tensors, and know no modules,
-parameters or units. Outside are DTensor's own, where whole parameters are asked for and gradients
-of tensor-parallel ones are redistributed, and those in the graphs of compiled autograd
+"""All collectives of the engine. Comms take tensors and a `Launch`, which says what they are for;
+`MeshInfo` holds the comms of a unit.
+
+Not here: collectives of `DTensor`, where whole parameters are asked for and gradients of
+tensor-parallel ones are redistributed, and those in the graphs of compiled autograd
 (features/traced.py).
 
 | tensors on           | backend                         | class              |

@@ -1,1 +1,1 @@
-"""Parameters of units: how they rest, travel and compute."""
+"""Parameters of units: how they are stored, gathered and cast."""

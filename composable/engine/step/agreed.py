@@ -5,7 +5,7 @@
 | `Unit.compared` | whether ranks compare where they are as they enter a unit | its first use |
 | `order` | which units forwards gather ahead | see below |
 | `buckets` | the order of parameters in buckets | the first backward |
-| `repeat` | which parameters are in buckets that wait for the end | the first backward |
+| `late` | which parameters are in buckets that wait for the end | the first backward |
 | `in_one_order`, `before` | which replicated units precede which with shards | the first backward |
 | `Unit.given` | whether backward enters a frozen unit that this rank skips | forwards |
 | `patterns` | of which sets of training units `Unit.given` knows | forwards with gradients |
@@ -45,7 +45,7 @@ class Agreed:
 
     Attributes:
         members: in the order in which they were first planned.
-        gradients: `buckets`, `repeat`, `in_one_order` and `before` of the table.
+        gradients: `buckets`, `late`, `in_one_order` and `before` of the table.
         untraced: why the compiler reduces no gradients any more; empty if it may.
         last_backward: when it ended, on the clock of `order.CLOCK`; -1 before the first.
         patterns: which units trained in forwards with gradients, oldest first. All ranks have the

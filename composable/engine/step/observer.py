@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 class Observer:
     """Hears what it overrides. Nothing is called for the rest: most events come for each unit.
 
-    Each is called before the engine does it, but for `gradient_came` and `gradients_landed`.
+    Names in the present tense are called before the engine acts on the event; `leaves`, `raises`,
+    `gradient_came`, `gradients_landed`, `loses` and `interrupted` when it has happened. A call that
+    is refused as it is entered has `enters` alone, without `leaves` or `raises`.
     """
 
     def begins_forward(self, root: Root) -> None:
@@ -52,7 +54,7 @@ class Observer:
         """A backward is at its end: its root launches what is left."""
 
     def lands_backward(self, root: Root) -> None:
-        """It has: its root waits for what it launched."""
+        """The root has launched every reduction, and waits for them next."""
 
     def gradients_landed(self) -> None:
         """Of a backward, or of `reduce_gradients`, on all parameters."""

@@ -3,7 +3,7 @@
 | question | answer | changes |
 |---|---|---|
 | what does a forward gather ahead? | what comes behind its `Forward.cursor` in `Order.recorded` | `Order.follow` |
-| which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `Order.learn`, `Root._conclude` |
+| which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `Order.learn`, `Order.end_backward` |
 | when do ranks compare where they are? | where they enter a unit for the first time, and at the end of that forward | `Unit.compared` |
 | how do ranks compute a frozen unit that this one skips? | `Unit.given`, for the pattern of units that train | forwards with gradients, see `Order.enter` |
 

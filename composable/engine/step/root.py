@@ -143,7 +143,8 @@ class Iteration:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """All that a lost step takes with it. What its units know of it is in `UnitStep`.
+    """What is under way in a root. It lives from step to step, and is dropped when one is lost: one
+    step is an `Iteration`. What units know of it is in `UnitStep`.
 
     Attributes:
         iteration: None if no backward is to come, and none runs.
@@ -927,7 +928,7 @@ def reset(modules: Sequence[nn.Module]) -> None:
 
 
 def land_held(roots: Iterable[Root] = UNLANDED) -> None:
-    """Wait for what `reduce_held` launched for these roots, unless it has landed."""
+    """Wait for what `Root.launch_held` launched for these roots, unless it has landed."""
     unlanded = [root for root in roots if root in UNLANDED]
     for root in unlanded:  # nothing is left of it if a hook of a user's has stepped an optimizer
         root.land_held()

@@ -6,7 +6,7 @@ gradients are reduced (`arrival.py`).
 
 In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`),
 and `Unit`: construction, which parameters modules hold, unshard and reshard, what a step does to
-it, gradients. It is passive: `visit.py` and `root.py` say what happens in a step, and
+it, gradients. It is passive: `visit.py`, `root.py` and `order.py` say what happens in a step, and
 `engine/edits/` between steps (state dicts, removal, copies, rest on the host).
 
 Why parameters stay gathered (`must_stay`), and why modules hold compute parameters
@@ -23,7 +23,7 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 | `GRAPH` there | yes | no | gradient penalties, `create_graph=True` |
 | `BY_HAND` there | yes | by `EXPLICIT` | zero-bubble pipelines (`features/split_backwards.py`) |
 | `EXPLICIT` in `kept_by` | yes | yes | `unshard(model)`, until a forward with gradients |
-| a scope in `kept_by` | yes | no | `keep_unsharded(model)` |
+| a scope in `kept_by` | yes | by `EXPLICIT` | `keep_unsharded(model)` |
 """
 
 from __future__ import annotations
@@ -175,7 +175,8 @@ ROOT_RUNS: Final = "the root computes, and may read the parameters at any time"
 
 @dataclass(slots=True, eq=False)
 class UnitStep:
-    """What a unit knows of the step that is under way in its root; dropped if that is lost.
+    """What a unit knows of what is under way in its root. It lives from step to step, and is
+    dropped when one is lost.
 
     Attributes:
         calls: of its modules that compute, for which it was gathered; innermost last.
@@ -683,7 +684,7 @@ class Unit:
             for group in self.groups:
                 group.put_back()
 
-    # --- a step (`visit.py` and `root.py` say what happens) --------------------------------------
+    # --- a step (`visit.py`, `root.py` and `order.py` say what happens) --------------------------
 
     def compute(self, call: UnitCall) -> None:
         """The unit is gathered, and the module computes."""
@@ -706,7 +707,7 @@ class Unit:
         self.hold_at_rest()
 
     def count(self, more: int) -> None:
-        """More outputs wait for backward, or fewer."""
+        """More forwards wait for their backward, or fewer."""
         self.step.pending += more
 
     def need(self, why: str) -> None:

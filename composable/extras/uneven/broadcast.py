@@ -47,12 +47,14 @@ class Broadcaster(Observer):
 
     @override
     def ends_backward(self, root: Root) -> None:
-        # Of those that end together with the backward around all, the first root's is heard.
+        # If several roots end with one outer backward, ranks without data follow the first
+        # root's END.
         open_scope().tell(Event.END, root.units[0], root.ends_inside, now=True)
 
     @override
     def lands_backward(self, root: Root) -> None:
-        open_scope().tell(Event.LANDED, root.units[0], now=True)  # heard before the last END only
+        open_scope().tell(Event.LANDED, root.units[0], now=True)
+        # ranks without data follow only the LANDED that comes before the last END
 
     @override
     def communicates(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
