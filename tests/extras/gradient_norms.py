@@ -47,7 +47,7 @@ class GradientNorms(seams.Observer):
         names = {module: name for name, module in model.named_modules()}
         self._names = {
             unit: ", ".join(names[module] or "(root)" for module in unit.modules)
-            for unit in seams.units_in("GradientNorms", model)
+            for unit in seams.units_in(model, caller="GradientNorms")
         }
         managed = [each.param.at_rest for each in seams.managed_in("GradientNorms", model)]
         if stepped := seams.stepped_in_backward(managed):

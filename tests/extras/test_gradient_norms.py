@@ -75,7 +75,7 @@ def _batch(step: int) -> torch.Tensor:
 
 
 def _groups(model: nn.Module) -> list[dist.ProcessGroup]:
-    infos = [unit.mesh_info for unit in seams.units_below([model])]
+    infos = [unit.mesh_info for unit in seams.units_in(model)]
     comms = [comm for info in infos for comm in (info.all, info.shard, info.replicate)]
     return [comm.group for comm in comms if comm is not None and comm.group is not None]
 
