@@ -101,23 +101,17 @@ def test_torchrun_on_one_host() -> None:
     assert "mesh [0, 1]" in printed
 
 
-def two_hosts(program: Path, *arguments: str, options: tuple[str, ...] = ()) -> str:
-    """Two agents of torchrun on the loopback, with two ranks each."""
+def test_torchrun_on_two_hosts_shards_inside_of_each() -> None:
     command = [
         *TORCHRUN,
         "--nnodes=2",
         "--nproc-per-node=2",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=localhost:{free_port()}",
-        *options,
-        str(program),
-        *arguments,
+        str(PROGRAMS / "train.py"),
+        "hybrid",
     ]
-    return started(command, command, env=[clean(), clean()])
-
-
-def test_torchrun_on_two_hosts_shards_inside_of_each() -> None:
-    printed = two_hosts(PROGRAMS / "train.py", "hybrid")
+    printed = started(command, command, env=[clean(), clean()])  # two agents on the loopback
     assert losses_in(printed) == losses_of_one_process(4)
     assert "mesh [[0, 1], [2, 3]]" in printed
 
@@ -172,25 +166,19 @@ def test_the_command_of_the_pytorchjob_runs_with_what_the_operator_sets() -> Non
     assert "mesh [[0, 1], [2, 3]]" in printed
 
 
-@pytest.mark.parametrize("hosts", [1])
 def test_a_killed_rank_ends_one_life_of_the_job_and_the_next_resumes(
-    tmp_path: Path, hosts: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIES_AT", "1:2:0")  # rank 1, behind step 2, in the first life
-    restarts = ("--max-restarts=3",)  # a later life may fail to connect: gloo tries three times
-    program = PROGRAMS / "restart.py"
-    if hosts == 1:
-        command = [
-            *TORCHRUN,
-            "--standalone",
-            "--nproc-per-node=2",
-            *restarts,
-            str(program),
-            str(tmp_path),
-        ]
-        printed = started(command, env=[clean()])
-    else:
-        printed = two_hosts(program, str(tmp_path), options=restarts)
+    command = [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=3",  # a later life may fail to connect: gloo tries three times
+        str(PROGRAMS / "restart.py"),
+        str(tmp_path),
+    ]
+    printed = started(command, env=[clean()])
     found = re.findall(r"^step (\d+): loss ([\d.]+)", printed, re.MULTILINE)
     # the second life begins behind step 2, or at it: rank 0 may have been stopped before it wrote
     # down that the checkpoint was whole
