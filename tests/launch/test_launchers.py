@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-import pytest
 import torch
 from torch import nn
 
@@ -166,21 +165,41 @@ def test_the_command_of_the_pytorchjob_runs_with_what_the_operator_sets() -> Non
     assert "mesh [[0, 1], [2, 3]]" in printed
 
 
-def test_a_killed_rank_ends_one_life_of_the_job_and_the_next_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DIES_AT", "1:2:0")  # rank 1, behind step 2, in the first life
-    command = [
-        *TORCHRUN,
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=3",  # a later life may fail to connect: gloo tries three times
-        str(PROGRAMS / "restart.py"),
-        str(tmp_path),
-    ]
-    printed = started(command, env=[clean()])
+# A store of its own for each life: a shared one holds the addresses of the life before.
+_RESTARTED: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def assert_resumed(printed: str) -> None:
     found = re.findall(r"^step (\d+): loss ([\d.]+)", printed, re.MULTILINE)
     # the second life begins behind step 2, or at it: rank 0 may have been stopped before it wrote
     # down that the checkpoint was whole
     assert [step for step, _ in found].count("0") == 1
     assert [loss for _, loss in sorted(set(found))] == losses_of_one_process(6)
+
+
+def test_a_killed_rank_ends_one_life_of_the_job_and_the_next_resumes(tmp_path: Path) -> None:
+    command = [
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+        str(PROGRAMS / "restart.py"),
+        str(tmp_path),
+    ]
+    # rank 1 is killed behind step 2, in the first life
+    assert_resumed(started(command, env=[clean(DIES_AT="1:2:0", **_RESTARTED)]))
+
+
+def test_a_rank_killed_on_the_second_host_restarts_both(tmp_path: Path) -> None:
+    command = [
+        *TORCHRUN,
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+        "--max-restarts=3",
+        str(PROGRAMS / "restart.py"),
+        str(tmp_path),
+    ]
+    env = clean(DIES_AT="3:2:0", **_RESTARTED)
+    assert_resumed(started(command, command, env=[env, env]))
