@@ -3,7 +3,7 @@
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
     examples/launch/restart.py FOLDER
 
-The variable gives each life a store of its own; a shared one holds addresses of ranks that are gone.
+Each life then has a store of its own; a shared one holds the addresses of ranks that are gone.
 """
 
 import os
