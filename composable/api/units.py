@@ -9,7 +9,7 @@ has a record of its own; that call finds its plan in `_planned`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,6 +99,9 @@ class UnitPlan:
 # many tokens, and LayerDrop calls each layer on every rank.
 _MANAGED: Final = "_is_fsdp_managed_module"
 
+# Are told of each call of a verb that has annotated: its name, and the plans of its units.
+ANNOTATED: Final[list[Callable[[str, Sequence[UnitPlan]], None]]] = []
+
 # The plan for the call of a verb that is about to begin. A context variable: verbs may run in other
 # threads.
 _planned: Final[ContextVar[UnitPlan | None]] = ContextVar("composable_planned_unit", default=None)
@@ -167,6 +170,8 @@ def annotate(
     )
     if name == SHARD and any(plan.settings["grouping"].on_host for plan in plans):
         arguments.warn_of_no_offload(comm.device)
+    for hear in ANNOTATED:
+        hear(name, plans)
 
 
 def _planned_units(
