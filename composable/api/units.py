@@ -155,8 +155,10 @@ def annotate(
                 synchronise(name, over, sync_module_states, members, [], [""] * len(members))
     for plan in plans:
         _note_meshes(name, plan)
-    if name == SHARD and spread is not None:
-        checks.warn_of_gradients(parameters)
+    if spread is not None:
+        checks.warn_of_one_rank(name, modules[0], spread.mesh, parameters)
+        if name == SHARD:
+            checks.warn_of_gradients(parameters)
     for plan in reversed(plans[1:]):  # the innermost first
         token = _planned.set(plan)
         try:

@@ -62,7 +62,7 @@ class Installation:
             if self._of_accelerate:
                 back = {id(ours): theirs for theirs, ours in self._of_accelerate}
                 exchange_in_modules(modules_with(back), back)
-                os.environ.pop(USE_CPU)
+                os.environ.pop(USE_CPU, None)
                 os.environ |= {} if self._used_cpu is None else {USE_CPU: self._used_cpu}
 
 
