@@ -42,6 +42,8 @@ _DESTROYED: Final = "this rank has destroyed its process group"
 Hears = list[Callable[["GroupComm", Launch, str, Columns, Any], None]]
 LAUNCHING: Final[Hears] = []
 LAUNCHED: Final[Hears] = []
+# What says for errors of collectives when they come: " in the backward of step 3", or nothing.
+WHEN: Final[list[Callable[[], str]]] = []
 
 
 class Work(Protocol):
@@ -354,8 +356,9 @@ class GroupComm(ABC):
         the collective's name, what to do, and what every rank launched last.
         """
         said = first_line(error) or type(error).__name__
+        when = "".join(tell() for tell in WHEN)
         return CommunicationError(
-            f"rank {self._name}: the {launch} failed:"
+            f"rank {self._name}: the {launch} failed{when}:"
             f" {said}\n{_cure(error)}\n{self._ledger.report()}"
         )
 

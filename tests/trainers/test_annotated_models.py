@@ -413,6 +413,4 @@ def test_the_trainer_that_would_wrap_is_refused_with_the_way_to_stop_it(
     pool: Pool, tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    assert same_on_all(pool.run(2, _wrapped_by_the_trainer, str(tmp_path))) == _WRAPPED[
-        "replicate"
-    ]
+    assert same_on_all(pool.run(2, _wrapped_by_the_trainer, str(tmp_path))) == _WRAPPED["replicate"]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
-from types import CodeType, ModuleType, SimpleNamespace
+from types import CodeType, ModuleType
 from typing import Any, Final
 
 from composable.errors import ReplayError, first_line
@@ -55,7 +55,9 @@ class Script:
             def find_class(self, module: str, name: str) -> Any:
                 return script.find(name) if module == _MAIN else super().find_class(module, name)
 
-        return SimpleNamespace(Unpickler=Unpickler)
+        module = ModuleType("pickle")  # torch.load reads its name, too
+        vars(module).update(Unpickler=Unpickler)
+        return module
 
     def find(self, name: str) -> Any:
         """Define a class or function, by its qualified name.

@@ -1,4 +1,4 @@
-"""The programs of the guide to trainers, one after another, as `-m composable.fsdp2 --cpu` would."""
+"""The programs of the guide to trainers, one after another, as by `composable.fsdp2 --cpu`."""
 
 from __future__ import annotations
 
