@@ -44,8 +44,7 @@ class Outcome:
             return f"nothing was sharded: {_why_nothing(self.replicated)}"
         said = (
             f"{self.units} unit{'s' if self.units > 1 else ''} with {self.numel:,} parameters"
-            f" sharded over {self.ranks} rank{'s' if self.ranks > 1 else ''}, last"
-            f" {self.last}"
+            f" sharded over {self.ranks} rank{'s' if self.ranks > 1 else ''}, last {self.last}"
         )
         if self.ranks == 1:
             world = _world()

@@ -279,7 +279,7 @@ def test_a_mesh_of_one_rank_in_a_world_of_more_is_said_by_a_warning_and_by_descr
             for module in (model[0], model):  # as layer by layer
                 verb(module, mesh=alone)
         assert [line.partition(":")[0] for line in lines] == ["WARNING"]
-        assert "the mesh has one rank, and the world has 2: the Linear is" in lines[0]
+        assert "the mesh has one rank, and the world has 2: the Block is" in lines[0]
         found = describe(model)
         assert found.on_one_rank == ("", "0")
         assert "over one rank, while the world has more: nothing is sharded" in str(found)
