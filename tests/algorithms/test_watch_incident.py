@@ -149,8 +149,10 @@ class Block(nn.Module):
 
 folder = sys.argv[1]
 model = fully_shard(nn.Sequential(Block()), policy={Block})
-with watch(model, folder=folder, on="warn"):
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with watch(model, folder=folder):
     model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
 """
 
 

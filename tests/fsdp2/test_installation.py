@@ -129,9 +129,11 @@ def test_a_process_in_which_fsdp2_has_sharded_modules_is_refused(pool: Pool) -> 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ([], "no script to run; call it as python -m composable.fsdp2 script.py [args], or -m"),
+        ([], "no script to run; call it as python -m composable.fsdp2 [--cpu] script.py [args]"),
         (["-m"], "no script to run; call it as"),
         (["--help"], "no script to run; call it as"),
+        (["--cpu"], "no script to run; call it as"),
+        (["--cpu", "nowhere.py"], "there is no script 'nowhere.py'"),
         (["nowhere.py", "x"], "there is no script 'nowhere.py'"),
         (["-m", "no_such_module"], "there is no module named 'no_such_module'"),
         (["-m", "no_such.module"], "there is no module named 'no_such.module'"),
