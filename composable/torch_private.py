@@ -7,6 +7,7 @@ Each name says why the public interface does not do. All of them exist in torch 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -797,22 +798,42 @@ def wrap_join(
 
 
 def on_zero_grad(
-    owner: nn.Module | Optimizer, hear: Callable[[bool], object]
+    owner: nn.Module | Optimizer, notify: Callable[[bool], object]
 ) -> Callable[[], None]:
-    """Call `hear(set_to_none)` after each `owner.zero_grad()`; returns what ends it.
+    """Call `notify(set_to_none)` after each `owner.zero_grad()`; returns what ends it.
 
     torch has no hook for it, and gradients that are zero may have been so before.
     """
-    before, of_instance = owner.zero_grad, "zero_grad" in vars(owner)
+    own = vars(owner)
+    before = own.get("zero_grad")
+    own["zero_grad"] = _ZeroGrad(owner, before or owner.zero_grad, notify)
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        before(set_to_none)
-        hear(set_to_none)
+    def end() -> None:
+        if before is None:
+            del own["zero_grad"]
+        else:
+            own["zero_grad"] = before
 
-    owner.zero_grad = zero_grad  # type: ignore[method-assign]
-    if of_instance:
-        return partial(setattr, owner, "zero_grad", before)
-    return partial(delattr, owner, "zero_grad")
+    return end
+
+
+class _ZeroGrad:
+    """`zero_grad` of one module or optimizer. A copy of that has its own, which notifies nobody."""
+
+    def __init__(
+        self, owner: object, zero_grad: Callable[..., None], notify: Callable[[bool], object]
+    ) -> None:
+        self._owner, self._zero_grad, self._notify = owner, zero_grad, notify
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._zero_grad(set_to_none)
+        self._notify(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._zero_grad, memo)  # a method becomes that of the owner's copy
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, "zero_grad")
 
 
 def exchange_in_pipelining(name: str, torchs: object, ours: object) -> None:
