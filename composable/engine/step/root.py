@@ -857,10 +857,11 @@ class Root:
         for unit in self.units:
             unit.drop_step()
             unit.swap_out()
-            try:
-                unit.free()
-            except CommunicationError as error:
-                self._warn(error)  # what failed in flight must not keep the rest
+            for group in unit.groups if not unit.must_stay else ():
+                try:
+                    group.reshard()
+                except CommunicationError as error:
+                    self._warn(error)  # what failed in flight must not keep the rest
             if EXPLICIT in unit.kept_by:  # `unshard()` outlives a lost step
                 unit.show()
         for unit in self.shared:  # of several modules, of which the lost forward has called some
