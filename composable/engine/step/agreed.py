@@ -7,8 +7,8 @@
 | `buckets` | the order of parameters in buckets | the first backward |
 | `late` | which parameters are in buckets that wait for the end | the first backward |
 | `in_one_order`, `before` | which replicated units precede which with shards | the first backward |
-| `Unit.given` | whether backward enters a frozen unit that this rank skips | forwards |
-| `patterns` | of which sets of training units `Unit.given` knows | forwards with gradients |
+| `Unit.input_grad_modes` | whether backward enters a frozen unit that a rank skips | forwards |
+| `patterns` | for which sets of training units there are modes | forwards with gradients |
 | `untraced` | whether the compiler may reduce gradients | a backward that it did not run |
 | `last_backward` | whether other roots take part in a backward | each backward |
 

@@ -30,7 +30,7 @@ from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.plan import launch_held, root_of
 from composable.engine.step.root import land_held, reset
-from composable.engine.step.unit import UNKNOWN, Unit, UnitCall, unit_of, units_below
+from composable.engine.step.unit import InputGradMode, Unit, UnitCall, unit_of, units_below
 from composable.engine.step.visit import Visit, come_back, end_call
 from composable.errors import PhaseError
 
@@ -180,13 +180,16 @@ def _pass(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module, No
         # If the parameters train, backward comes to this unit on ranks that compute it. If they are
         # frozen, it does where inputs require gradients: an image tower's do not, though what this
         # rank passes through may.
-        given = root.order.known_given(unit)
-        enters = unit.trains or given in (UNKNOWN, 2)
+        mode = root.order.input_grad_mode(unit)
+        is_unknown = mode is InputGradMode.UNKNOWN
+        enters = unit.trains or is_unknown or mode.is_entered_by_backward
         y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor)) if enters else None
     except BaseException:
         visit.on_error(module)
         raise
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (unit.trains or given != 0)):
+    with torch.set_grad_enabled(
+        torch.is_grad_enabled() and (unit.trains or mode is not InputGradMode.NO_GRAD)
+    ):
         y = visit.leave(module, y)
     return y if enters else x
 

@@ -5,7 +5,7 @@
 | what does a forward gather ahead? | what comes behind its `Forward.cursor` in `Order.recorded` | `Order.follow` |
 | which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `Order.learn`, `Order.end_backward` |
 | when do ranks compare where they are? | where they enter a unit for the first time, and at the end of that forward | `Unit.compared` |
-| how do ranks compute a frozen unit that this one skips? | `Unit.given`, for the pattern of units that train | forwards with gradients, see `Order.enter` |
+| how do ranks compute a frozen unit that this one skips? | `Unit.input_grad_modes`, for the pattern of units that train | forwards with gradients, see `Order.enter` |
 
 Forwards without gradients follow the order and do not change it, except for the first. Where
 everything is gathered already (`keep_unsharded`) each rank may run what it likes: nothing is
@@ -28,7 +28,7 @@ from composable.comm.base import Comm
 from composable.comm.launch import COMPARISON_OF_FORWARDS, Launch
 from composable.engine.params.param_group import Kind
 from composable.engine.step.agreed import Agreed
-from composable.engine.step.unit import UNKNOWN, Unit, UnitCall
+from composable.engine.step.unit import InputGradMode, Unit, UnitCall
 from composable.errors import RanksDisagreeError
 
 # Entries at most of what remembers forwards and calls: forwards without a backward (rollouts with
@@ -37,6 +37,7 @@ REMEMBERED: Final = 4096
 
 CLOCK: Final = count()  # of forwards and ends of backwards
 _KEPT_BY: Final = attrgetter("kept_by")  # in C
+_UNKNOWN: Final = InputGradMode.UNKNOWN
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class Order:
         """A forward with gradients begins."""
         if (oldest := self.agreed.note_pattern(self.training)) is not None:
             for unit in self.units:
-                unit.forget_given(self.agreed, oldest)
+                unit.forget_input_grad_mode(self.agreed, oldest)
         if forward.module.training:
             self._trained.append(forward.number)
 
@@ -114,13 +115,13 @@ class Order:
                 forward.cursor = self.recorded.index(unit, forward.cursor) + 1
             except ValueError:
                 pass  # it did not run there
-        given = UNKNOWN if unit.trains or inputs is None else unit.describe_inputs(inputs)
+        mode = _UNKNOWN if unit.trains or inputs is None else unit.input_grad_mode_of(inputs)
         if not (unit.compared or self._is_kept):
-            given = self._compare_place(unit.mesh_info.all, self.units.index(unit), given)
-            if given != UNKNOWN or unit.trains:  # otherwise no rank has computed it
+            mode = self._compare_place(unit.mesh_info.all, self.units.index(unit), mode)
+            if mode is not _UNKNOWN or unit.trains:  # otherwise no rank has computed it
                 forward.compared.append(unit)
-        if given != UNKNOWN and forward.with_gradients:
-            unit.note_given(self.agreed, self.training, given)
+        if mode is not _UNKNOWN and forward.with_gradients:
+            unit.note_input_grad_mode(self.agreed, self.training, mode)
         self.gather(unit, islice(self.recorded, forward.cursor, None), forward)
         if unit in forward.gathered:
             del forward.gathered[unit]
@@ -158,9 +159,9 @@ class Order:
         for group in unit.groups:
             group.wait_for_unshard()
 
-    def known_given(self, unit: Unit) -> int:
-        """See `Unit.given`; UNKNOWN if the unit was not computed while these units train."""
-        return unit.given.get((self.agreed, self.training), UNKNOWN)
+    def input_grad_mode(self, unit: Unit) -> InputGradMode:
+        """How ranks computed a frozen unit last, while these units trained."""
+        return unit.input_grad_modes.get((self.agreed, self.training), _UNKNOWN)
 
     def learn(self, forward: Forward) -> list[Unit]:
         """A forward ends. Returns its own order, if it says something of the next ones.
@@ -190,13 +191,15 @@ class Order:
 
     # --- comparisons of ranks --------------------------------------------------------------------
 
-    def _compare_place(self, comm: Comm, place: int, code: int = UNKNOWN) -> int:
+    def _compare_place(
+        self, comm: Comm, place: int, mode: InputGradMode = _UNKNOWN
+    ) -> InputGradMode:
         """In the first forward: all ranks enter the unit with this index, or end, which is one more
-        than the last. Returns the highest code of a rank.
+        than the last. Returns the highest mode of a rank.
         """
         name = [*(unit.name for unit in self.units), self.units[0].name][place]
-        (lowest, _), (highest, code) = comm.min_max(
-            [place, code], Launch(f"check of the order of units at unit '{name}'")
+        (lowest, _), (highest, most) = comm.min_max(
+            [place, mode], Launch(f"check of the order of units at unit '{name}'")
         )
         if lowest != highest:
             said = comm.all_gather_ints([place], Launch("exchange of the order of units"))
@@ -207,7 +210,7 @@ class Order:
                 " rank must run the same annotated modules in the same order. If data decides what"
                 " runs, annotate a module around it"
             )
-        return code
+        return InputGradMode(most)
 
     def compare_forwards(self, history: Iterable[UnitCall]) -> None:
         """`replicate` launches nothing in forward: no comparison of launches tells that a rank has

@@ -368,7 +368,7 @@ class Root:
         except BaseException:
             self.on_error(unit)
             raise
-        enters = inside and (unit.trains or self.order.known_given(unit) == 2)
+        enters = inside and (unit.trains or self.order.input_grad_mode(unit).is_entered_by_backward)
         call.take_place(forward.number, outermost=outermost, is_entered=enters)
         if torch.is_grad_enabled():
             step.history.append(call)

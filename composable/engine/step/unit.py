@@ -4,10 +4,11 @@
 parameters are sharded and gradients summed) and, for a model that is only replicated, in when
 gradients are reduced (`arrival.py`).
 
-In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`),
-and `Unit`: construction, which parameters modules hold, unshard and reshard, what a step does to
-it, gradients. It is passive: `visit.py`, `root.py` and `order.py` say what happens in a step, and
-`engine/edits/` between steps (state dicts, removal, copies, rest on the host).
+In this file: the values that a unit is made of (`InputGradMode`, `UnitSpec`, `UnitCall`,
+`UnitStep`, `Relations`), and `Unit`: construction, which parameters modules hold, unshard and
+reshard, what a step does to it, gradients. It is passive: `visit.py`, `root.py` and `order.py` say
+what happens in a step, and `engine/edits/` between steps (state dicts, removal, copies, rest on the
+host).
 
 Why parameters stay gathered (`must_stay`), and why modules hold compute parameters
 (`hold_at_rest`):
@@ -28,6 +29,7 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -68,10 +70,22 @@ if TYPE_CHECKING:
 # The reason for modules to hold whole parameters outside of forwards, after `unshard` or in
 # `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
-# `Unit.given` of a unit that was not computed yet.
-UNKNOWN: Final = -1
 # `Unit.shown_by` of a scope in which ranks hold different things
 RANK0_ONLY: Final = "unsharded(rank0_only=True)"
+
+
+class InputGradMode(enum.IntEnum):
+    """Whether the inputs of a frozen unit require gradients: backward enters it if they do."""
+
+    UNKNOWN = -1  # it was not computed yet
+    NO_GRAD = 0  # it was computed without autograd
+    NOT_REQUIRED = 1
+    REQUIRED = 2
+
+    @property
+    def is_entered_by_backward(self) -> bool:
+        """Whether backward enters a frozen unit that was computed so."""
+        return self is InputGradMode.REQUIRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +312,11 @@ class Unit:
         # --- a step
         self.root: Root | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
-        # Of a frozen unit, how it was last computed while these units of the root trained
-        # (`Order.training`): 0 without autograd, 1 with inputs that require no gradients, 2 with
-        # inputs that do. Backward enters it in case 2 only, and must do so on all ranks. A rank
-        # that skips the unit (`skipped`) has no inputs to tell by, so ranks that compute it tell
-        # the others in the first forward (`Order.enter`).
-        self.given: dict[tuple[Agreed, tuple[bool, ...]], int] = {}
+        # How a frozen unit was last computed while these units of the root trained
+        # (`Order.training`). Backward must enter it on all ranks or on none. A rank that skips the
+        # unit (`skipped`) has no inputs to go by, so ranks that compute it send it theirs in the
+        # first forward (`Order.enter`).
+        self.input_grad_modes: dict[tuple[Agreed, tuple[bool, ...]], InputGradMode] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
 
@@ -423,13 +436,15 @@ class Unit:
     def note_agreement(self, made: Agreed) -> None:
         alive = [each for each in self.agreements if None not in each.units()]
         self.agreements = [*alive, made]  # those of dropped models go
-        self.given = {key: value for key, value in self.given.items() if key[0] in alive}
+        self.input_grad_modes = {
+            key: mode for key, mode in self.input_grad_modes.items() if key[0] in alive
+        }
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
         # without shards, or other ranks, there is nothing to compare
         self.compared = not self.is_sharded or self.mesh_info.all.size == 1
-        self.agreements, self.given = [], {}
+        self.agreements, self.input_grad_modes = [], {}
         if any(group.extended for group in self.groups):
             for param in self.params:
                 param.agree(None)
@@ -763,23 +778,27 @@ class Unit:
         """`root` is told of changes from now on."""
         self.root = root
 
-    def note_given(self, agreed: Agreed, training: tuple[bool, ...], given: int) -> None:
-        """What ranks have agreed on in a forward, see `given`."""
-        self.given[agreed, training] = given
+    def note_input_grad_mode(
+        self, agreed: Agreed, training: tuple[bool, ...], mode: InputGradMode
+    ) -> None:
+        """What ranks have agreed on in a forward, see `input_grad_modes`."""
+        self.input_grad_modes[agreed, training] = mode
 
-    def forget_given(self, agreed: Agreed, training: tuple[bool, ...]) -> None:
+    def forget_input_grad_mode(self, agreed: Agreed, training: tuple[bool, ...]) -> None:
         """No rank looks for it any more, see `Agreed.patterns`."""
-        self.given.pop((agreed, training), None)
+        self.input_grad_modes.pop((agreed, training), None)
 
     def pass_comparison(self) -> None:
         """All ranks were seen to enter it in one place."""
         self.compared = True
 
-    def describe_inputs(self, inputs: object) -> int:
-        """What `given` says of a forward with these inputs."""
+    def input_grad_mode_of(self, inputs: object) -> InputGradMode:
+        """That of a forward with these inputs."""
         if not torch.is_grad_enabled():
-            return 0
-        return 1 + any(tensor.requires_grad for tensor in tensors_in(inputs))
+            return InputGradMode.NO_GRAD
+        if any(tensor.requires_grad for tensor in tensors_in(inputs)):
+            return InputGradMode.REQUIRED
+        return InputGradMode.NOT_REQUIRED
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""

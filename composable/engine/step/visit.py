@@ -59,7 +59,9 @@ class Visit:
                 before = _before_recomputation(root, call)
                 # so that it repeats what its forward did
                 inside = before is None or before.anchors
-                enters = inside and (unit.trains or root.order.known_given(unit) == 2)
+                enters = inside and (
+                    unit.trains or root.order.input_grad_mode(unit).is_entered_by_backward
+                )
                 call.take_place(None, outermost=False, is_entered=enters)
                 for hear in HEARERS.enters:
                     hear(root, call)
