@@ -3,7 +3,7 @@
 An extra adds a capability that the core does not know. Besides this file it imports the ground
 (`comm`, `memory`, `contract`, ...) and what users have, from `composable`. An extra may
 read the attributes, and call the methods, that the protocols list; mypy checks its code by them. It
-hears of launches by `LAUNCHING` and `LAUNCHED` of `composable.comm.base`, with the `Launch`.
+is told of launches and waits by `observe_launches` of `composable.comm`, with the `Launch`.
 
 | name                         | does, or is                                                       |
 |------------------------------|-------------------------------------------------------------------|

@@ -22,7 +22,7 @@ tensor-parallel ones are redistributed, and those in the graphs of compiled auto
 """
 
 from composable.comm.accelerator import AcceleratorComm
-from composable.comm.base import Comm, Traits, Work, backend_of
+from composable.comm.base import Comm, Traits, Work, backend_of, observe_launches
 from composable.comm.choose import (
     comm_of,
     comms_wrapped_by,
@@ -63,6 +63,7 @@ __all__ = [
     "mesh_info_of_replicas",
     "mesh_info_of_shards",
     "notification_sum",
+    "observe_launches",
     "reduce_numbers",
     "subgroup_of",
     "with_symmetric_memory",

@@ -32,7 +32,7 @@ from composable import (
     together,
     watch,
 )
-from composable.comm.base import LAUNCHING
+from composable.comm import base
 from composable.engine.step.observer import HEARERS, Observer
 from composable.torch_private import local_tensor
 from tests.helpers.world import Pool, current_device, spmd
@@ -344,7 +344,7 @@ def test_who_keeps_losses_does_not_keep_gradients(tmp_path: Path) -> None:
 
 
 def _told() -> list[int]:
-    return [len(LAUNCHING), *map(len, vars(HEARERS).values())]
+    return [len(base._LAUNCHING), *map(len, vars(HEARERS).values())]
 
 
 @spmd(ranks=1)

@@ -25,7 +25,7 @@ from composable import (
     seams,
     unshard,
 )
-from composable.comm.base import LAUNCHING, GroupComm
+from composable.comm.base import GroupComm, observe_launches
 from composable.comm.launch import Launch, LaunchKind
 from composable.contract.values import parameters_of
 from composable.engine.step.observer import DECISIONS
@@ -208,13 +208,12 @@ def _a_step_is_looked_at() -> set[str]:
     looking, numbers = _Looking(), list[int | None]()
     (unit,) = seams.units_in(model[0])
     model[0].register_forward_pre_hook(lambda *_: numbers.append(unit.forward_number))
-    end = seams.observe(looking)
-    LAUNCHING.append(looking.launching)
+    ends = seams.observe(looking), observe_launches(launching=looking.launching)
     try:
         model(torch.ones(2, 4, device=current_device())).sum().backward()
     finally:
-        LAUNCHING.remove(looking.launching)
-        end()
+        for end in ends:
+            end()
     looking.look("_Managed", next(seams.managed_in("test", model)))
     looking.look("_Drivers", seams.Driver)
     return {*looking.read, *("Unit.forward_number" for number in numbers if number is not None)}

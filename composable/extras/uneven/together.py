@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from composable import reset
 from composable.comm import Comm
-from composable.comm.base import LAUNCHED, Columns, compare_launches
+from composable.comm.base import Columns, compare_launches, observe_launches
 from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import ledger_of
 from composable.comm.supplied import SuppliedComm
@@ -317,8 +317,7 @@ class together:
         self._undo.callback(_OPEN.clear)
         self._undo.callback(observe(self._where))
         self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-        LAUNCHED.append(self._on_launch)
-        self._undo.callback(LAUNCHED.remove, self._on_launch)
+        self._undo.callback(observe_launches(launched=self._on_launch))
         self._undo.callback(self._launched.clear)
         return self
 

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Final, Protocol
 from weakref import ReferenceType, WeakSet, ref
 
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from composable.comm.base import LAUNCHING, Columns, GroupComm
+from composable.comm.base import Columns, GroupComm, observe_launches
 from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.hooks import detach, dispatcher_of
@@ -213,8 +213,7 @@ def _listen() -> None:
     """Until the last watch is closed: models that nobody watches pay for it, too."""
     if not _LISTENING:
         observer = _StepObserver()
-        LAUNCHING.append(observer.launching)
-        _LISTENING.extend((observe(observer), partial(LAUNCHING.remove, observer.launching)))
+        _LISTENING.extend((observe(observer), observe_launches(launching=observer.launching)))
 
 
 def _units_of(parameters: Sequence[Tensor]) -> list[Unit]:
