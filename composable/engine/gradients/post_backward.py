@@ -216,17 +216,17 @@ class PostBackward:
         """
         # The root is left last on all ranks: there is nothing to compare if it is the only one.
         beside = [] if self.beside == self._units[:1] else self.beside
-        comms = dict.fromkeys(unit.mesh_info.all for unit in beside)
-        in_one_order = len(comms) == 1
-        for comm in comms if in_one_order else ():
-            lowest, highest = comm.min_max(
+        comms = [*dict.fromkeys(unit.mesh_info.all for unit in beside)]
+        in_one_order = False
+        if len(comms) == 1:
+            lowest, highest = comms[0].min_max(
                 [checksum(str(due.left))], Launch("comparison of the order of units in backward")
             )
             in_one_order = lowest == highest
         if not in_one_order:
             self._agreed.agree_on_leaving(in_one_order=False)
             return
-        (comm,) = comms  # of all units beside shards
+        comm = comms[0]  # of all units beside shards
         left, waiting, before = due.left, list[int](), dict[int, tuple[int, ...]]()
         for number, index in enumerate(left, start=1):
             unit = self._units[index]
