@@ -43,10 +43,10 @@ from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.extras.uneven.broadcast import Broadcaster
 from composable.seams import (
-    Driver,
     Event,
     Root,
     Unit,
+    driver_of,
     follow_steps,
     observe,
     open_scope,
@@ -140,7 +140,7 @@ class _Scope(JoinHook):
         self._optimizers = [each for member in members for each in member.optimizers]
         self._carried = [each for member in members for each in member.carried]
         self._units = list(dict.fromkeys(unit for member in members for unit in member.units))
-        self._driver = Driver(self._units)
+        self._driver = driver_of(self._units)
         self._indices = {unit: index for index, unit in enumerate(self._units)}
         self._phase = ""  # what the source does now: "forward", "backward" or nothing
         self._said: list[tuple[int, int, int, bool]] = []  # and was not sent yet
