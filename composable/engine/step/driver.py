@@ -7,12 +7,12 @@ compute a unit makes the same visits: it gathers, reduces and reshards.
 
 * `Driver.visit` makes one visit. A rank that computes says which ones it makes, in the order of
   `Event` (`join`): forward and backward are driven.
-* `Driver.pass_through` makes those of a forward of a module, for units below it in the order of
+* `Driver.pass_through` makes those of a forward of a module, for the units in it in the order of
   `.modules()` (`skipped`). Backward comes by itself, to nodes that it puts into the graph.
 
 Where a compiler reduces the gradients (`Root.eager_because` is empty) there are no visits in
-backward, so that a rank cannot take part in them: `pass_through` has it refused, and no root is reduced
-by a compiler while a scope of `join` is open.
+backward, so that a rank cannot take part in them: `pass_through` has this refused, and no root is
+reduced by a compiler while a scope of `join` is open.
 """
 
 from __future__ import annotations
