@@ -7,8 +7,8 @@ is told of launches and waits by `observe_launches` of `composable.comm`, with t
 
 | name                         | does, or is                                                       |
 |------------------------------|-------------------------------------------------------------------|
-| `Observer`                   | hears of steps what it overrides                                  |
-| `observe`                    | lets an observer hear from now on; returns what ends it           |
+| `Observer`                   | is notified of events of steps                                    |
+| `observe`                    | notifies an observer from now on; returns what ends it            |
 | `called`                     | tells that a function that all ranks call begins                  |
 | `values_exchanged`           | tells that all ranks exchange the values of parameters            |
 | `lose_step`                  | tells that all ranks have lost a step of some units               |
@@ -63,7 +63,7 @@ from composable.engine.params import param as params
 from composable.engine.params.param import label_of as label_of
 from composable.engine.step import driver, observer, unit
 from composable.engine.step.driver import Event as Event
-from composable.engine.step.observer import HEARERS
+from composable.engine.step.observer import OBSERVERS
 from composable.engine.step.observer import Observer as Observer
 from composable.engine.step.observer import called as called
 from composable.engine.step.observer import follow_steps as follow_steps
@@ -341,8 +341,8 @@ class _Driver(Protocol):
 
 # The checks at the end of this file show that the engine's classes match the protocols.
 
-# `observe(observer)`: it hears of steps from now on; returns what ends it.
-observe: Final[Callable[[Observer], Callable[[], None]]] = HEARERS.add
+# `observe(observer)`: it is notified of steps from now on; returns what ends it.
+observe: Final[Callable[[Observer], Callable[[], None]]] = OBSERVERS.add
 # The unit that manages a parameter, at rest or while modules compute; None if none does.
 unit_of: Final[Callable[[Tensor], Unit | None]] = unit.unit_of
 # The parameters of all units, with their names in the model, each once.

@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from composable.compilation import untraced
-from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.observer import OBSERVERS, Observer
 from composable.errors import SavedTensorError
 from composable.memory.elastic import is_elastic
 from composable.memory.streams import Mark, Streams, any_has_streams, has_streams, streams_of
@@ -445,4 +445,4 @@ class _Interrupts(Observer):
         close_interrupted()
 
 
-HEARERS.add(_Interrupts())
+OBSERVERS.add(_Interrupts())

@@ -8,7 +8,7 @@ from torch import nn
 from typing_extensions import override
 
 from composable import clip_grad_norm_, fully_shard, replicate
-from composable.engine.step.observer import DECISIONS, HEARERS, Hearers, Observer
+from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer, Observers
 from composable.engine.step.root import Root
 from composable.engine.step.unit import UnitCall
 from tests.helpers.world import Pool, current_device
@@ -56,7 +56,7 @@ def _events(verb: str) -> list[str]:
     else:
         replicate(model)
     noting = _Noting()
-    remove = HEARERS.add(noting)
+    remove = OBSERVERS.add(noting)
     try:
         model(torch.ones(2, 4, device=current_device())).sum().backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -85,7 +85,7 @@ def test_an_observer_hears_a_step_in_its_order(pool: Pool, verb: str, expected: 
 
 
 def test_nothing_is_called_for_events_that_an_observer_leaves_alone() -> None:
-    hearers = Hearers()
+    hearers = Observers()
     remove = hearers.add(_Noting())
     assert (len(hearers.enters), len(hearers.lands_backward)) == (1, 0)
     remove()

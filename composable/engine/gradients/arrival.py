@@ -33,7 +33,7 @@ from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, gradient_of
 from composable.engine.params.param_group import ParamGroup
-from composable.engine.params.param_hooks import Arrival, hear_arrivals, ignore_arrivals
+from composable.engine.params.param_hooks import Arrival, ignore_arrivals, listen_to_arrivals
 from composable.errors import PhaseError
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
@@ -104,7 +104,7 @@ class ArrivalBucket(GradBucket):
 
     def close(self) -> None:
         """It has ended."""
-        hear_arrivals(self.silent)
+        listen_to_arrivals(self.silent)
         self.silent = []
 
 

@@ -137,7 +137,7 @@ class PostBackward:
         """Launch the reduction of what is on this rank now; under `no_sync` leave it there."""
         due.to_reduce.pop(unit, None)
         mode = unit.accumulation.now
-        unit.hear()
+        unit.listen()
         if unit.hooks_due and mode is SyncMode.REDUCE:
             unit.run_hooks()
         if due.builds_graph:

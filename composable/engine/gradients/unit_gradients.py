@@ -23,9 +23,9 @@ from composable.engine.params.param_group import Kind, ParamGroup
 from composable.engine.params.param_hooks import (
     Arrival,
     defer_hooks,
-    hear_arrivals,
     hook_gradients,
     ignore_arrivals,
+    listen_to_arrivals,
     run_post_accumulate_hooks,
 )
 from composable.errors import DifferentiationError
@@ -126,7 +126,7 @@ class UnitGradients:
         for group in groups:
             self._build_group(group)
         for param in params:
-            self._hear_of(param)
+            self._listen_for(param)
         self.stages.attach(self, self.buckets)
 
     def _build_group(self, group: ParamGroup) -> None:
@@ -194,13 +194,13 @@ class UnitGradients:
 
     # --- when gradients arrive -------------------------------------------------------------------
 
-    def _hear_of(self, param: ManagedParam) -> None:
+    def _listen_for(self, param: ManagedParam) -> None:
         """Let autograd tell when it has accumulated a gradient.
 
         That is for gradients that are reduced by arrival, for those of parameters that are read
         outside of their module, and for users' hooks where one rank trains alone. A unit not of the
         kind ARRIVAL is reduced anyway once backward has entered it at its outputs: `ignore` lets
-        autograd call nothing, until `hear`.
+        autograd call nothing, until `listen`.
         """
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -251,9 +251,9 @@ class UnitGradients:
         """The unit will be reduced, whichever gradients come: autograd need not tell of them."""
         ignore_arrivals(self.arrivals.values())
 
-    def hear(self) -> None:
+    def listen(self) -> None:
         """The inverse of `ignore`. May be called twice."""
-        hear_arrivals(self.arrivals.values())
+        listen_to_arrivals(self.arrivals.values())
 
     def run_hooks(self) -> None:
         """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished
@@ -319,7 +319,7 @@ class UnitGradients:
     def drop_step(self) -> None:
         """The step is lost; buckets and sparse gradients are dropped by themselves."""
         self.hooks_due = {}
-        self.hear()
+        self.listen()
 
     def reduce_by(self, stages: Stages) -> None:
         """Let `stages` make the reductions. Between two steps."""

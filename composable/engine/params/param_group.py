@@ -390,10 +390,10 @@ class ParamGroup(ABC):
             return
         behind = [
             param.compute
-            for param, stays, operated, told in zip(
+            for param, stays, operated, in_memory in zip(
                 self.params, self._stays, at_rest, memory, strict=True
             )
-            if stays and (isinstance(param.compute, DTensor) if told else operated)
+            if stays and (isinstance(param.compute, DTensor) if in_memory else operated)
         ]
         if behind:
             increment_version(behind)

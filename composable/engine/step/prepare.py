@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("composable")
 _is_alive: Final = partial(is_not, None)
-_TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `_warn_of_unmanaged_around` has told
+_WARNED: Final[WeakSet[nn.Module]] = (
+    WeakSet()
+)  # models of which `_warn_of_unmanaged_around` has told
 _Row = tuple[Any, ...]  # what was found, by which function in C, and lists of its arguments
 
 
@@ -280,9 +282,9 @@ def _warn_of_unmanaged_around(root: Root) -> None:
     Blocks do not know the model; it is the outermost module whose forward is on the stack.
     """
     model = [root.modules[0], *modules_calling("_call_impl", "forward")][-1]
-    if model in root.modules or model in _TOLD:
+    if model in root.modules or model in _WARNED:
         return
-    _TOLD.add(model)
+    _WARNED.add(model)
     ignored = _left_alone(units_below([model]))
     names = [
         f"'{place.fqn}'"

@@ -68,7 +68,7 @@ from composable.engine.params.param_group import Kind
 from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
-from composable.engine.step.observer import DECISIONS, HEARERS, gradients_landed
+from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed
 from composable.engine.step.order import CLOCK, REMEMBERED, Forward, Order
 from composable.engine.step.prepare import Preparation, is_called
 from composable.engine.step.unit import (
@@ -395,8 +395,8 @@ class Root:
         self._give_up_kept(grad=grad)
         explicit = self._hide()
         try:
-            for hear in HEARERS.begins_forward if grad else ():
-                hear(self)
+            for notify in OBSERVERS.begins_forward if grad else ():
+                notify(self)
             self.prepare()
         except BaseException:
             for unit in explicit if not grad else ():  # what is refused here ends no `unshard()`
@@ -570,8 +570,8 @@ class Root:
         if self.runs_elsewhere and self._streams.here() is None:  # a device's backward is in others
             self.refuse_second_thread(self.step.thread.get(None))
         land_held([self])
-        for hear in HEARERS.opens_backward:
-            hear(self)
+        for notify in OBSERVERS.opens_backward:
+            notify(self)
         # buckets may be launched while gradients arrive
         by_arrival = DECISIONS.by_arrival() and self._takes_part_alone()
         if iteration is None:
@@ -628,8 +628,8 @@ class Root:
             if call.number in iteration.read_at_rest:
                 self._refuse_read_at_rest(*iteration.read_at_rest[call.number])
             iteration.in_forward = call.number
-        for hear in HEARERS.comes_back:
-            hear(self, call)
+        for notify in OBSERVERS.comes_back:
+            notify(self, call)
         call.come_back()
         following: Iterable[Unit] = ()
         if unit not in iteration.active:
@@ -684,8 +684,8 @@ class Root:
         elif unit.gradients not in due.to_reduce:
             # a parameter that was read outside of its module, or after the unit was left
             due.come_again(unit.gradients)
-            for hear in HEARERS.gradient_came:
-                hear(unit)
+            for notify in OBSERVERS.gradient_came:
+                notify(unit)
 
     def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated on an at-rest parameter, and not on the form that modules
@@ -722,8 +722,8 @@ class Root:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it
         (first stages of hybrid meshes).
         """
-        for hear in HEARERS.ends_backward:
-            hear(self)
+        for notify in OBSERVERS.ends_backward:
+            notify(self)
         iteration = self._backward_iteration()
         if iteration is None:
             return  # a forward inside of this backward has given up the step
@@ -739,8 +739,8 @@ class Root:
         """Land everything and end the iteration. What an open forward or a new graph still needs
         passes to a new one.
         """
-        for hear in HEARERS.lands_backward:
-            hear(self)
+        for notify in OBSERVERS.lands_backward:
+            notify(self)
         iteration = self._backward_iteration()
         if iteration is None:
             return  # see `launch_remaining`
@@ -908,8 +908,8 @@ def reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = No
     root.reset(why)
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
-    for hear in HEARERS.interrupted:
-        hear()
+    for notify in OBSERVERS.interrupted:
+        notify()
 
 
 def end_interrupted(units: Iterable[Unit]) -> None:

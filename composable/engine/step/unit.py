@@ -334,19 +334,19 @@ class Unit:
     def initialize(
         self,
         spec: UnitSpec,
-        hears: Sequence[Callable[[Unit, ManagedParam], None]],
+        gradient_hooks: Sequence[Callable[[Unit, ManagedParam], None]],
         watch: Callable[[Iterable[nn.Module]], list[Callable[[], object]]],
         params: Sequence[ManagedParam] | None = None,
     ) -> None:
         """Take charge of the parameters that `spec` names; `build` follows.
 
         Args:
-            hears: told of gradients that autograd has accumulated on what modules compute with,
-                and at rest.
+            gradient_hooks: called when autograd has accumulated a gradient on what modules compute
+                with, and at rest.
             params: of a copy, which were copied.
         """
         self.spec, self.watch = spec, watch
-        self.gradients.tell(*(partial(hear, self) for hear in hears))
+        self.gradients.tell(*(partial(hook, self) for hook in gradient_hooks))
         self.modules = spec.modules
         self.mesh_info = spec.mesh_info
         self.params = list(map(ManagedParam, spec.params) if params is None else params)
@@ -763,7 +763,7 @@ class Unit:
     def lose_backward(self) -> None:
         """The backward raised: nothing needs the parameters. Modules hold at-rest ones."""
         self.step.needed_by = {}
-        self.gradients.hear()
+        self.gradients.listen()
         if not self.step.calls:
             self.swap_out()
 

@@ -22,7 +22,7 @@ from composable.compilation import untraced
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
-from composable.engine.step.observer import HEARERS
+from composable.engine.step.observer import OBSERVERS
 from composable.engine.step.outputs import lends, owned, watch
 from composable.engine.step.plan import plan, root_for_call
 from composable.engine.step.root import Root
@@ -32,7 +32,7 @@ from composable.torch_private import current_node, in_backward, next_node
 
 logger = logging.getLogger("composable")
 
-_TOLD: Final[WeakSet[Unit]] = WeakSet()  # units whose gradients at rest were told of
+_WARNED: Final[WeakSet[Unit]] = WeakSet()  # units whose gradients at rest were told of
 
 
 class Visit:
@@ -63,15 +63,15 @@ class Visit:
                     unit.trains or root.order.input_grad_mode(unit).is_entered_by_backward
                 )
                 call.take_place(None, outermost=False, is_entered=enters)
-                for hear in HEARERS.enters:
-                    hear(root, call)
+                for notify in OBSERVERS.enters:
+                    notify(root, call)
             unit.unshard()
             unit.wait_for_unshard()
         else:
             root = root_for_call(unit, module, computes=computes)  # may reset: forget all calls
             call = UnitCall(unit, unit.step, module, next_node(), root)
-            for hear in HEARERS.enters:
-                hear(root, call)
+            for notify in OBSERVERS.enters:
+                notify(root, call)
             root.enter_forward(call, (args, kwargs) if computes else None)
         self._enters = False
         unit.compute(call)
@@ -148,8 +148,8 @@ class Visit:
         else:
             error = sys.exception()
             assert error is not None
-            for hear in HEARERS.raises:
-                hear(root, calls[-1], error)
+            for notify in OBSERVERS.raises:
+                notify(root, calls[-1], error)
             unit.end()
             unit.end_forward()
             root.on_error(unit)
@@ -170,8 +170,8 @@ def end_call(call: UnitCall, *, keep: bool) -> None:
     """A call has computed. `keep`: parameters must outlive forward."""
     root = call.root or call.unit.root
     if root is not None:  # a part that runs again may have none since the tree changed
-        for hear in HEARERS.leaves:
-            hear(root, call, keep)
+        for notify in OBSERVERS.leaves:
+            notify(root, call, keep)
         if call.root is root:  # otherwise it recomputes, and backward needs the unit next
             root.leave_forward(call, keep=keep)
 
@@ -229,8 +229,8 @@ def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
     if root is not None:  # none before the first forward: a penalty alone
         root.on_gradient_at_rest(unit, param)
     # Shards are DTensors there, which torch does not mix with a batch.
-    if not isinstance(param.at_rest, DTensor) and unit not in _TOLD:
-        _TOLD.add(unit)
+    if not isinstance(param.at_rest, DTensor) and unit not in _WARNED:
+        _WARNED.add(unit)
         logger.warning(
             "unit '%s': a gradient came to parameter '%s' outside of the unit's forward, where it"
             " has its own dtype and its gradient is this rank's alone. A penalty on parameters is"
@@ -241,4 +241,7 @@ def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
         )
 
 
-HEARS: Final = (_gradient_arrived, _gradient_arrived_at_rest)  # what `Unit.initialize` takes
+GRADIENT_HOOKS: Final = (
+    _gradient_arrived,
+    _gradient_arrived_at_rest,
+)  # what `Unit.initialize` takes

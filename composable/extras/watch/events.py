@@ -2,7 +2,7 @@
 
 | event                                      | told by                       | to               |
 |--------------------------------------------|-------------------------------|------------------|
-| a forward begins, units are entered, left  | `_StepObserver`, of `HEARERS` | `RankObserver`   |
+| a forward begins, units are entered, left  | `_StepObserver`, of `OBSERVERS` | `RankObserver`   |
 | a module is about to compute, has computed | `_Bracket`                    | `RankObserver`   |
 | backward comes to a unit, and ends         | `_StepObserver`               | `RankObserver`   |
 | a message is launched                      | `_StepObserver.launching`     | `RankObserver`   |
