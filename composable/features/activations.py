@@ -385,16 +385,16 @@ class OffloadBracket:
         self.name = name
 
     @untraced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         hooks = ExitStack()
-        _of_thread.open.append((self, hooks))  # first: `leave` and `on_error` expect it
+        _of_thread.open.append((self, hooks))  # first: `post_forward` and `on_error` expect it
         if (_SIMULATED or any_has_streams()) and not is_recomputed(module):
             save = partial(self._save, cache(partial(_storages_of, module)))
             hooks.enter_context(saved_tensors_hooks(save, methodcaller("unpack")))
         return args, kwargs
 
     @untraced
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         self.on_error(module)
         return output
 

@@ -185,7 +185,7 @@ class _Looking(seams.Observer):
                 self.read.add(f"{kind}.{name}")
 
     @override
-    def leaves(self, root: seams.Root, call: seams.Call, keep: bool) -> None:
+    def post_forward(self, root: seams.Root, call: seams.Call, keep: bool) -> None:
         for kind, value in (
             ("Root", root), ("Call", call), ("Unit", call.unit), ("_Spec", call.unit.spec),
             ("_Gradients", call.unit.gradients),

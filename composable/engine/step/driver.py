@@ -31,7 +31,7 @@ from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.plan import launch_held, root_of
 from composable.engine.step.root import land_held, reset
 from composable.engine.step.unit import InputGradMode, Unit, UnitCall, unit_of
-from composable.engine.step.visit import Visit, come_back, end_call
+from composable.engine.step.visit import Visit, end_call, pre_backward
 
 
 class Event(enum.IntEnum):
@@ -76,12 +76,12 @@ class Driver:
             case Event.OUTPUT:
                 unit.count(1)
             case Event.LEAVE:
-                end_call(unit.end(), keep=bool(detail))
+                end_call(unit.pop_call(), keep=bool(detail))
             case Event.OPEN:
                 root.open_backward()
             case Event.BACK:
                 unit.count(-detail)
-                come_back(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward
+                pre_backward(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward
             case Event.GRADIENT:
                 root.on_gradient(unit, unit.params[0])
             case Event.END:
@@ -152,7 +152,7 @@ class _Followed(torch.autograd.Function):
 
 def _enter(unit: Unit, module: nn.Module) -> Visit:
     visit = Visit(unit)
-    visit.enter(module, (), {}, computes=False)
+    visit.pre_forward(module, (), {}, computes=False)
     return visit
 
 
@@ -194,7 +194,7 @@ def _pass(
     with torch.set_grad_enabled(
         torch.is_grad_enabled() and (unit.trains or mode is not InputGradMode.NO_GRAD)
     ):
-        y = visit.leave(module, y)
+        y = visit.post_forward(module, y)
     return y if enters else x
 
 

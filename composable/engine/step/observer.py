@@ -23,18 +23,19 @@ class Observer:
     """Is notified of what it overrides. Nothing is called for the rest: most events come for each
     unit.
 
-    Names in the present tense are called before the engine acts on the event; `leaves`, `raises`,
-    `gradient_came`, `gradients_landed`, `loses` and `interrupted` when it has happened. A call that
-    is refused as it is entered has `enters` alone, without `leaves` or `raises`.
+    `pre_forward`, `pre_backward` and names in the present tense are called before the engine acts
+    on the event; `post_forward`, `raises`, `gradient_came`, `gradients_landed`, `loses` and
+    `interrupted` when it has happened. A call that is refused as it is entered has `pre_forward`
+    alone.
     """
 
     def begins_forward(self, root: Root) -> None:
         """The outermost forward of a root begins, with gradients."""
 
-    def enters(self, root: Root, call: UnitCall) -> None:
+    def pre_forward(self, root: Root, call: UnitCall) -> None:
         """A call of a unit gathers it, and computes or recomputes."""
 
-    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+    def post_forward(self, root: Root, call: UnitCall, keep: bool) -> None:
         """It has computed; `keep`: parameters outlive the forward."""
 
     def raises(self, root: Root, call: UnitCall, error: BaseException) -> None:
@@ -43,7 +44,7 @@ class Observer:
     def opens_backward(self, root: Root) -> None:
         """A backward begins in a root."""
 
-    def comes_back(self, root: Root, call: UnitCall) -> None:
+    def pre_backward(self, root: Root, call: UnitCall) -> None:
         """Backward has come to an output that `call` made: it enters the unit, or gathers it
         again.
         """
@@ -85,11 +86,11 @@ class Observers:
     """The observers' methods, by event."""
 
     begins_forward: list[Callable[[Root], None]] = field(default_factory=list)
-    enters: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
-    leaves: list[Callable[[Root, UnitCall, bool], None]] = field(default_factory=list)
+    pre_forward: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
+    post_forward: list[Callable[[Root, UnitCall, bool], None]] = field(default_factory=list)
     raises: list[Callable[[Root, UnitCall, BaseException], None]] = field(default_factory=list)
     opens_backward: list[Callable[[Root], None]] = field(default_factory=list)
-    comes_back: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
+    pre_backward: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
     gradient_came: list[Callable[[Unit], None]] = field(default_factory=list)
     ends_backward: list[Callable[[Root], None]] = field(default_factory=list)
     lands_backward: list[Callable[[Root], None]] = field(default_factory=list)

@@ -628,9 +628,9 @@ class Root:
             if call.number in iteration.read_at_rest:
                 self._refuse_read_at_rest(*iteration.read_at_rest[call.number])
             iteration.in_forward = call.number
-        for notify in OBSERVERS.comes_back:
+        for notify in OBSERVERS.pre_backward:
             notify(self, call)
-        call.come_back()
+        call.note_backward()
         following: Iterable[Unit] = ()
         if unit not in iteration.active:
             following = self._enter(unit, iteration)

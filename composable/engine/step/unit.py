@@ -169,7 +169,7 @@ class UnitCall:
         self.watched = self.waits = True
         self.step.pending += 1
 
-    def come_back(self) -> None:
+    def note_backward(self) -> None:
         """Backward has come to an output."""
         if self.waits:
             self.waits = False
@@ -701,7 +701,7 @@ class Unit:
 
     # --- a step (`visit.py`, `root.py` and `order.py` say what happens) --------------------------
 
-    def compute(self, call: UnitCall) -> None:
+    def push_call(self, call: UnitCall) -> None:
         """The unit is gathered, and the module computes."""
         step = self.step
         if not step.to_run and len(self.modules) > 1:
@@ -709,7 +709,7 @@ class Unit:
         step.calls.append(call)
         self.swap_in()
 
-    def end(self) -> UnitCall:
+    def pop_call(self) -> UnitCall:
         """The innermost call has computed, or raised."""
         call = self.step.calls.pop()
         self.step.to_run.pop(call.module, None)

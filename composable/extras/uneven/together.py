@@ -133,13 +133,13 @@ class _Where(Observer):
         self._scope = scope
 
     @override
-    def enters(self, root: Root, call: Call) -> None:
+    def pre_forward(self, root: Root, call: Call) -> None:
         self._scope.refuse_other_model(root)
         forward = "forward" if call.root is root else "recomputation"
         self.now = f"in the {forward} of unit '{call.unit.name}'"
 
     @override
-    def leaves(self, root: Root, call: Call, keep: bool) -> None:
+    def post_forward(self, root: Root, call: Call, keep: bool) -> None:
         outer = root.running[:-1] if call.root is root else []
         self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
 
@@ -151,7 +151,7 @@ class _Where(Observer):
         self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
 
     @override
-    def comes_back(self, root: Root, call: Call) -> None:
+    def pre_backward(self, root: Root, call: Call) -> None:
         # or behind it, in what is around it: nobody tells when autograd has left a unit
         self.now = self._backward = f"in backward, near unit '{call.unit.name}'"
 

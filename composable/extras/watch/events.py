@@ -136,14 +136,14 @@ class _Bracket:
         return unit if unit in self._watch.observer.places else None
 
     @untraced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
             return self._watch.observer.entered(unit, module, args, kwargs)
         detach(module, _NAME)
         return args, kwargs
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
             self._watch.observer.left(unit, output)
@@ -159,19 +159,19 @@ class _StepObserver(Observer):
     """Hears of steps for all watches, and keeps no model alive."""
 
     @override
-    def enters(self, root: Root, call: Call) -> None:
+    def pre_forward(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
             watch.observer.checks.advance()
             if call.root is root and not root.running:
                 watch.observer.begin_forward(root)
 
     @override
-    def leaves(self, root: Root, call: Call, keep: bool) -> None:
+    def post_forward(self, root: Root, call: Call, keep: bool) -> None:
         if (watch := watch_of(call.unit)) is not None:
             watch.observer.checks.advance()
 
     @override
-    def comes_back(self, root: Root, call: Call) -> None:
+    def pre_backward(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
             watch.observer.checks.come_back(call.number)
 
@@ -292,7 +292,7 @@ class WatchAll(Observer):
         self._watch = watch
 
     @override
-    def enters(self, root: Root, call: Call) -> None:
+    def pre_forward(self, root: Root, call: Call) -> None:
         if call.root is root and not root.running and torch.is_grad_enabled():
             fresh = [unit for unit in root.units if watch_of(unit) is None]
             if fresh:
