@@ -55,7 +55,7 @@ from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
 from composable.features.exact import ExactModule
 from composable.features.grouping import GroupingByForm
-from composable.features.packed import is_packed, prepare
+from composable.features.packed import is_packed, prepare_packed
 from composable.policies import PolicyLike
 
 
@@ -353,7 +353,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
     # State dicts have buffers of modules without parameters, too.
     with_buffers = dict.fromkeys(each.module for each in spec.buffer_holders)
-    for undo in (step for each in holders for step in prepare(each, mesh_info.device)):
+    for undo in (step for each in holders for step in prepare_packed(each, mesh_info.device)):
         on_undo(undo)
     for undo in (*hooks.watch({**holders, **with_buffers}), *keep_attributes(holders)):
         on_undo(undo)

@@ -2,10 +2,10 @@
 
 | question | answer | changes |
 |---|---|---|
-| what does a forward gather ahead? | what comes behind its `Forward.cursor` in `Order.recorded` | `Order.follow` |
-| which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `Order.learn`, `Order.end_backward` |
+| what does a forward gather ahead? | what comes behind its `Forward.cursor` in `GatherOrder.recorded` | `GatherOrder.follow` |
+| which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `GatherOrder.learn`, `GatherOrder.end_backward` |
 | when do ranks compare where they are? | where they enter a unit for the first time, and at the end of that forward | `Unit.compared` |
-| how do ranks compute a frozen unit that this one skips? | `Unit.input_grad_modes`, for the pattern of units that train | forwards with gradients, see `Order.enter` |
+| how do ranks compute a frozen unit that this one skips? | `Unit.input_grad_modes`, for the pattern of units that train | forwards with gradients, see `GatherOrder.enter` |
 
 Forwards without gradients follow the order and do not change it, except for the first. Where
 everything is gathered already (`keep_unsharded`) each rank may run what it likes: nothing is
@@ -49,8 +49,8 @@ class Forward:
         with_gradients: autograd records it.
         number: when it began, on the clock of `CLOCK`.
         gathered: units whose gather was launched since it began, and that it has not entered since.
-        order: the units whose gather it has launched, as it has entered them.
-        cursor: in `Order.recorded`; what follows there is gathered ahead.
+        entered: the units whose gather it has launched, as it has entered them.
+        cursor: in `GatherOrder.recorded`; what follows there is gathered ahead.
         compared: units at which it has compared the ranks, for the first time.
     """
 
@@ -58,25 +58,25 @@ class Forward:
     with_gradients: bool
     number: int = field(default_factory=partial(next, CLOCK))
     gathered: dict[Unit, None] = field(default_factory=dict)
-    order: list[Unit] = field(default_factory=list)
+    entered: list[Unit] = field(default_factory=list)
     cursor: int = 0
     compared: list[Unit] = field(default_factory=list)
 
 
-class Order:
+class GatherOrder:
     """See the top of this file.
 
     Attributes:
         units: of the root.
         agreed: what all ranks have alike about these units.
-        recorded: `Agreed.order`. The next forward gathers ahead by it; a backward does by
+        recorded: `Agreed.recorded`. The next forward gathers ahead by it; a backward does by
             `Iteration.finished`.
         training: which units train, as of the last forward.
     """
 
     def __init__(self, units: Sequence[Unit], agreed: Agreed) -> None:
         self.units, self.agreed = units, agreed
-        self.recorded = [units[index] for index in agreed.order]
+        self.recorded = [units[index] for index in agreed.recorded]
         self.training: tuple[bool, ...] = ()
         # Numbers of forwards that began in training mode since a backward has landed, lost ones
         # too: in debug mode ranks compare how many there are.
@@ -125,7 +125,7 @@ class Order:
         self.gather(unit, islice(self.recorded, forward.cursor, None), forward)
         if unit in forward.gathered:
             del forward.gathered[unit]
-            forward.order.append(unit)
+            forward.entered.append(unit)
 
     def gather(self, unit: Unit, following: Iterable[Unit], forward: Forward | None) -> None:
         """Have `unit` unshard. Before waiting, launch the gathers of units ahead, which travel
@@ -175,9 +175,9 @@ class Order:
             unit.pass_comparison()
         if self._is_kept:
             return []
-        if forward.order and not self.recorded:
-            self.follow(forward.order)
-        return forward.order
+        if forward.entered and not self.recorded:
+            self.follow(forward.entered)
+        return forward.entered
 
     def follow(self, order: Sequence[Unit]) -> None:
         """From now on gather ahead in this order."""

@@ -64,7 +64,7 @@ class Preparation:
         self._at_rest: list[nn.Parameter] = []
         self._trained: list[bool] = []  # which of these train, as units know it
 
-    def prepare(self) -> None:
+    def run(self) -> None:
         """Raise for what cannot be computed with; rebuild the groups of units whose parameters
         changed.
         """

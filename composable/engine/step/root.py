@@ -69,7 +69,7 @@ from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
 from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed
-from composable.engine.step.order import CLOCK, REMEMBERED, Forward, Order
+from composable.engine.step.order import CLOCK, REMEMBERED, Forward, GatherOrder
 from composable.engine.step.prepare import Preparation, is_called
 from composable.engine.step.unit import (
     BACKWARD,
@@ -118,7 +118,7 @@ class Iteration:
         in_forward: `Forward.number` of the one that backward is in.
         read_at_rest: by forward, a parameter whose at-rest form autograd accumulated on while
             backward was in that forward.
-        order: `Forward.order` of its last forward with gradients.
+        entered: `Forward.entered` of its last forward with gradients.
         finished: units that gather and whose forward has ended, newest last. Backward will probably
             enter them in reverse, and gathers ahead by it.
         last: units that `reshard_after_forward=None` keeps until a forward enters another unit over
@@ -133,7 +133,7 @@ class Iteration:
     began: int = field(default_factory=partial(next, CLOCK))
     in_forward: int | None = None
     read_at_rest: dict[int | None, tuple[Unit, ManagedParam]] = field(default_factory=dict)
-    order: list[Unit] = field(default_factory=list)
+    entered: list[Unit] = field(default_factory=list)
     finished: deque[Unit] = field(default_factory=partial(deque, maxlen=REMEMBERED))
     last: dict[Unit, None] = field(default_factory=dict)
     end: ref[BackwardEnd] | None = None
@@ -251,7 +251,7 @@ class Root:
         self.top, self.modules = top, top.modules
         self.agreed = agreed_by(units)  # the first forward fills it, and all ranks alike change it
         self.units: list[Unit] = self.agreed.units()
-        self.order = Order(self.units, self.agreed)
+        self.order = GatherOrder(self.units, self.agreed)
         self.step = Step()
         self._root_of = root_of
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
@@ -333,7 +333,7 @@ class Root:
         1. The outermost one begins the forward (`_begin`).
         2. With gradients, the units around note that this one ran inside: backward asks.
         3. Units that were kept after forward are freed, as memory is about to be taken.
-        4. The unit is gathered, and others ahead (`Order.enter`). This may compare the ranks.
+        4. The unit is gathered, and others ahead (`GatherOrder.enter`). This may compare the ranks.
         5. The call notes whether backward must enter it on all ranks or on none: inside of another
            call. Buckets by arrival go without an entrance, unless roots share the unit.
 
@@ -453,7 +453,7 @@ class Root:
 
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
-        self._preparation.prepare()
+        self._preparation.run()
         self.order.note_training()
 
     def _free_last(self, unit: Unit, iteration: Iteration) -> None:
@@ -528,8 +528,8 @@ class Root:
         """
         forward = self.step.forward
         assert forward is not None
-        if (order := self.order.learn(forward)) and grad:
-            iteration.order = order
+        if (entered := self.order.learn(forward)) and grad:
+            iteration.entered = entered
         self.step.forward = None
         waits = any(unit.step.pending > 0 or UNSEEN in unit.step.needed_by for unit in self.units)
         if not waits and iteration.end is None:
@@ -759,7 +759,7 @@ class Root:
 
     def _conclude(self, iteration: Iteration) -> None:
         following = None
-        self.order.end_backward(iteration.order)
+        self.order.end_backward(iteration.entered)
         if self.step.running or iteration.due.builds_graph:
             following = Iteration(iteration.stream)
             following.finished, following.last = iteration.finished, iteration.last

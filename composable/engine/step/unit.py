@@ -313,9 +313,9 @@ class Unit:
         self.root: Root | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
         # How a frozen unit was last computed while these units of the root trained
-        # (`Order.training`). Backward must enter it on all ranks or on none. A rank that skips the
-        # unit (`skipped`) has no inputs to go by, so ranks that compute it send it theirs in the
-        # first forward (`Order.enter`).
+        # (`GatherOrder.training`). Backward must enter it on all ranks or on none. A rank that
+        # skips the unit (`skipped`) has no inputs to go by, so ranks that compute it send it their
+        # mode in the first forward (`GatherOrder.enter`).
         self.input_grad_modes: dict[tuple[Agreed, tuple[bool, ...]], InputGradMode] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)

@@ -24,7 +24,7 @@ from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
 from composable.engine.step.observer import OBSERVERS
 from composable.engine.step.outputs import lends, owned, watch
-from composable.engine.step.plan import plan, root_for_call
+from composable.engine.step.plan import plan_root, root_for_call
 from composable.engine.step.root import Root
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
@@ -187,7 +187,7 @@ def pre_backward(call: UnitCall, *_: object) -> None:
     unit = call.unit
     if unit.modules:
         # anew, if a unit came or went since the forward
-        root = unit.root or plan(unit)
+        root = unit.root or plan_root(unit)
         root.enter_backward(call)
     elif unit.is_sharded and unit.spec.params:
         raise PhaseError(
@@ -222,7 +222,7 @@ def _before_recomputation(root: Root, again: UnitCall) -> UnitCall | None:
 
 def _gradient_arrived(unit: Unit, param: ManagedParam) -> None:
     """Autograd has accumulated a gradient on what modules compute with."""
-    (unit.root or plan(unit)).on_gradient(unit, param)
+    (unit.root or plan_root(unit)).on_gradient(unit, param)
 
 
 def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
