@@ -49,7 +49,7 @@ from composable.engine.edits.loading import StateDictHooks
 from composable.engine.edits.removal import restore
 from composable.engine.edits.tree import settle
 from composable.engine.params.param import ParamInfo
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.unit import Unit, UnitSpec
 from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
@@ -394,7 +394,7 @@ class _Gathers:
         unit = self._unit()
         if unit is None or not unit.modules or unit.kept_by or is_traced():
             return False
-        return unit.kind in (Kind.SHARDED, Kind.BESIDE)
+        return unit.kind in (UnitKind.SHARDED, UnitKind.BESIDE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gathers | bool:
         unit = self._unit()

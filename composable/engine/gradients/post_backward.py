@@ -40,7 +40,7 @@ from composable.engine.gradients.arrival import Buckets
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.unit_gradients import UnitGradients
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.errors import ComposableError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
@@ -83,7 +83,7 @@ class PostBackward:
         agreed: what all ranks have alike about `units`.
 
     Attributes:
-        beside: replicated units next to shards (`Kind.BESIDE`).
+        beside: replicated units next to shards (`UnitKind.BESIDE`).
         buckets: of units that are reduced by arrival.
     """
 
@@ -91,12 +91,12 @@ class PostBackward:
         self._units = list(units)
         self._agreed = agreed
         self._indices = {unit: index for index, unit in enumerate(units)}
-        self.beside = [unit for unit in units if unit.spec.kind is Kind.BESIDE]
+        self.beside = [unit for unit in units if unit.spec.kind is UnitKind.BESIDE]
         self.make_buckets()
 
     def make_buckets(self) -> None:
         """Anew when parameters of replicated units were replaced, or what reduces them."""
-        replicated = [unit for unit in self._units if unit.spec.kind is Kind.ARRIVAL]
+        replicated = [unit for unit in self._units if unit.spec.kind is UnitKind.ARRIVAL]
         self.buckets = Buckets(replicated, self._agreed)
 
     # --- in a backward ---------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class PostBackward:
         """Backward has come to the outputs of `unit`."""
         due.to_reduce.pop(unit, None)
         due.to_reduce[unit] = None
-        if unit.spec.kind is not Kind.ARRIVAL:
+        if unit.spec.kind is not UnitKind.ARRIVAL:
             # It will be reduced, whichever gradients come: autograd need not tell of them.
             unit.ignore()
 

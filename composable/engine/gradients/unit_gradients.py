@@ -19,7 +19,7 @@ from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.sparse import SparseGradients, only_looked_up
 from composable.engine.gradients.unreduced import Accumulation
 from composable.engine.params.param import ManagedParam, holds_unreduced
-from composable.engine.params.param_group import Kind, ParamGroup
+from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import (
     Arrival,
     defer_hooks,
@@ -28,6 +28,7 @@ from composable.engine.params.param_hooks import (
     listen_to_arrivals,
     run_post_accumulate_hooks,
 )
+from composable.engine.params.unit_kind import UnitKind
 from composable.errors import DifferentiationError
 from composable.torch_private import hooks_after_accumulation
 
@@ -44,7 +45,7 @@ class GradientSpec:
         is_read_apart: other units read parameters of this one.
     """
 
-    kind: Kind
+    kind: UnitKind
     mesh_info: MeshInfo
     divisor: float | None = None
     bucket_bytes: int = 0
@@ -134,7 +135,7 @@ class UnitGradients:
         mesh_info = self.mesh_info_of(group.params[0])
         factor = self.factor_of(mesh_info)
         in_place = all(param.compute is param.at_rest for param in group.params)
-        sparse = kind is not Kind.SHARDED and only_looked_up(group.params[0].info)
+        sparse = kind is not UnitKind.SHARDED and only_looked_up(group.params[0].info)
         spread = [param for param in group.params if in_place and not param.info.form.is_whole]
         for param in spread:
             settle = traceable(param.info.form.settled)
@@ -149,7 +150,7 @@ class UnitGradients:
             self.sparse.append(
                 SparseGradients(group.params, group.precision, self.mesh_info.all, self.name)
             )
-        elif kind is not Kind.ARRIVAL:  # others are in buckets of all units
+        elif kind is not UnitKind.ARRIVAL:  # others are in buckets of all units
             bucket = GradBucket(
                 list(zip(group.params, group.slots, strict=True)),
                 group.precision, group.device, mesh_info,
@@ -166,7 +167,7 @@ class UnitGradients:
 
     @property
     def is_sharded(self) -> bool:
-        return self.spec.kind is Kind.SHARDED
+        return self.spec.kind is UnitKind.SHARDED
 
     def mesh_info_of(self, param: ManagedParam) -> MeshInfo:
         """The ranks over which gradients of `param` are reduced: the unit's, or its own."""

@@ -104,20 +104,6 @@ class ShardedState(enum.Enum):
     SHARDED_POST_FORWARD = "a few neighbouring ranks have all of them together"
 
 
-class Kind(enum.Enum):
-    """How the parameters of a unit lie over the ranks, and when their gradients are reduced.
-
-    Those of BESIDE rest as `DTensor(Replicate)`, as optimizers and clipping expect next to shards,
-    if the unit has the ranks of the shards around it (`choose_rest`). Otherwise, and if they are
-    spread by users or have sparse gradients, they rest as users made them.
-    """
-
-    SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
-    BESIDE = "replicated in a tree with shards: all-reduced before the next unit with shards"
-    ARRIVAL = "replicated: all-reduced in buckets of the root, as autograd accumulates gradients"
-    LOCAL = "one rank: autograd does everything, but for casts"
-
-
 class ParamGroup(ABC):
     """See the top of this file. How its parameters rest is the matter of `ShardedGroup`
     (`sharded.py`) and `ReplicatedGroup` (`replicated.py`).

@@ -26,7 +26,7 @@ from torch import nn
 
 from composable.comm.base import Comm
 from composable.comm.launch import COMPARISON_OF_FORWARDS, Launch
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.agreed import Agreed
 from composable.engine.step.unit import InputGradMode, Unit, UnitCall
 from composable.errors import RanksDisagreeError
@@ -140,7 +140,7 @@ class GatherOrder:
         """
         ahead = [unit]
         comm, missing, is_first = unit.mesh_info.all, unit.spec.prefetch, True
-        if unit.kind is Kind.BESIDE and unit is not self.units[0]:
+        if unit.kind is UnitKind.BESIDE and unit is not self.units[0]:
             missing = 0
         for other in following:
             if not missing:
@@ -221,7 +221,7 @@ class GatherOrder:
         """
         waiting = [call.number for call in history if call.outermost and call.waits]
         mine = [len(self._trained), len({*waiting} & {*self._trained})]
-        replicas = [unit.mesh_info.all for unit in self.units if unit.kind is Kind.ARRIVAL]
+        replicas = [unit.mesh_info.all for unit in self.units if unit.kind is UnitKind.ARRIVAL]
         for comm in dict.fromkeys(replicas):
             said = comm.all_gather_ints(mine, COMPARISON_OF_FORWARDS)
             # a rank in evaluation mode counts none

@@ -23,7 +23,7 @@ from traceback import walk_stack
 import torch
 from torch import nn
 
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.prepare import modules_calling
 from composable.engine.step.root import Phase, Root, Step, reset_interrupted, roots_of
 from composable.engine.step.unit import Unit, rename_below, unit_of, units_below
@@ -48,7 +48,7 @@ def plan_root(unit: Unit) -> Root:
         if not known.issuperset(each.relations.around.keys() - {each.relations.number})
     ]
     owners = [unit_of(each) for module in unit.modules for each in module.parameters()]
-    units += [owner for owner in owners if owner is not None and owner.kind is Kind.BESIDE]
+    units += [owner for owner in owners if owner is not None and owner.kind is UnitKind.BESIDE]
     units = [each for each in dict.fromkeys(units) if each not in shared]
     rename_below(unit.modules, units)
     for former in roots_of(units):

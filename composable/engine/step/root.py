@@ -64,7 +64,7 @@ from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
 from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.params.param import ManagedParam
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
@@ -259,7 +259,7 @@ class Root:
             [unit.gradients for unit in self.units], self.agreed.gradients
         )
         # replicated units next to shards
-        self.beside = [unit for unit in self.units if unit.kind is Kind.BESIDE]
+        self.beside = [unit for unit in self.units if unit.kind is UnitKind.BESIDE]
         self.watch_tree(shared)
         ROOTS.add(self)
 
@@ -357,7 +357,7 @@ class Root:
             # a module may call itself
             if outer is not unit and unit not in outer.relations.ran_inside:
                 outer.relations.note_inside(unit)
-        inside = not outermost and unit.kind is not Kind.ARRIVAL
+        inside = not outermost and unit.kind is not UnitKind.ARRIVAL
         if unit.relations.is_shared:
             inside = inside or self._is_called_by_another(unit)
         step.running.append(unit)
@@ -591,7 +591,7 @@ class Root:
             # On all ranks: its buckets go out also if this rank's batch did not come to it, and a
             # recomputation is told from a forward only while its root is in a step. One with shards
             # that has no root was not computed since the tree changed.
-            if unit.root is not None or unit.kind is Kind.ARRIVAL:
+            if unit.root is not None or unit.kind is UnitKind.ARRIVAL:
                 self._root_of(unit).open_backward()
         return iteration
 
@@ -659,7 +659,7 @@ class Root:
             if other in ran_inside or unit in other.relations.ran_inside:
                 continue
             fewer_run = unit.mesh_info.all.size < other.mesh_info.all.size
-            if other.step.pending > 0 and (fewer_run or unit.kind is Kind.BESIDE):
+            if other.step.pending > 0 and (fewer_run or unit.kind is UnitKind.BESIDE):
                 continue
             self._leave_backward(other, iteration)
             if other.step.pending <= 0 and UNSEEN not in other.step.needed_by:
@@ -677,7 +677,7 @@ class Root:
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
         due = self.open_backward().due
-        if unit.kind is Kind.ARRIVAL:
+        if unit.kind is UnitKind.ARRIVAL:
             self.post_backward.buckets.arrived(
                 param, builds_graph=due.builds_graph
             )  # may launch a bucket

@@ -56,10 +56,11 @@ from composable.engine.params.param import (
     owner_of,
     set_label,
 )
-from composable.engine.params.param_group import Kind, ParamGroup, ShardedState
+from composable.engine.params.param_group import ParamGroup, ShardedState
 from composable.engine.params.precision import BufferCasts, BufferHolder, Precision, resolve
 from composable.engine.params.replicated import ReplicatedGroup
 from composable.engine.params.sharded import Grouping
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
 from composable.torch_private import in_backward, locals_of
@@ -294,8 +295,8 @@ class Unit:
         self.params: list[ManagedParam] = []
         self.name = unit_name("")  # the FQN below the root, for messages
         # how its parameters lie over the ranks, and when their gradients are reduced
-        self.kind = Kind.LOCAL
-        # of the kind BESIDE: the mesh on which its parameters rest as DTensors, see `Kind`
+        self.kind = UnitKind.LOCAL
+        # of the kind BESIDE: the mesh on which its parameters rest as DTensors, see `UnitKind`
         self.rest_mesh: DeviceMesh | None = None
         self.relations = Relations()  # to other units
 
@@ -352,7 +353,7 @@ class Unit:
         self.params = list(map(ManagedParam, spec.params) if params is None else params)
         self.kind = without_shards(spec.mesh_info)  # `change_kind` looks for shards around it
         if spec.verb == SHARD and spec.mesh_info.mesh is not None:
-            self.kind = Kind.SHARDED
+            self.kind = UnitKind.SHARDED
         self._buffers = (BufferCasts(spec.buffer_holders),) if spec.buffer_holders else ()
         self.agree_anew()
 
@@ -369,8 +370,8 @@ class Unit:
         """Others manage these from now on; `build` follows."""
         self.params = [param for param in self.params if param not in params]
 
-    def change_kind(self, kind: Kind, mesh: DeviceMesh | None) -> None:
-        """Units with shards came around it, or went: how its parameters rest, see `Kind`."""
+    def change_kind(self, kind: UnitKind, mesh: DeviceMesh | None) -> None:
+        """Units with shards came around it, or went: how its parameters rest, see `UnitKind`."""
         if (kind, mesh) != (self.kind, self.rest_mesh):
             self.kind, self.rest_mesh = kind, mesh
             self.build()
@@ -413,7 +414,7 @@ class Unit:
                     members, precision, device, mesh_info,
                     rest_mesh=None if sparse or spread else self.rest_mesh,
                     # the root shows those next to shards as long as it computes
-                    read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
+                    read_apart=bool(self.relations.readers) and self.kind is not UnitKind.BESIDE,
                 )
             )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
@@ -452,7 +453,7 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        return self.kind is Kind.SHARDED
+        return self.kind is UnitKind.SHARDED
 
     @property
     def on_one_mesh(self) -> bool:
@@ -828,7 +829,7 @@ class Unit:
         Between two steps.
         """
         self.mesh_info = mesh_info
-        if self.kind in (Kind.ARRIVAL, Kind.LOCAL):
+        if self.kind in (UnitKind.ARRIVAL, UnitKind.LOCAL):
             self.kind = without_shards(mesh_info)
         self._build_gradients()
         self.rename(self.name)
@@ -932,8 +933,8 @@ def _refuse_in_step(what: str) -> NoReturn:
     )
 
 
-def without_shards(mesh_info: MeshInfo) -> Kind:
-    return Kind.ARRIVAL if mesh_info.all.size > 1 else Kind.LOCAL
+def without_shards(mesh_info: MeshInfo) -> UnitKind:
+    return UnitKind.ARRIVAL if mesh_info.all.size > 1 else UnitKind.LOCAL
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
