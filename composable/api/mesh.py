@@ -334,19 +334,19 @@ def _mesh_of_hosts(verb: str, modules: Sequence[nn.Module], kind: str | None) ->
 def _mesh_of_pair(
     verb: str, kind: str, shard: dist.ProcessGroup, replicate: dist.ProcessGroup
 ) -> DeviceMesh:
-    """The mesh of two dimensions, (replicate, shard), whose row and column through this rank are
-    two process groups.
+    """The mesh of two dimensions, (replicate, shard), whose groups of this rank are two process
+    groups.
     """
-    column, row = (
+    replicas, shards = (
         DeviceMesh.from_group(group, kind, mesh_dim_names=(role,))
         for group, role in zip((replicate, shard), _ROLES, strict=True)
     )
     refusal = (
         "the pair of process groups (shard, replicate) does not make a mesh: this rank shards with"
-        f" ranks {row.mesh.tolist()}, and ranks {column.mesh.tolist()} are to hold the same shards."
-        " Give every rank the group of its row and the group of its column."
+        f" ranks {shards.mesh.tolist()}, and ranks {replicas.mesh.tolist()} are to hold the same"
+        " shards. Give every rank its group of each of the two dimensions of one mesh."
     )
-    return joint_mesh(verb, column, Spread(row), _CPU, refusal)
+    return joint_mesh(verb, replicas, Spread(shards), _CPU, refusal)
 
 
 def comms_along(mesh: DeviceMesh, device: torch.device) -> list[Comm]:

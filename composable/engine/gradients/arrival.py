@@ -63,7 +63,7 @@ class ArrivalBucket(GradBucket):
         mesh_info = unit.mesh_info
         super().__init__(
             members, group.precision, group.device, mesh_info,
-            text=_text_of(unit, [param for param, _ in members]), unit=unit.name,
+            text=_text_of(unit, [param for param, _ in members]), unit_name=unit.name,
             factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
         )  # fmt: skip
         self.unit = unit

@@ -81,7 +81,7 @@ class GradBucket:
         mesh_info: MeshInfo,
         *,
         text: str = "gradient reduction",
-        unit: str = "",
+        unit_name: str = "",
         factor: float = 1.0,
         to_rest: Callable[[list[Tensor]], list[Tensor]] = list,
         keeps: bool = False,
@@ -98,7 +98,7 @@ class GradBucket:
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
             self.at_rest, slots, precision, device, mesh_info,
-            text=text, unit=unit, keeps=keeps,
+            text=text, unit_name=unit_name, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self._to_rest = to_rest
@@ -117,9 +117,9 @@ class GradBucket:
         self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
         self.follow()
 
-    def rename(self, text: str, unit: str) -> None:
+    def rename(self, text: str, unit_name: str) -> None:
         """Name its messages, and its unit, so from now on."""
-        self.reducer.rename(text, unit)
+        self.reducer.rename(text, unit_name)
 
     def follow(self) -> None:
         """Parameters may have been frozen or unfrozen."""

@@ -154,7 +154,7 @@ class UnitGradients:
             bucket = GradBucket(
                 list(zip(group.params, group.slots, strict=True)),
                 group.precision, group.device, mesh_info,
-                text=f"gradient reduction of unit '{self.name}'", unit=self.name,
+                text=f"gradient reduction of unit '{self.name}'", unit_name=self.name,
                 factor=factor, to_rest=group.to_rest,
             )  # fmt: skip
             self.buckets.append(bucket)

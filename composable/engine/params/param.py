@@ -127,13 +127,13 @@ def labels_of(parameters: Sequence[Tensor]) -> list[ParamLabel | None]:
 
 
 def set_label(
-    parameter: nn.Parameter, param: ManagedParam, unit: str, form: str, owner: object = None
+    parameter: nn.Parameter, param: ManagedParam, unit_name: str, form: str, owner: object = None
 ) -> None:
     label, info = label_of(parameter), param.info
     if label is None:
         label = ParamLabel()
         setattr(parameter, _LABEL, label)
-    label.unit, label.fqn, label.form = unit, info.fqn, form
+    label.unit, label.fqn, label.form = unit_name, info.fqn, form
     label.mesh_info = info.mesh_info
     label.mesh = info.form.mesh_at_rest(None)
     label.places = param.places

@@ -322,10 +322,10 @@ class ParamGroup(ABC):
         for param in self.params:
             param.move(move)
 
-    def rename(self, unit: str) -> None:
-        self.unit = unit
-        text = f"all-gather of unit '{unit}'"
-        self._launch = Launch(text, LaunchKind.GATHER, self, unit)
+    def rename(self, unit_name: str) -> None:
+        self.unit = unit_name
+        text = f"all-gather of unit '{unit_name}'"
+        self._launch = Launch(text, LaunchKind.GATHER, self, unit_name)
 
     # --- unshard and reshard ---------------------------------------------------------------------
 
