@@ -3,7 +3,7 @@
 An extra adds a capability that the core does not know. Besides this file it imports the ground
 (`comm`, `memory`, `contract`, ...) and what users have, from `composable`. An extra may
 read the attributes, and call the methods, that the protocols list; mypy checks its code by them. It
-is told of launches and waits by `observe_launches` of `composable.comm`, with the `Launch`.
+is notified of launches and waits by `observe_launches` of `composable.comm`, with the `Launch`.
 
 | name                         | does, or is                                                       |
 |------------------------------|-------------------------------------------------------------------|
@@ -401,8 +401,9 @@ def units_in(*modules: nn.Module, caller: str = "") -> list[Unit]:
     """The units of modules and below, in `.modules()` order.
 
     Args:
-        caller: the name of a function that all ranks call with one module. Then observers are told
-            that it is called, and it raises if there are no units, or if one rests on the host.
+        caller: the name of a function that all ranks call with one module. Then observers are
+            notified that it is called, and it raises if there are no units, or if one rests on the
+            host.
     """
     return [*(scopes.units_in(caller, *modules) if caller else unit.units_below(modules))]
 

@@ -278,7 +278,7 @@ class _NoCollectives(TorchDispatchMode):
 def up_to_collectives() -> Iterator[None]:
     """Run the body up to its first collective, which is not launched; then leave it.
 
-    There is no public call that hears of the collectives that a tensor subclass launches.
+    There is no public call that observes the collectives that a tensor subclass launches.
     """
     try:
         with _NoCollectives():  # type: ignore[no-untyped-call]
@@ -418,13 +418,13 @@ def placed_alike(tensors: Collection[Tensor], others: Collection[Tensor]) -> boo
     `_spec`, which is quicker.
     """
 
-    def told(name: str) -> list[list[Any]]:
+    def both(name: str) -> list[list[Any]]:
         return [list(map(getattr, each, repeat(name), repeat(None))) for each in (tensors, others)]
 
-    specs, others_specs = told("_spec")
+    specs, others_specs = both("_spec")
     if all(map(is_, specs, others_specs)):
         return True
-    placements, others_placements = told("placements")
+    placements, others_placements = both("placements")
     return placements == others_placements
 
 
@@ -790,7 +790,7 @@ def wrap_join(
 ) -> None:
     """Make `Join(...)` and `Join.notify_join_context` by what these make of torch's, from here on.
 
-    A joinable hears neither of the other joinables of its `Join`, nor of what they announce.
+    A joinable knows neither the other joinables of its `Join`, nor what they broadcast.
     """
     Join.__init__ = made(Join.__init__)  # type: ignore[method-assign]
     notifies: Any = staticmethod(notified(Join.notify_join_context))

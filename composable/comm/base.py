@@ -308,7 +308,7 @@ class GroupComm(ABC):
         sizes: Sequence[int],
         launch: Launch,
     ) -> Work:
-        # `_launch` is told of no tensors, since ranks send different amounts
+        # `_launch` is given no tensors, since ranks send different amounts
         start = partial(self._start_to_all, out, list(out_sizes), source, list(sizes))
         return self._launch(launch, "all_to_all", (), 1.0, start)
 
@@ -374,7 +374,7 @@ class GroupComm(ABC):
         option: Any,
         call: Callable[[Launch, str, Columns, Any], R],
     ) -> R:
-        """Call what launches a collective, with all that observers are told. All collectives go
+        """Call what launches a collective, and notify observers. All collectives go
         through here.
         """
         for notify in _LAUNCHING:

@@ -101,7 +101,7 @@ def trace_reductions(root: Root) -> str:
 
 
 def _hooks_of(root: Root) -> Iterator[tuple[Unit, ParamGroup, DeferredHooks]]:
-    """Yield the hooks by which the engine hears of gradients, with the parameters' unit."""
+    """Yield the hooks by which the engine is notified of gradients, with the parameters' unit."""
     for unit in root.units:
         for group in unit.groups:
             for param in group.params:

@@ -3,7 +3,7 @@
 torch's scaler looks for infinities in the gradients that a rank has. Of DTensors it asks the ranks
 over which the *first* gradient in the list is sharded, and it refuses lists that hold DTensors and
 plain tensors. So behind a replicated gradient every rank would decide for itself, experts on meshes
-of their own would not hear of each other, and a rank without a gradient would not take part. Here
+of their own would not know of each other, and a rank without a gradient would not take part. Here
 every gradient is checked and unscaled where it lies, and then all process groups over which a
 parameter of the optimizer is sharded, or trained together (`model_group_of`), agree. Parameters
 alone decide which groups, so that all ranks run the same collectives.

@@ -48,7 +48,7 @@ from composable.torch_private import local_of
 
 logger = logging.getLogger("composable")
 
-_WARNED: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `warn_of_other_groups` has told
+_WARNED: Final[WeakSet[nn.Module]] = WeakSet()  # models that `warn_of_other_groups` has named
 _SILENT: Final = ContextVar("_SILENT", default=False)
 
 

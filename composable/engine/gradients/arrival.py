@@ -47,7 +47,7 @@ class ArrivalBucket(GradBucket):
     for each gradient would take the host longer than the bucket itself.
 
     Attributes:
-        missing: what autograd has not told of; None where it tells of the last one only.
+        missing: whose hooks autograd has not called; None where only the last one has a hook.
         silent: by what it would tell of the others.
         late: it is launched at the end of backward.
     """

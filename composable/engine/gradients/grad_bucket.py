@@ -380,7 +380,7 @@ class GradBucket:
                 reduction.wait()
         finally:
             local = self.in_place and (begun or reduction is not None)
-            # of what waits under no_sync, plain tensors are told by the mark alone
+            # of what waits under no_sync, plain tensors are known by the mark alone
             lost = local or (self.accumulated.marks and self.accumulated.backwards)
             self._undecided, self._hooks_due = [], {}
             for parameter in self.compute if not self.in_place else ():

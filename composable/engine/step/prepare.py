@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("composable")
 _is_alive: Final = partial(is_not, None)
-_WARNED: Final[WeakSet[nn.Module]] = (
-    WeakSet()
-)  # models of which `_warn_of_unmanaged_around` has told
+_WARNED: Final[WeakSet[nn.Module]] = WeakSet()  # models that `_warn_of_unmanaged_around` has named
 _Row = tuple[Any, ...]  # what was found, by which function in C, and lists of its arguments
 
 

@@ -477,7 +477,7 @@ class Root:
         self.step.running.pop()
         if grad:
             # A frozen unit is gathered ahead in backward only if an output of it is watched.
-            # (`pending` is right on ranks without data, too, which do as they are told: `join`.)
+            # (`pending` is right on ranks without data, too, which follow others: `join`.)
             if unit.gathers and (unit.trains or unit.step.pending > 0):
                 iteration.finished.append(unit)
             if keep:

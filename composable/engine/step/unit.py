@@ -139,7 +139,7 @@ class UnitCall:
         outermost: of the root.
         anchors: outputs get a node also where this rank used no parameter, because other ranks may
             have. A recomputation repeats what its forward did.
-        watched: backward comes to its outputs, and is heard there.
+        watched: backward comes to its outputs, where a hook is called.
         waits: backward has not come to them yet. Several outputs count once.
         number: `Forward.number` of the root's; None for a recomputation, which does not count.
     """
@@ -776,7 +776,7 @@ class Unit:
         self.swap_in()
 
     def follow_root(self, root: Root | None) -> None:
-        """`root` is told of changes from now on."""
+        """`root` is notified of changes from now on."""
         self.root = root
 
     def note_input_grad_mode(

@@ -32,7 +32,7 @@ from composable.torch_private import current_node, in_backward, next_node
 
 logger = logging.getLogger("composable")
 
-_WARNED: Final[WeakSet[Unit]] = WeakSet()  # units whose gradients at rest were told of
+_WARNED: Final[WeakSet[Unit]] = WeakSet()  # units whose gradients at rest were warned of
 
 
 class Visit:
