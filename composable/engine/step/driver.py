@@ -2,8 +2,8 @@
 
 All ranks of a model launch the same collectives in the same order. Which ones a step launches is
 decided where a forward or a backward enters or leaves a unit (`root.py`, `order.py`,
-`post_backward.py`). A rank that does not
-compute a unit makes the same visits: it gathers, reduces and reshards.
+`post_backward.py`). A rank that does not compute a unit makes the same visits: it gathers, reduces
+and reshards.
 
 * `Driver.visit` makes one visit. A rank that computes says which ones it makes, in the order of
   `Event` (`join`): forward and backward are driven.
