@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from composable.compilation import untraced
 from composable.engine.params.param import STEPPED_BY, label_of
-from composable.engine.step.observer import DECISIONS, HEARERS, Observer
+from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer
 from composable.errors import OptimizerError, PhaseError
 from composable.torch_private import in_backward
 
@@ -191,7 +191,7 @@ class _EndOfStep(Observer):
         _end_step()
 
 
-HEARERS.add(_EndOfStep())
+OBSERVERS.add(_EndOfStep())
 
 
 def counted_in_backward(parameters: Iterable[Tensor]) -> bool:

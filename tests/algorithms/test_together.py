@@ -33,7 +33,7 @@ from composable import (
     unshard,
     unsharded,
 )
-from composable.comm.base import LAUNCHED, LAUNCHING
+from composable.comm import observe_launches
 from composable.engine.step import root
 from composable.errors import PhaseError, StepLostError
 from tests.helpers.compare import all_full
@@ -156,11 +156,11 @@ def _before_launch(number: int) -> Iterator[None]:
         if next(seen) == number:
             _fail()
 
-    LAUNCHING.append(hear)
+    end = observe_launches(launching=hear)
     try:
         yield
     finally:
-        LAUNCHING.remove(hear)
+        end()
 
 
 def _in_forward(model: Model, block: int) -> Any:
@@ -211,11 +211,11 @@ PLACES: Final[dict[str, Callable[[Model], Any]]] = {
 
 def _launches_of(trainer: Trainer, number: int) -> int:
     heard: list[object] = []
-    LAUNCHED.append(lambda *_: heard.append(None))
+    end = observe_launches(launched=lambda *_: heard.append(None))
     try:
         assert trainer.step(number) == ""
     finally:
-        LAUNCHED.pop()
+        end()
     return len(heard) - 1  # the vote
 
 
@@ -382,11 +382,11 @@ def test_activations_are_freed_before_the_others_are_followed() -> None:
     def hear(*_: object) -> None:
         alive.append(bool(kept) and kept[0]() is not None)
 
-    LAUNCHED.append(hear)
+    end = observe_launches(launched=hear)
     try:
         assert trainer.step(3, fail if dist.get_rank() == 0 else lambda _: nullcontext())
     finally:
-        LAUNCHED.remove(hear)
+        end()
     if dist.get_rank() == 0:
         first = alive.index(True)  # while the step was computed
         followed = alive[first:].index(False)
@@ -656,11 +656,11 @@ def test_nothing_but_the_vote_is_sent_in_a_good_step(name: str) -> None:
     trainer = Trainer(ANNOTATIONS[name])
     for number in range(3):
         trainer.step(number)
-    LAUNCHED.append(lambda comm, launch, *_: texts[True].append(launch.text))
+    end = observe_launches(launched=lambda comm, launch, *_: texts[True].append(launch.text))
     trainer.step(3)
-    LAUNCHED.pop()
-    LAUNCHED.append(lambda comm, launch, *_: texts[False].append(launch.text))
+    end()
+    end = observe_launches(launched=lambda comm, launch, *_: texts[False].append(launch.text))
     trainer.model(_batch(0)).square().mean().backward()
     clip_grad_norm_(trainer.model.parameters(), 1.0)
-    LAUNCHED.pop()
+    end()
     assert texts[True] == [*texts[False], "vote on the step"]

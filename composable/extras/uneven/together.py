@@ -34,7 +34,7 @@ from typing_extensions import override
 
 from composable import reset
 from composable.comm import Comm
-from composable.comm.base import LAUNCHED, Columns, compare_launches
+from composable.comm.base import Columns, compare_launches, observe_launches
 from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import ledger_of
 from composable.comm.supplied import SuppliedComm
@@ -133,13 +133,13 @@ class _Where(Observer):
         self._scope = scope
 
     @override
-    def enters(self, root: Root, call: Call) -> None:
+    def pre_forward(self, root: Root, call: Call) -> None:
         self._scope.refuse_other_model(root)
         forward = "forward" if call.root is root else "recomputation"
         self.now = f"in the {forward} of unit '{call.unit.name}'"
 
     @override
-    def leaves(self, root: Root, call: Call, keep: bool) -> None:
+    def post_forward(self, root: Root, call: Call, keep: bool) -> None:
         outer = root.running[:-1] if call.root is root else []
         self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
 
@@ -151,7 +151,7 @@ class _Where(Observer):
         self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
 
     @override
-    def comes_back(self, root: Root, call: Call) -> None:
+    def pre_backward(self, root: Root, call: Call) -> None:
         # or behind it, in what is around it: nobody tells when autograd has left a unit
         self.now = self._backward = f"in backward, near unit '{call.unit.name}'"
 
@@ -317,8 +317,7 @@ class together:
         self._undo.callback(_OPEN.clear)
         self._undo.callback(observe(self._where))
         self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-        LAUNCHED.append(self._on_launch)
-        self._undo.callback(LAUNCHED.remove, self._on_launch)
+        self._undo.callback(observe_launches(launched=self._on_launch))
         self._undo.callback(self._launched.clear)
         return self
 
