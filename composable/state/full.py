@@ -39,7 +39,7 @@ SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 
 
 def stream_full(
-    model: nn.Module,
+    module: nn.Module,
     *,
     dtype: torch.dtype | None = None,
     since: MutableMapping[str, int] | None = None,
@@ -52,14 +52,14 @@ def stream_full(
     to it.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         dtype: cast floating-point tensors to it.
         since: a dict that the caller keeps, at first empty. Tensors are left out that are on every
             rank as they were when they were last yielded with this dict. It gets checksums of the
             shards, so that writes of any kind are seen; all ranks find the same.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward.
         RanksDisagreeError: groups of ranks hold different values of a parameter under one name
             (experts that are plain tensors on meshes of their own).
@@ -69,7 +69,7 @@ def stream_full(
         >>> for fqn, tensor in stream_full(model, dtype=torch.bfloat16, since=seen):
         ...     engine.load_weight(fqn, tensor)
     """
-    units, state, _ = _state_of("stream_full", model)
+    units, state, _ = _state_of("stream_full", module)
     tensors = _tensors_in(state, {})
     dtypes = _dtypes_of(state, dtype)
     if since is None:
@@ -214,12 +214,12 @@ def _dtypes_of(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str,
 
 
 def full_state_dict(
-    model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None
+    module: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
     """Gather the whole state dict on the host. All ranks call this together.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         rank0_only: only the first rank of the model's mesh has it; the others get an empty dict,
             and hold one tensor at a time meanwhile.
         dtype: cast floating-point tensors to it.
@@ -229,7 +229,7 @@ def full_state_dict(
         holds. Loads into a plain model, and into one that is annotated in any way.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward.
         RanksDisagreeError: groups of ranks hold different values of a parameter under one name
             (experts that are plain tensors on meshes of their own).
@@ -239,7 +239,7 @@ def full_state_dict(
         >>> if rank == 0:
         ...     torch.save(state, "model.pt")
     """
-    units, state, tied = _state_of("full_state_dict", model)
+    units, state, tied = _state_of("full_state_dict", module)
     keep = not rank0_only or not any(comm.rank for comm in comms_of_model(units))
     full = dict(state)  # in its order
     for fqn, whole in _stream(_tensors_in(state, tied), _dtypes_of(state, dtype)):
@@ -253,7 +253,7 @@ def full_state_dict(
 
 
 def export(
-    model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    module: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
 ) -> None:
     """Write whole weights as Hugging Face safetensors.
 
@@ -264,13 +264,13 @@ def export(
     of 1 to 5 GiB, one after another, on the host.
 
     Args:
-        model: an annotated module, or one that contains some. A `config` with `save_pretrained` is
+        module: an annotated module, or one that contains some. A `config` with `save_pretrained` is
             written as well.
         folder: on a file system that all ranks see; new or empty.
         dtype: cast floating-point tensors to it.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward.
         AnnotationError: a whole tensor is no plain one (4-bit weights), and `dtype` is not given.
         FileExistsError: there is something in `folder`.
@@ -288,7 +288,7 @@ def export(
         raise ImportError(
             "export needs the package safetensors: pip install 'torch-composable[export]'"
         ) from error
-    units, state, tied = _state_of("export", model)
+    units, state, tied = _state_of("export", module)
     comm, *across = comms = comms_of_model(units)
     rank, ranks = comm.rank, comm.size
     writes = not any(each.rank for each in across)  # tensor-parallel ranks gather, and one writes
@@ -341,7 +341,7 @@ def export(
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
             text = json.dumps(index, indent=2) + "\n"
             (partial / "model.safetensors.index.json").write_text(text)
-        config: Any = getattr(unwrapped(model), "config", None)
+        config: Any = getattr(unwrapped(module), "config", None)
         if hasattr(config, "save_pretrained"):
             config.save_pretrained(partial)
         partial.rename(target)

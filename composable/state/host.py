@@ -28,15 +28,15 @@ class HostOffload:
     """What `offload_to_host` returns: a model that rests on the host. A context manager, too.
 
     Args:
-        model: whose buffers rest there.
+        module: whose buffers rest there.
         units: whose shards do.
         optimizers: whose state does.
     """
 
     def __init__(
-        self, model: nn.Module, units: list[Unit], optimizers: tuple[Optimizer, ...]
+        self, module: nn.Module, units: list[Unit], optimizers: tuple[Optimizer, ...]
     ) -> None:
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers = module, optimizers
         self._units = units
         self._shown = [unit for unit in units if EXPLICIT in unit.kept_by]
         # by the ids of host tensors; it holds them, so that these ids stay theirs
@@ -123,7 +123,7 @@ class HostOffload:
 
 
 @torch.no_grad()
-def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
+def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
     """Let a model leave the device between two phases of training, for inference on that device.
 
     Shards, replicated parameters, reduced gradients, buffers and the optimizers' states go to
@@ -135,7 +135,7 @@ def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
     the device stay there.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         optimizers: those of the model.
 
     Returns:
@@ -144,7 +144,7 @@ def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
         `replicate` alone are put in order anew.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward, a backward or `unsharded`; gradients are accumulated and
             not reduced; or the model is on the host already.
         AnnotationError: an optimizer is none, or replicated parameters are on a device whose
@@ -158,8 +158,8 @@ def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
 
     As the sleep and wake of verl, prime-rl and AReaL.
     """
-    model = unwrapped(model)
-    units = units_in("offload_to_host", model)
+    module = unwrapped(module)
+    units = units_in("offload_to_host", module)
     for each in optimizers:
         given: Any = each
         if not isinstance(given, Optimizer):
@@ -169,7 +169,7 @@ def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
     for unit in units:
         _refuse_sleep(unit)
     require_at_rest("offload_to_host", units)
-    offload = HostOffload(model, units, optimizers)
+    offload = HostOffload(module, units, optimizers)
     offload.leave()
     return offload
 

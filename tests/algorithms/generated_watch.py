@@ -938,7 +938,7 @@ def _with_join(run: Run) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _with_noop_hook(run: Run) -> Iterator[Callable[[], object]]:
-    handle = register_comm_hook(run.model, noop_hook)
+    handle = register_comm_hook(run.model, None, noop_hook)
     yield lambda: average_parameters(run.model) if run.step % 2 else None
     handle.remove()
 

@@ -229,7 +229,7 @@ def test_dropout_that_is_the_same_on_all_ranks_is_hinted_at() -> None:
 def test_replicas_that_a_hook_keeps_apart_are_not_compared() -> None:
     program = PROGRAMS["replicate"]
     model, plant = program.build()
-    register_comm_hook(model, noop_hook)
+    register_comm_hook(model, None, noop_hook)
     optimizer = SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
     with watch(model, on="raise", agree=1) as watched:

@@ -400,7 +400,7 @@ def _hooked(hook: Any, stage: str, state: Any = nothing) -> Callable[[Run], None
     def register(run: Run) -> None:
         options = {"stage": stage} if run.is_hybrid else {}
         for root in [run.model] if run.model in run.roots else run.roots:
-            register_comm_hook(root, hook, state(run), **options)
+            register_comm_hook(root, state(run), hook, **options)
 
     return register
 

@@ -256,7 +256,7 @@ def annotate(model: Model, combination: Combination) -> None:
             for stage in (
                 ("reduce_scatter", "all_reduce") if combination.verbs == "hybrid" else (None,)
             ):
-                register_comm_hook(module, _mean, stage=stage)
+                register_comm_hook(module, None, _mean, stage=stage)
     for parameter in model.parameters():
         hook_on(parameter, combination)
 

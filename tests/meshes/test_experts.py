@@ -314,7 +314,7 @@ def test_what_cannot_be_a_mesh_of_a_parameter_is_refused_on_all_ranks() -> None:
     said = refused(model, lambda: fully_shard(model, shard_placement_fn=lambda _: (None, outer)))
     assert "differ in values" in said or "another rank of the module failed" in said, said
     fully_shard(model, sync_module_states="broadcast", shard_placement_fn=lambda _: (None, outer))
-    for verb in (lambda: joinable(model), lambda: register_comm_hook(model, lambda *_: None)):
+    for verb in (lambda: joinable(model), lambda: register_comm_hook(model, None, lambda *_: None)):
         with pytest.raises(MeshError, match=r"and others of|are on meshes of their own"):
             verb()
     train(model, batches(model, rank, 4, 1))

@@ -151,7 +151,7 @@ def averages_of_another_plan() -> Refusals:
 @row(2)
 def an_optimizer_of_another_model() -> Refusals:
     optimizer = optim.SGD((other := nn.Linear(3, 3)).parameters(), lr=0.1)
-    yield lambda: rebind_optimizer(optimizer, fully_shard(plain())), "OptimizerError: rebind_optimizer: SGD holds a parameter of shape (3, 3), ...which Net does not have..."
+    yield lambda: rebind_optimizer(fully_shard(plain()), optimizer), "OptimizerError: rebind_optimizer: SGD holds a parameter of shape (3, 3), ...which Net does not have..."
     assert optimizer.param_groups[0]["params"][0] is other.weight
 
 
@@ -178,7 +178,7 @@ def copies_that_cannot_be() -> Refusals:
     yield lambda: _inside(unsharded(model, rank0_only=True), lambda: copy.deepcopy(model)), "PhaseError: copy.deepcopy of unit '...' inside of unsharded(rank0_only=True)..."
     _train(copy.deepcopy(model))
     hooked = _model(replicate)
-    register_comm_hook(hooked, lambda state, bucket: bucket.buffer(), [dist.group.WORLD])
+    register_comm_hook(hooked, [dist.group.WORLD], lambda state, bucket: bucket.buffer())
     yield lambda: copy.deepcopy(hooked), "CommHookError: copy.deepcopy: the state of the communication hook '<lambda>' cannot be copied..."
     layers = nn.Sequential(nn.Linear(2, 2)).to(current_device())
     traced = fully_shard(torch.fx.symbolic_trace(layers))

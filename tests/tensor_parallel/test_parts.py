@@ -172,13 +172,13 @@ def test_an_optimizer_of_parts_follows_an_annotation_and_its_removal() -> None:
 
     step(batches(alone, -1, 1), batches(alone, -1, 1))
     fully_shard(model, mesh=mesh["dp"], policy={PartMLP})
-    rebind_optimizer(optimizer, model)
+    rebind_optimizer(model, optimizer)
     for index in range(2):
         step(batches(model, rank, 2, 2)[index:], batches(alone, -1, 2, 2)[index:])
     assert_same_parameters(model, alone)
     for module in (*model, model):
         remove(module, fully_shard)
-    rebind_optimizer(optimizer, model)
+    rebind_optimizer(model, optimizer)
     step(batches(alone, -1, 1), batches(alone, -1, 1))
     fully_shard(model, mesh=mesh["dp"], policy={PartMLP})
     assert_same_parameters(model, alone)

@@ -359,7 +359,7 @@ def test_averages_follow_and_an_optimizer_made_before_is_rebound() -> None:
     parallelize_gpt(model, mesh["tp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     fully_shard(model, mesh=mesh["dp"], policy={Block})
-    rebind_optimizer(optimizer, model)
+    rebind_optimizer(model, optimizer)
     reference = torch.optim.AdamW(alone.parameters(), lr=0.01)
     averages = [EMA(model, 0.5), EMA(alone, 0.5)]
     for (each, row), stepper, average in zip(

@@ -615,7 +615,7 @@ def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
         group.update(option)
 
 
-def joinable(model: nn.Module, *others: Any) -> Joinable:
+def joinable(module: nn.Module, *others: Any) -> Joinable:
     """Make a model known to torch's `Join`, so that ranks may have different numbers of batches.
 
     A rank that has left the scope takes part in what the others do: it gathers and reduces with
@@ -630,7 +630,7 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
     `divide_by_initial_world_size`, see `join`.
 
     Args:
-        model: annotated, all of it on the same ranks.
+        module: annotated, all of it on the same ranks.
         others: more models that run in the scope; the optimizers, which are needed for sharded
             models that are trained; and objects with `state_dict` and `load_state_dict`, such as a
             `GradScaler` or a scheduler, whose state is taken over from a rank that had data to the
@@ -648,7 +648,7 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
         ...         loss_of(model, batch).backward()
         ...         optimizer.step()
     """
-    models, optimizers, carried = [model], [], []
+    models, optimizers, carried = [module], [], []
     for other in others:
         if isinstance(other, nn.Module):
             models.append(other)
@@ -669,7 +669,7 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
 
 @contextmanager
 def join(
-    model: nn.Module,
+    module: nn.Module,
     *others: Any,
     divide_by_initial_world_size: bool = True,
     enable: bool = True,
@@ -688,7 +688,7 @@ def join(
     ranks without data call, too.
 
     Args:
-        model: annotated, all of it on the same ranks.
+        module: annotated, all of it on the same ranks.
         others: as for `joinable`: more models, the optimizers, a `GradScaler`, schedulers.
         divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by
             the number of those that had data in the last forward.
@@ -713,7 +713,7 @@ def join(
         yield
         return
     scope = Join(
-        [joinable(model, *others)],
+        [joinable(module, *others)],
         enable=enable,
         throw_on_early_termination=throw_on_early_termination,
         divide_by_initial_world_size=divide_by_initial_world_size,

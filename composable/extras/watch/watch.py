@@ -71,7 +71,7 @@ _ERRORS: Final[dict[str, type[RuntimeError]]] = {
 
 
 def watch(
-    model: nn.Module,
+    module: nn.Module,
     every: int = 1,
     on: str = "warn",
     *,
@@ -107,7 +107,7 @@ def watch(
     does.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         every: look at one step in so many.
         on: "warn" logs each finding once, "raise" also raises it on all ranks before the optimizer
             steps. Hints are logged only.
@@ -127,7 +127,7 @@ def watch(
         The watch, with its `findings` and `hints`. `close()` ends it; it is also a context.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         AlreadyAnnotatedError: it is watched already.
         AnnotationError: `every` is less than 1, or `on` is unknown.
 
@@ -139,15 +139,15 @@ def watch(
         raise AnnotationError(f"watch: every must be at least 1, got {every}")
     if on not in _MODES:
         raise AnnotationError(f"watch: on must be 'warn' or 'raise', got {on!r}")
-    model = unwrapped(model)
-    units = units_in(model, caller="watch")
+    module = unwrapped(module)
+    units = units_in(module, caller="watch")
     for unit in units:
         if events.watch_of(unit) is not None:
             raise AlreadyAnnotatedError(
                 f"watch: unit '{unit.name}' is watched already; call close() on what the first"
                 f" watch returned, or leave {VARIABLE} out of the environment"
             )
-    fqns = names_below(model)
+    fqns = names_below(module)
     names = {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}
     observer = RankObserver(names, every, agree, keeps=folder is not None, repeat=repeat)
     return Watch(names, observer, on, folder)

@@ -498,7 +498,7 @@ def test_methods_and_communication_hooks_are_those_of_the_copy() -> None:
 
     model = fully_shard(_Generates().to(current_device()), sync_module_states="broadcast")
     register_forward_method(model, "generate")
-    register_comm_hook(model, hook, calls)
+    register_comm_hook(model, calls, hook)
     twin = copy.deepcopy(model)
     x = _batch(0, dist.get_rank())
     twin(x).sum().backward()

@@ -193,7 +193,7 @@ def _clipped(scene: Scene) -> None:
 
 
 def _rebound(scene: Scene) -> None:
-    composable.rebind_optimizer(scene.optimizer, scene.model)
+    composable.rebind_optimizer(scene.model, scene.optimizer)
     scene.train()
     scene.optimizer.step()
 
