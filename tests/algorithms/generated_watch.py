@@ -906,7 +906,7 @@ BETWEEN: Final[dict[str, Callable[[Run], None]]] = {
 
 @contextmanager
 def _with_ema(run: Run) -> Iterator[Callable[[], object]]:
-    ema = EMA(run.model, 0.9)
+    ema = EMA(run.model, decay=0.9)
     yield ema.update
 
 
@@ -926,7 +926,7 @@ def _with_scheduler(run: Run) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _with_local_steps(run: Run) -> Iterator[Callable[[], object]]:
-    with local_steps(run.model, run.optimizer, 2):
+    with local_steps(run.model, run.optimizer, every=2):
         yield lambda: None
 
 
@@ -1087,7 +1087,7 @@ def run_plan(plan: Plan, *, watches: bool = True) -> list[str]:
     draws = random.Random(f"{plan.seed}"), random.Random(f"{plan.seed} {rank}")
     run = Run(model, optimizer, *draws)
     options: dict[str, Any] = {"every": plan.every, "agree": plan.agree, "repeat": plan.repeat}
-    run.watched = watch(model, on="raise", **options) if watches else _Unwatched()
+    run.watched = watch(model, action="raise", **options) if watches else _Unwatched()
     around = AROUND[plan.around](run) if plan.around else nullcontext(lambda: None)
     with run.watched, around as follow:
         for run.step in range(STEPS + (rank if plan.around == "join" else 0)):

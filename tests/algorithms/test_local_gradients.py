@@ -69,7 +69,7 @@ def test_post_local_sgd_on_a_replicated_model_has_the_numbers_of_ddp(
     register_comm_hook(model, _state(subgroup), post_localSGD_hook)
     theirs = PeriodicModelAverager(period=2, warmup_steps=3)
     ours: Any = (
-        PeriodicAverager(model, 2, 3)
+        PeriodicAverager(model, period=2, warmup_steps=3)
         if averager == "ours"
         else PeriodicModelAverager(period=2, warmup_steps=3)
     )
@@ -90,7 +90,9 @@ def test_post_local_sgd_on_a_replicated_model_has_the_numbers_of_ddp(
 def test_torchs_post_local_optimizer_takes_our_averager_for_shards() -> None:
     model, replica = annotated("hybrid", 2)
     register_comm_hook(model, _state(None), post_localSGD_hook, stage="all_reduce")
-    optimizer = PostLocalSGDOptimizer(_sgd(model.parameters()), PeriodicAverager(model, 2, 3))  # type: ignore[arg-type]
+    optimizer = PostLocalSGDOptimizer(
+        _sgd(model.parameters()), PeriodicAverager(model, period=2, warmup_steps=3)
+    )  # type: ignore[arg-type]
     for step in range(6):
         # replicas agree in the warm-up
         backward(model, step + 10 * (step >= 3), replica if step >= 3 else 0)

@@ -467,7 +467,7 @@ class _Mute(Exception):
 @spmd(ranks=2)
 def test_a_rank_that_has_not_come_to_a_swap_of_averages_and_says_nothing(name: str) -> None:
     trainer, reference = Trainer(ANNOTATIONS[name]), Trainer(ANNOTATIONS[name])
-    averages = [EMA(each.model, 0.5) for each in (trainer, reference)]
+    averages = [EMA(each.model, decay=0.5) for each in (trainer, reference)]
     for number in range(5):
         for each, average in zip((trainer, reference), averages, strict=True):
             fails = number == 3 and each is trainer
@@ -522,7 +522,7 @@ BEHIND: Final[dict[str, Callable[[Trainer, EMA], object]]] = {
 @spmd(ranks=2)
 def test_what_writes_is_refused_in_the_scope_on_all_ranks(name: str) -> None:
     trainer, reference = Trainer(ANNOTATIONS[name]), Trainer(ANNOTATIONS[name])
-    average = EMA(trainer.model, 0.9)
+    average = EMA(trainer.model, decay=0.9)
     for number, (said, write) in enumerate(BEHIND.items()):
         scope = together(trainer.model)
         with pytest.raises(PhaseError, match=f"together: {said}") as raised, scope:

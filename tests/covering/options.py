@@ -493,7 +493,9 @@ class _Average:
         averages = get_ema_multi_avg_fn(0.5)
         run.averages = [AveragedModel(run.alone, multi_avg_fn=averages)]
         run.averages.append(
-            AveragedModel(run.model, multi_avg_fn=averages) if self.theirs else EMA(run.model, 0.5)
+            AveragedModel(run.model, multi_avg_fn=averages)
+            if self.theirs
+            else EMA(run.model, decay=0.5)
         )
         if not self.theirs:  # torch's begins with the first update
             run.averages[0].n_averaged += 1
@@ -675,8 +677,8 @@ WRITTEN: Final[Values] = {
 
 WATCHED: Final[Values] = {
     "no": Choice(),
-    "yes": Choice(around=lambda run: watch(run.model, on="raise")),
-    "repeat": Choice(around=lambda run: watch(run.model, on="raise", repeat=True)),
+    "yes": Choice(around=lambda run: watch(run.model, action="raise")),
+    "repeat": Choice(around=lambda run: watch(run.model, action="raise", repeat=True)),
 }
 
 

@@ -368,7 +368,7 @@ def test_averages_over_steps_keep_the_newest_bytes(kind: str, storage: torch.dty
     alone = net(kind, storage).state_dict()
     for annotate in (_sharded, replicate):
         model = annotate(net(kind, storage))
-        average = EMA(model, 0.3)
+        average = EMA(model, decay=0.3)
         average.update()
         with average.swap():
             _same(

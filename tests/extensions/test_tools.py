@@ -36,7 +36,7 @@ def _same(found: dict[str, Any], alone: nn.Module) -> None:
 
 def _averages() -> None:
     model, alone = _sharded(with_rows(Net(hidden=5))), Net(Emulated, 5)
-    average, reference = EMA(model, 0.5), EMA(alone, 0.5)
+    average, reference = EMA(model, decay=0.5), EMA(alone, decay=0.5)
     for _ in range(2):
         torch.testing.assert_close(_train(model, 1), _alone(alone, steps=1))
         average.update()
@@ -45,7 +45,7 @@ def _averages() -> None:
     with average.swap(), reference.swap():
         _same(_whole(model), alone)
         torch.testing.assert_close(model(_batch(9)), alone(_batch(9)))
-    fresh = EMA(model, 0.5)
+    fresh = EMA(model, decay=0.5)
     fresh.load_state_dict(reference.state_dict())
     with fresh.swap(), reference.swap():
         _same(_whole(model), alone)

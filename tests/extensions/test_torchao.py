@@ -200,7 +200,7 @@ _ANNOTATED: dict[str, Callable[[nn.Sequential], object]] = {
 def test_averages_beside_4_bit_weights_leave_these_as_they_are(kind: str, block: int) -> None:
     model, x = _adapted(block), torch.randn(4, 128)
     _ANNOTATED[kind](model)
-    before, average = model(x), EMA(model, 0.5)
+    before, average = model(x), EMA(model, decay=0.5)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -216,7 +216,7 @@ def test_averages_beside_4_bit_weights_leave_these_as_they_are(kind: str, block:
     torch.testing.assert_close(model(x), after, rtol=0, atol=0)
     model[2].weight.requires_grad_()
     with pytest.raises(ForeignParameterError, match=r"'2\.weight' trains and has no average"):
-        EMA(model, 0.5)
+        EMA(model, decay=0.5)
 
 
 @spmd(ranks=2)

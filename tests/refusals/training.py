@@ -387,8 +387,8 @@ def averages_that_cannot_be() -> Refusals:
     yield lambda: average_parameters(hybrid, over="replicates"), "MeshError: ...has no dimension 'replicates'; did you mean 'replicate'?..."
     yield lambda: average_parameters(hybrid, over=given), "MeshError: ...over must be ... got DeviceMesh of 2 dimensions..."
     yield lambda: average_parameters(plain()), "NotAnnotatedError: average_parameters: no fully sharded or replicated module..."
-    yield lambda: PeriodicAverager(hybrid, 0), "AnnotationError: PeriodicAverager: period must be at least 1, got 0..."
-    yield lambda: PeriodicAverager(hybrid, 2, -1), "AnnotationError: PeriodicAverager: warmup_steps must not be negative, got -1..."
+    yield lambda: PeriodicAverager(hybrid, period=0), "AnnotationError: PeriodicAverager: period must be at least 1, got 0..."
+    yield lambda: PeriodicAverager(hybrid, period=2, warmup_steps=-1), "AnnotationError: PeriodicAverager: warmup_steps must not be negative, got -1..."
     model = replicate(plain())
     model.blocks[0].register_forward_hook(lambda *_: average_parameters(model))
     yield lambda: model(tokens(0)), "PhaseError: average_parameters was called inside of the forward..."
@@ -405,7 +405,7 @@ def averages_over_a_dimension_that_shards() -> Refusals:
         yield lambda given=given: average_parameters(model, over=given), f"MeshError: average_parameters: unit '(root)' is sharded over ranks {ranks} ..."
     if dist.get_rank() < 3:  # all ranks are to know as many groups
         dist.destroy_process_group(some)
-    yield lambda: PeriodicAverager(model, 2, over="shard"), "MeshError: PeriodicAverager: unit '(root)' is sharded..."
+    yield lambda: PeriodicAverager(model, period=2, over="shard"), "MeshError: PeriodicAverager: unit '(root)' is sharded..."
 
 
 @row(4)
@@ -417,7 +417,7 @@ def periods_and_sizes_that_do_not_divide() -> Refusals:
         ({2: 2}, "MeshError", "the largest group must have the 4 ranks that unit '(root)' is averaged over (over='replicate'), got sizes [2]"),
         ({2: 0, 4: 4}, "AnnotationError", "sizes and periods must be at least 1..."),
     ):
-        yield lambda periods=periods: HierarchicalAverager(model, periods), f"{error}: HierarchicalAverager: {said}"
+        yield lambda periods=periods: HierarchicalAverager(model, periods=periods), f"{error}: HierarchicalAverager: {said}"
 
 
 @row(2)
@@ -568,7 +568,7 @@ def what_cannot_be_watched() -> Refusals:
     model = replicate(nn.Linear(2, 2))
     yield lambda: watch(nn.Linear(2, 2)), "NotAnnotatedError: ...watch: no fully sharded or replicated module..."
     yield lambda: watch(model, every=0), "AnnotationError: ...every must be at least 1, got 0..."
-    yield lambda: watch(model, on="stop"), "AnnotationError: ...on must be 'warn' or 'raise', got 'stop'..."  # type: ignore[arg-type]
+    yield lambda: watch(model, action="stop"), "AnnotationError: ...action must be 'warn' or 'raise', got 'stop'..."  # type: ignore[arg-type]
     yield lambda: _enter(watch(model), act=lambda: watch(model)), "AlreadyAnnotatedError: ...'(root)' is watched already..."
 
 

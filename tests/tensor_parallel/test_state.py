@@ -361,7 +361,7 @@ def test_averages_follow_and_an_optimizer_made_before_is_rebound() -> None:
     fully_shard(model, mesh=mesh["dp"], policy={Block})
     rebind_optimizer(model, optimizer)
     reference = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    averages = [EMA(model, 0.5), EMA(alone, 0.5)]
+    averages = [EMA(model, decay=0.5), EMA(alone, decay=0.5)]
     for (each, row), stepper, average in zip(
         ((model, rank), (alone, -1)), (optimizer, reference), averages, strict=True
     ):
@@ -373,7 +373,7 @@ def test_averages_follow_and_an_optimizer_made_before_is_rebound() -> None:
     assert_same_parameters(model, alone)
     with averages[0].swap(), averages[1].swap():
         assert_same_parameters(model, alone)
-    fresh = EMA(model, 0.5)
+    fresh = EMA(model, decay=0.5)
     fresh.load_state_dict(averages[1].state_dict())
     with fresh.swap(), averages[1].swap():
         assert_same_parameters(model, alone)

@@ -181,7 +181,7 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
     written(units)
 
 
-def average_parameters(module: nn.Module, over: Over = REPLICAS) -> None:
+def average_parameters(module: nn.Module, *, over: Over = REPLICAS) -> None:
     """Replace the parameters of the units in `module` by their means over ranks that trained apart.
 
     Every parameter is averaged, with or without a gradient. Shards are averaged with the same
@@ -289,7 +289,7 @@ class PeriodicAverager(_Averager):
     """
 
     def __init__(
-        self, module: nn.Module, period: int, warmup_steps: int = 0, *, over: Over = REPLICAS
+        self, module: nn.Module, *, period: int, warmup_steps: int = 0, over: Over = REPLICAS
     ) -> None:
         super().__init__(module, warmup_steps)
         if period < 1:
@@ -328,7 +328,7 @@ class HierarchicalAverager(_Averager):
 
     Example:
         >>> # 8 ranks of a host every 4 steps, all 64 every 32
-        >>> HierarchicalAverager(model, {8: 4, 64: 32})
+        >>> HierarchicalAverager(model, periods={8: 4, 64: 32})
 
     Source: torch's `HierarchicalModelAverager`, which takes sizes by period.
     """
@@ -336,9 +336,9 @@ class HierarchicalAverager(_Averager):
     def __init__(
         self,
         module: nn.Module,
+        *,
         periods: Mapping[int, int],
         warmup_steps: int = 0,
-        *,
         over: Over = REPLICAS,
     ) -> None:
         super().__init__(module, warmup_steps)

@@ -82,7 +82,7 @@ class EMA:
     gives the same numbers.
     """
 
-    def __init__(self, module: nn.Module, decay: float) -> None:
+    def __init__(self, module: nn.Module, *, decay: float) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA: decay must be between 0 and 1, and is {decay}")
         self._model = unwrapped(module)
@@ -123,8 +123,8 @@ class EMA:
         if changed:
             raise ForeignParameterError(
                 f"EMA: {few(list(map(repr, changed)))} was added, removed or sharded otherwise"
-                " since the average was made. Make a new EMA(model, decay) and load_state_dict()"
-                " the old one's state_dict()"
+                " since the average was made. Make a new EMA(model, decay=...) and"
+                " load_state_dict() the old one's state_dict()"
             )
         slow, copied = [], []
         for name, tensor in tensors.items():

@@ -311,7 +311,7 @@ class LocalSteps:
             if unit.mesh_info is not unit.spec.mesh_info:
                 unit.set_mesh_info(unit.spec.mesh_info)
         if units:
-            average_parameters(self._model, self._rounds.over)
+            average_parameters(self._model, over=self._rounds.over)
 
     def __enter__(self) -> LocalSteps:
         return self
@@ -460,8 +460,8 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
 def local_steps(
     module: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    every: int,
     *,
+    every: int,
     over: Over = REPLICAS,
     outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     delay: int = 0,

@@ -548,7 +548,7 @@ def _opens_scope(make: Callable[..., None]) -> Callable[..., None]:
     def made(
         join: Join,
         joinables: list[Joinable],
-        enable: bool = True,
+        enabled: bool = True,
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -560,8 +560,8 @@ def _opens_scope(make: Callable[..., None]) -> Callable[..., None]:
             )
         if members:
             _refuse_several_meshes([unit for member in members for unit in member.units])
-        make(join, joinables, enable, throw_on_early_termination, **kwargs)
-        if not members or not enable:
+        make(join, joinables, enabled, throw_on_early_termination, **kwargs)
+        if not members or not enabled:
             return
         hooks = join_hooks(join)
         pairs = zip(joinables, hooks, strict=True)
@@ -672,7 +672,7 @@ def join(
     module: nn.Module,
     *others: Any,
     divide_by_initial_world_size: bool = True,
-    enable: bool = True,
+    enabled: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
     """Let ranks run out of data at different times: `Join([joinable(model, *others)], ...)`.
@@ -692,7 +692,7 @@ def join(
         others: as for `joinable`: more models, the optimizers, a `GradScaler`, schedulers.
         divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by
             the number of those that had data in the last forward.
-        enable: False if no rank can run out: nothing is exchanged.
+        enabled: False if no rank can run out: nothing is exchanged.
         throw_on_early_termination: raise on all ranks when one has run out.
 
     Raises:
@@ -714,7 +714,7 @@ def join(
         return
     scope = Join(
         [joinable(module, *others)],
-        enable=enable,
+        enabled=enabled,
         throw_on_early_termination=throw_on_early_termination,
         divide_by_initial_world_size=divide_by_initial_world_size,
     )

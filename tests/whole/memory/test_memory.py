@@ -169,7 +169,7 @@ class Calls:
         self.model = model
         self.x = torch.ones(2, 64)
         self.optimizer = sgd(model)
-        self.ema = EMA(model, 0.9)
+        self.ema = EMA(model, decay=0.9)
         self.idle_within = 0  # a forward
 
     def train(self) -> None:

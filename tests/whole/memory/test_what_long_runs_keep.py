@@ -87,7 +87,7 @@ def _watched(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
 
 
 def _averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
-    average = composable.EMA(model, 0.9)
+    average = composable.EMA(model, decay=0.9)
     average.update()
     return average
 

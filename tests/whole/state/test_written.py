@@ -107,7 +107,7 @@ def _folder() -> Path:
 
 
 def _ema(scene: Scene) -> None:
-    ema = composable.EMA(scene.model, 0.5)
+    ema = composable.EMA(scene.model, decay=0.5)
     with torch.no_grad():
         for parameter in scene.rest:
             parameter.mul_(3.0)
@@ -125,17 +125,17 @@ def _average(scene: Scene) -> None:
 
 def _periodic(scene: Scene) -> None:
     scene.differ()
-    composable.PeriodicAverager(scene.model, 1).average_parameters()
+    composable.PeriodicAverager(scene.model, period=1).average_parameters()
 
 
 def _hierarchical(scene: Scene) -> None:
     scene.differ()
-    composable.HierarchicalAverager(scene.model, {2: 1}).average_parameters()
+    composable.HierarchicalAverager(scene.model, periods={2: 1}).average_parameters()
 
 
 def _local_steps(scene: Scene) -> None:
     scene.optimizer.zero_grad()
-    with composable.local_steps(scene.model, scene.optimizer, 1):
+    with composable.local_steps(scene.model, scene.optimizer, every=1):
         scene.train()
         scene.optimizer.step()
 
@@ -326,7 +326,7 @@ def _streamed(scene: Scene) -> None:
 
 
 def _averaged(scene: Scene) -> None:
-    composable.EMA(scene.model, 0.5).update()
+    composable.EMA(scene.model, decay=0.5).update()
 
 
 def _kept(scene: Scene) -> None:
