@@ -58,7 +58,7 @@ def main():
         if step % 10 == 9:
             say(f"step {step + 1:2}: loss {loss.item():.3f}")
     say(describe(model))
-    watched.close()
+    watched.remove()
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Self
 from weakref import WeakSet, ref
 
 import torch
@@ -122,6 +122,12 @@ class OptimizerInBackward(Optimizer):
         for parameter in self.param_groups[0]["params"]:
             vars(parameter).pop(STEPPED_BY, None)
         _alive.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the first one.

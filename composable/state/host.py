@@ -42,7 +42,7 @@ class HostOffload:
         # by the ids of host tensors; it holds them, so that these ids stay theirs
         self._hosted: dict[int, tuple[Tensor, torch.device]] = {}
 
-    def wake(self) -> None:
+    def restore(self) -> None:
         """Bring everything back to the device. May be called again; all ranks call it.
 
         The next step is that of a model that never left.
@@ -61,7 +61,7 @@ class HostOffload:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.wake()
+        self.restore()
 
     def leave(self) -> None:
         """Copy everything to the host and free it on the device."""
@@ -128,7 +128,7 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
 
     Shards, replicated parameters, reduced gradients, buffers and the optimizers' states go to
     pinned host memory. Device memory is freed, also that which torch's allocator caches. All ranks
-    call it between two steps, and all of them wake the model. Meanwhile forwards, optimizer steps
+    call it between two steps, and all of them restore it. Meanwhile forwards, optimizer steps
     and the functions of this package refuse the model by name; parameters can be read and saved as
     tensors of the host. On ranks that compute on the host nothing is copied. Parameters that no
     unit manages (`ignored_params`), communication hooks' states, and what else holds a tensor of
@@ -139,9 +139,9 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
         optimizers: those of the model.
 
     Returns:
-        A handle whose `wake()` brings everything back; also a context manager that does so at its
-        end. The next step has the same bits as one of a model that never left; buckets of
-        `replicate` alone are put in order anew.
+        A handle whose `restore()` brings everything back; as a context manager it does so at the
+        end of its body. The next step has the same bits as one of a model that never left; buckets
+        of `replicate` alone are put in order anew.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
@@ -154,7 +154,7 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
         >>> with offload_to_host(model, optimizer):
         ...     rollouts = engine.generate(prompts)
         >>> handle = offload_to_host(model, optimizer)
-        >>> handle.wake()
+        >>> handle.restore()
 
     As the sleep and wake of verl, prime-rl and AReaL.
     """

@@ -322,13 +322,13 @@ def test_close_ends_it_and_another_may_follow() -> None:
     model, plant = PROGRAMS["shards"].build(Fault("forward"))
     optimizer = SGD(model.parameters())
     first = watch(model)
-    first.close()
-    first.close()
+    first.remove()
+    first.remove()
     second = watch(model)
     PROGRAMS["shards"].backward(model, plant)
     optimizer.step()
     assert (first.findings, len(second.findings)) == ([], 1)
-    second.close()
+    second.remove()
     remove(model, "fully_shard")
 
 
@@ -365,7 +365,7 @@ def test_copies_are_not_watched() -> None:
     PROGRAMS["shards"].backward(twin, twin.plant)
     SGD(twin.parameters()).step()
     assert (watched.findings, watched.step) == ([], 0)
-    watch(twin).close()
+    watch(twin).remove()
 
 
 @spmd(ranks=2)

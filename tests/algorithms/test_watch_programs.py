@@ -110,7 +110,7 @@ def _trained(afterwards: str, *, loses: bool, watches: str, repeat: bool) -> lis
             watched.end_step()
         optimizer.zero_grad()
     assert watched.findings == []
-    watched.close()
+    watched.remove()
     return [local_tensor(parameter).detach().clone() for parameter in model.parameters()]
 
 
@@ -350,16 +350,16 @@ def _told() -> list[int]:
 @spmd(ranks=1)
 def test_steps_are_heard_of_until_the_last_watch_is_closed() -> None:
     gc.collect()
-    watch(fully_shard(layers())).close()  # and those that nobody has closed are gone
+    watch(fully_shard(layers())).remove()  # and those that nobody has closed are gone
     before = _told()
     first, second = watch(fully_shard(layers())), watch(fully_shard(layers()))
     during = _told()
     assert during > before
-    first.close()
+    first.remove()
     assert _told() == during
-    second.close()
+    second.remove()
     assert _told() == before
-    second.close()
+    second.remove()
 
 
 # --- units that run again ------------------------------------------------------------------------

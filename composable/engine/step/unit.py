@@ -858,7 +858,8 @@ class Unit:
     def refuse_asleep(self, what: str) -> None:
         if self.asleep:
             raise PhaseError(
-                f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call wake()"
+                f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call"
+                " restore()"
                 " on what that returned first, on all ranks"
             )
 

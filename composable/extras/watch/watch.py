@@ -124,7 +124,8 @@ def watch(
             such as selective checkpointing.
 
     Returns:
-        The watch, with its `findings` and `hints`. `close()` ends it; it is also a context.
+        The watch, with its `findings` and `hints`. `remove()` ends it; as a context manager it ends
+        with its body.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
@@ -144,7 +145,7 @@ def watch(
     for unit in units:
         if events.watch_of(unit) is not None:
             raise AlreadyAnnotatedError(
-                f"watch: unit '{unit.name}' is watched already; call close() on what the first"
+                f"watch: unit '{unit.name}' is watched already; call remove() on what the first"
                 f" watch returned, or leave {VARIABLE} out of the environment"
             )
     fqns = names_below(module)
@@ -200,7 +201,7 @@ class Watch:
         """The number of the step that is under way: of steps of the optimizer since `watch`."""
         return self.observer.step
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """End it, on all ranks, between two steps."""
         events.end(self)
         self.observer.lose_step()
@@ -209,7 +210,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.remove()
 
     # --- what ends a step ------------------------------------------------------------------------
 

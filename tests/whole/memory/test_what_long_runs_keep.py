@@ -101,7 +101,7 @@ def _on_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
 
 def _on_the_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
     asleep = composable.offload_to_host(model)
-    asleep.wake()
+    asleep.restore()
     return asleep
 
 

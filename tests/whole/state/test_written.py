@@ -347,7 +347,7 @@ READS: Final[dict[str, Callable[[Scene], object]]] = {
     "registry": lambda scene: composable.registry(scene.model),
     "stream_full": _streamed,
     "traversal": lambda scene: composable.traversal.get_handles(scene.model),
-    "Watch": lambda scene: composable.watch(scene.model).close(),
+    "Watch": lambda scene: composable.watch(scene.model).remove(),
 }
 READS_OF_OTHERS: Final[dict[str, Callable[[Scene], object]]] = {
     "EMA.update": _averaged,
