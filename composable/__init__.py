@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from composable.state.host import HostOffload, offload_to_host
     from composable.state.materialize import load, materialize, refresh
     from composable.state.optimizers import rebind_optimizer
-    from composable.state.unsharded import unsharded
+    from composable.state.summon_full_params import summon_full_params
 
 try:
     __version__ = version("torch-composable")
@@ -123,10 +123,10 @@ __all__ = [
     "step_on_matrices",
     "step_on_shards",
     "stream_full",
+    "summon_full_params",
     "together",
     "traversal",
     "unshard",
-    "unsharded",
     "watch",
 ]
 
@@ -152,7 +152,7 @@ _LAZY = {
     "skipped": "composable.extras.uneven.skipped",
     "step_on_matrices": "composable.extras.matrices.matrix_steps",
     "together": "composable.extras.uneven.together",
-    "unsharded": "composable.state.unsharded",
+    "summon_full_params": "composable.state.summon_full_params",
     "watch": "composable.extras.watch.watch",
 }
 

@@ -31,7 +31,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Communication hooks": ("register_comm_hook",),
     "State": (
         "materialize",
-        "unsharded",
+        "summon_full_params",
         "full_state_dict",
         "stream_full",
         "offload_to_host",

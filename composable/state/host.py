@@ -145,8 +145,8 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
-        PhaseError: inside of a forward, a backward or `unsharded`; gradients are accumulated and
-            not reduced; or the model is on the host already.
+        PhaseError: inside of a forward, a backward or `summon_full_params`; gradients are
+            accumulated and not reduced; or the model is on the host already.
         AnnotationError: an optimizer is none, or replicated parameters are on a device whose
             tensors torch cannot move in place.
 

@@ -56,9 +56,9 @@ from composable import (
     reshard,
     skipped,
     step_on_shards,
+    summon_full_params,
     together,
     unshard,
-    unsharded,
     watch,
 )
 from composable.torch_private import local_tensor
@@ -771,7 +771,7 @@ def _generates_alone(run: Run) -> None:
 
 
 def _reads(run: Run) -> None:
-    with unsharded(run.model):
+    with summon_full_params(run.model):
         sum(float(p.detach().sum()) for p in run.model.parameters())
 
 
@@ -784,7 +784,7 @@ def _writes(run: Run) -> None:
 
 
 def _edits(run: Run) -> None:
-    with unsharded(run.model), torch.no_grad():
+    with summon_full_params(run.model), torch.no_grad():
         run.model.head.bias.mul_(0.5)
 
 
@@ -882,7 +882,7 @@ BETWEEN: Final[dict[str, Callable[[Run], None]]] = {
     "evaluation in training mode": _evaluates_in_training_mode,
     "generation": _generates,
     "one rank generates": _generates_alone,
-    "unsharded": _reads,
+    "summon_full_params": _reads,
     "clamp": _writes,
     "edit": _edits,
     "load_state_dict": _loads,

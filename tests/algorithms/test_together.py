@@ -29,9 +29,9 @@ from composable import (
     no_sync,
     reduce_gradients,
     replicate,
+    summon_full_params,
     together,
     unshard,
-    unsharded,
 )
 from composable.comm.base import LAUNCHED, LAUNCHING
 from composable.engine.step import root
@@ -514,7 +514,9 @@ BEHIND: Final[dict[str, Callable[[Trainer, EMA], object]]] = {
     ),
     "average_parameters was called": lambda trainer, _: average_parameters(trainer.model),
     "full_state_dict was called": lambda trainer, _: full_state_dict(trainer.model),
-    "unsharded was called": lambda trainer, _: unsharded(trainer.model).__enter__(),
+    "summon_full_params was called": lambda trainer, _: summon_full_params(
+        trainer.model
+    ).__enter__(),
 }
 
 

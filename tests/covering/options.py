@@ -39,8 +39,8 @@ from composable import (
     register_comm_hook,
     replicate,
     step_on_matrices,
+    summon_full_params,
     together,
-    unsharded,
     watch,
 )
 from tests.covering import model as models
@@ -587,7 +587,7 @@ def _lose(run: Run, *, forward: bool) -> None:
 
 
 def _edit(run: Run) -> None:
-    with unsharded(run.model), torch.no_grad():
+    with summon_full_params(run.model), torch.no_grad():
         for model in (run.model, run.alone):
             for parameter in model.parameters():
                 parameter.mul_(0.5)

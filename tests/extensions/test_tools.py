@@ -22,7 +22,7 @@ from composable import (
     materialize,
     remove,
     stream_full,
-    unsharded,
+    summon_full_params,
 )
 from tests.extensions.rows import Emulated, Net, Rows, with_rows
 from tests.extensions.test_protocol import _alone, _batch, _sharded, _train, _whole
@@ -114,7 +114,7 @@ def _remove() -> None:
 
 def _unsharded() -> None:
     model, alone = _sharded(with_rows(Net(hidden=5))), Net(hidden=5)
-    with unsharded(model), torch.no_grad():
+    with summon_full_params(model), torch.no_grad():
         for shown in model.parameters():
             shown.mul_(2.0)
     for parameter in alone.parameters():
@@ -129,7 +129,7 @@ _TOOLS: Final[dict[str, Callable[[], None]]] = {
     "stream_full and export": _stream_and_export,
     "join": _join,
     "remove": _remove,
-    "unsharded": _unsharded,
+    "summon_full_params": _unsharded,
 }
 
 

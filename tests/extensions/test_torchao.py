@@ -24,8 +24,8 @@ from composable import (
     replicate,
     reshard,
     stream_full,
+    summon_full_params,
     unshard,
-    unsharded,
 )
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.extensions.test_protocol import gathered_bytes
@@ -249,11 +249,11 @@ def test_one_rank_edits_4_bit_weights_and_adapters_for_all(kind: str) -> None:
     model, x = _adapted(128), torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
     _ANNOTATED[kind](model)
     before = model(x)
-    with unsharded(model, rank0_only=True):
+    with summon_full_params(model, rank0_only=True):
         pass
     torch.testing.assert_close(model(x), before, rtol=0, atol=0)
     plain = _adapted(128)
-    with unsharded(model, rank0_only=True), torch.no_grad():
+    with summon_full_params(model, rank0_only=True), torch.no_grad():
         if dist.get_rank() == 0:
             model[0].weight.copy_(plain[2].weight)
             model[2].up.mul_(2.0)

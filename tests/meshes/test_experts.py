@@ -28,7 +28,7 @@ from composable import (
     no_sync,
     register_comm_hook,
     remove,
-    unsharded,
+    summon_full_params,
 )
 from composable.errors import MeshError
 from composable.fsdp2 import fully_shard as face
@@ -142,7 +142,7 @@ def test_experts_accumulate_and_are_looked_into(form: str) -> None:
     if dist.get_rank() == 0:
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(state[name], value)
-    with torch.no_grad(), unsharded(model, rank0_only=True):
+    with torch.no_grad(), summon_full_params(model, rank0_only=True):
         if mesh["efsdp"].get_local_rank() == 0:
             model.blocks[0].experts.up.mul_(2)
     assert_close(full(model.blocks[0].experts.up), 2 * alone.blocks[0].experts.up)

@@ -27,7 +27,7 @@ from composable import (
     rebind_optimizer,
     remove,
     stream_full,
-    unsharded,
+    summon_full_params,
 )
 from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
@@ -200,13 +200,13 @@ def test_an_export_that_fails_on_one_rank_fails_on_all() -> None:
 
 
 @spmd(ranks=4)
-def test_unsharded_shows_and_keeps_tensor_parallel_parameters() -> None:
+def test_summon_full_params_shows_and_keeps_tensor_parallel_parameters() -> None:
     mesh = mesh_of(2, 2)
     tp, rank = mesh["tp"], mesh["dp"].get_local_rank()
     model, alone = _annotated(mesh), made(GPT)
     for each, row in ((model, rank), (alone, -1)):
         loss_of(each, batches(each, row, 2, 1)[0]).backward()
-    with unsharded(model, with_grads=True):
+    with summon_full_params(model, with_grads=True):
         for (name, shown), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
             assert isinstance(shown, DTensor), name
             assert shown.device_mesh == tp
@@ -222,11 +222,11 @@ def test_unsharded_shows_and_keeps_tensor_parallel_parameters() -> None:
     assert_same_parameters(model, alone)
     for parameter, plain in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(full(parameter.grad), plain.grad)  # type: ignore[arg-type]
-    with unsharded(model, rank0_only=True):
+    with summon_full_params(model, rank0_only=True):
         if rank == 0:
             with torch.no_grad():
                 model.head.weight.add_(1.0)
-    with unsharded(model, writeback=False), torch.no_grad():
+    with summon_full_params(model, writeback=False), torch.no_grad():
         model.head.weight.add_(1.0)
     with torch.no_grad():
         alone.head.weight.add_(1.0)

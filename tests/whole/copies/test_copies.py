@@ -31,8 +31,8 @@ from composable import (
     remove,
     replicate,
     reshard,
+    summon_full_params,
     unshard,
-    unsharded,
 )
 from composable.comm import ledger_of
 from composable.errors import AnnotationError
@@ -187,7 +187,7 @@ def test_gradients_held_by_no_sync_stay_with_the_original(plan: str) -> None:
 @spmd(ranks=2)
 def test_a_copy_inside_of_unsharded_has_the_edits(plan: str) -> None:
     model, expected = _annotated(plan), _plain()
-    with unsharded(model), torch.no_grad():
+    with summon_full_params(model), torch.no_grad():
         model[0].weight += 1
         expected[0].weight += 1
         twin = copy.deepcopy(model)

@@ -110,7 +110,7 @@ def _in_scopes(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
         _train(model)
     with composable.together(model):
         _train(model)
-    with composable.unsharded(model):
+    with composable.summon_full_params(model):
         next(model.parameters()).data.mul_(2)
     composable.full_state_dict(model)
     return None

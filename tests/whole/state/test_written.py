@@ -225,13 +225,13 @@ def _accumulated(scene: Scene) -> None:
 
 
 def _edited(scene: Scene) -> None:
-    with composable.unsharded(scene.model), torch.no_grad():
+    with composable.summon_full_params(scene.model), torch.no_grad():
         for parameter in scene.model.parameters():
             parameter.mul_(2.0)
 
 
 def _edited_on_rank_0(scene: Scene) -> None:
-    with composable.unsharded(scene.model, rank0_only=True), torch.no_grad():
+    with composable.summon_full_params(scene.model, rank0_only=True), torch.no_grad():
         if dist.get_rank() == 0:
             for parameter in scene.model.parameters():
                 parameter.mul_(2.0)
@@ -267,7 +267,7 @@ WRITES: Final[dict[str, Callable[[Scene], None]]] = {
     "step_on_matrices": _on_matrices,
     "step_on_shards": _on_shards,
     "together": _together,
-    "unsharded": _edited,
+    "summon_full_params": _edited,
     "watch": _watched,
 }
 
@@ -335,7 +335,7 @@ def _kept(scene: Scene) -> None:
 
 
 def _looked_at(scene: Scene) -> None:
-    with composable.unsharded(scene.model, writeback=False):
+    with composable.summon_full_params(scene.model, writeback=False):
         assert type(scene.model[0].weight) is nn.Parameter
 
 
@@ -352,7 +352,7 @@ READS: Final[dict[str, Callable[[Scene], object]]] = {
 READS_OF_OTHERS: Final[dict[str, Callable[[Scene], object]]] = {
     "EMA.update": _averaged,
     "state_dict": lambda scene: scene.model.state_dict(),
-    "unsharded(writeback=False)": _looked_at,
+    "summon_full_params(writeback=False)": _looked_at,
 }
 
 # --- neither: no calls, or ones that change annotations, scopes and hooks ------------------------
