@@ -21,7 +21,7 @@ from composable.features import traced as _traced  # noqa: F401  (takes its plac
 from composable.fsdp2 import pipelines as _pipelines  # noqa: F401  (takes its place in the engine)
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
-from composable.optim.shard_steps import ShardStepping, step_on_shards
+from composable.optim.shard_steps import step_on_shards
 from composable.policies import (
     CustomPolicy,
     ModelPolicy,
@@ -83,7 +83,6 @@ __all__ = [
     "OptimizerInBackward",
     "PeriodicAverager",
     "Policy",
-    "ShardStepping",
     "SizePolicy",
     "Watch",
     "__version__",

@@ -54,7 +54,6 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),
     "Optimizers": (
         "step_on_shards",
-        "ShardStepping",
         "step_on_matrices",
         "apply_optimizer_in_backward",
         "OptimizerInBackward",

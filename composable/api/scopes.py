@@ -158,10 +158,10 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
 
     Parameters that an optimizer, an average, `summon_full_params`, `EMA.swap` or a loaded state
     dict changes inside the scope are gathered again at once, and modules go on holding whole ones.
-    Those that an operator changes are gathered again as their units are called. Writes that may be one rank's
-    alone (to a local tensor, `parameter.data`, NumPy) are not followed: call `reshard(module)`
-    after them, on every rank. What is written to whole parameters is lost when they are resharded;
-    edit them inside `summon_full_params(module)`.
+    Those that an operator changes are gathered again as their units are called. Writes that may be
+    one rank's alone (to a local tensor, `parameter.data`, NumPy) are not followed: call
+    `reshard(module)` after them, on every rank. What is written to whole parameters is lost when
+    they are resharded; edit them inside `summon_full_params(module)`.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.

@@ -206,8 +206,7 @@ def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
     if tied:
         raise ForeignParameterError(
             f"summon_full_params: {few(tied)} inside the scope; whole parameters are there in the"
-            " scope only. Call remove() with the module and its verb, tie the parameters, and annotate"
-            " again"
+            " scope only. Call remove(module), tie the parameters, and annotate again"
         )
     for each in shown:
         _check_edit(each)
@@ -230,8 +229,8 @@ def _check_edit(each: _Shown) -> None:
         )
     if _version(at_rest) != each.version:
         raise PhaseError(
-            f"summon_full_params: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was written"
-            " to inside the scope, by an optimizer or load_state_dict, and the scope's edits would"
+            f"summon_full_params: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was"
+            " written to inside the scope, by an optimizer or load_state_dict, and the scope's edits would"
             " replace that. Step and load outside of it"
         )
 

@@ -729,7 +729,7 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 def _on_dtensors(optimizer: Any) -> Any:
-    step_on_shards(optimizer).remove()
+    step_on_shards(optimizer, enabled=False)
     return optimizer
 
 

@@ -250,7 +250,6 @@ WRITES: Final[dict[str, Callable[[Scene], None]]] = {
     "LocalSteps": _local_steps,
     "OptimizerInBackward": _in_backward,
     "PeriodicAverager": _periodic,
-    "ShardStepping": _on_shards,
     "apply_optimizer_in_backward": _in_backward,
     "average_parameters": _average,
     "clip_grad_norm_": _clipped,
