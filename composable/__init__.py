@@ -31,7 +31,7 @@ from composable.policies import (
     SizePolicy,
 )
 from composable.report import explain as _explain  # noqa: F401  (takes its place in the engine)
-from composable.state.full import export, full_state_dict, stream_full
+from composable.state.full import Streamed, export, full_state_dict, stream_full
 
 if TYPE_CHECKING:
     from composable.api.apply_tp_plan import apply_tp_plan
@@ -84,6 +84,7 @@ __all__ = [
     "PeriodicAverager",
     "Policy",
     "SizePolicy",
+    "Streamed",
     "Watch",
     "__version__",
     "apply_optimizer_in_backward",

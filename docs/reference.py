@@ -34,6 +34,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
         "summon_full_params",
         "full_state_dict",
         "stream_full",
+        "Streamed",
         "offload_to_host",
         "HostOffload",
         "export",

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -38,11 +39,27 @@ _ODD: Final = 6364136223846793005
 SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 
 
+@dataclass(slots=True)
+class Streamed:
+    """What `stream_full(since=)` has yielded, so that it can leave out what is unchanged.
+
+    Attributes:
+        checksums: by FQN, of this rank's part of each tensor as it was yielded.
+
+    Example:
+        >>> seen = Streamed()
+        >>> for fqn, tensor in stream_full(model, since=seen):
+        ...     engine.load_weight(fqn, tensor)
+    """
+
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
 def stream_full(
     module: nn.Module,
     *,
     dtype: torch.dtype | None = None,
-    since: MutableMapping[str, int] | None = None,
+    since: Streamed | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time.
 
@@ -54,9 +71,9 @@ def stream_full(
     Args:
         module: an annotated module, or one that contains some.
         dtype: cast floating-point tensors to it.
-        since: a dict that the caller keeps, at first empty. Tensors are left out that are on every
-            rank as they were when they were last yielded with this dict. It gets checksums of the
-            shards, so that writes of any kind are seen; all ranks find the same.
+        since: a `Streamed()` that the caller keeps. Tensors are left out that are on every rank as
+            they were when they were last yielded with it. It keeps checksums of the shards, so that
+            writes of any kind are seen; all ranks find the same.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
@@ -65,7 +82,7 @@ def stream_full(
             (experts that are plain tensors on meshes of their own).
 
     Example:
-        >>> seen = {}
+        >>> seen = Streamed()
         >>> for fqn, tensor in stream_full(model, dtype=torch.bfloat16, since=seen):
         ...     engine.load_weight(fqn, tensor)
     """
@@ -75,7 +92,7 @@ def stream_full(
     if since is None:
         return _stream(tensors, dtypes)
     sums = _checksums(tensors)
-    moved = [int(since.get(fqn) != sums[fqn]) for fqn in tensors]
+    moved = [int(since.checksums.get(fqn) != sums[fqn]) for fqn in tensors]
     for comm in comms_of_model(units):
         _, moved = comm.min_max(moved, Launch("exchange of which tensors changed"))
     return _stream(dict(compress(tensors.items(), moved)), dtypes, sums, since)
@@ -186,14 +203,14 @@ def _stream(
     tensors: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
     sums: Mapping[str, int] | None = None,
-    since: MutableMapping[str, int] | None = None,
+    since: Streamed | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     for fqn, tensor in tensors.items():
         whole = whole_of(tensor) if isinstance(tensor, DTensor) else tensor
         yield fqn, whole if fqn not in dtypes else whole.to(dtypes[fqn])
         del whole
         if sums is not None and since is not None:
-            since[fqn] = sums[fqn]  # the caller has used it
+            since.checksums[fqn] = sums[fqn]  # the caller has used it
 
 
 def _dtypes_of(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, torch.dtype]:

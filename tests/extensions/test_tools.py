@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from composable import (
     EMA,
+    Streamed,
     export,
     full_state_dict,
     fully_shard,
@@ -79,7 +80,7 @@ def _stream_and_export() -> None:
     told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told)
     model = _sharded(with_rows(Net(hidden=5)))
-    seen: dict[str, Any] = {}
+    seen = Streamed()
     streamed = dict(stream_full(model, since=seen))
     assert not any(isinstance(each, Rows) for each in streamed.values())
     _same(streamed, Net(hidden=5))

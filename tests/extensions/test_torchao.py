@@ -17,6 +17,7 @@ from torch.distributed import fsdp
 
 from composable import (
     EMA,
+    Streamed,
     export,
     full_state_dict,
     fully_shard,
@@ -223,7 +224,7 @@ def test_averages_beside_4_bit_weights_leave_these_as_they_are(kind: str, block:
 def test_4_bit_weights_are_streamed_if_they_changed_and_exported_as_what_they_stand_for() -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     for kind in ("shards", "replicas"):
-        model, seen = _adapted(128), {}
+        model, seen = _adapted(128), Streamed()
         _ANNOTATED[kind](model)
         told = [tempfile.mkdtemp()]
         dist.broadcast_object_list(told)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composable import (
     EMA,
+    Streamed,
     declare_part,
     export,
     full_state_dict,
@@ -32,7 +33,7 @@ from tests.tensor_parallel.models import mesh_of
 _SAVING: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "full_state_dict": full_state_dict,
     "stream_full": lambda model: dict(stream_full(model)),
-    "stream_full since": lambda model: dict(stream_full(model, since={})),
+    "stream_full since": lambda model: dict(stream_full(model, since=Streamed())),
     "export": lambda model: export(model, _folder() / "out"),
 }
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable import (
     EMA,
+    Streamed,
     describe,
     export,
     full_state_dict,
@@ -176,7 +177,7 @@ def test_whole_tensors_are_streamed_and_exported() -> None:
 
 @spmd(ranks=4)
 def test_a_tensor_is_streamed_again_where_one_rank_changed_its_part() -> None:
-    mesh, seen = mesh_of(2, 2), {}
+    mesh, seen = mesh_of(2, 2), Streamed()
     model = _annotated(mesh)
     everything = [fqn for fqn, _ in stream_full(model, since=seen)]
     assert len(everything) == len(model.state_dict())
