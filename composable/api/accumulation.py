@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import nn
@@ -25,7 +25,9 @@ _LEVELS: Final = {"all": SyncMode.HOLD, "replicate": SyncMode.HOLD_SHARDS}
 
 
 @contextmanager
-def no_sync(module: nn.Module, *, enabled: bool = True, level: str = "all") -> Iterator[None]:
+def no_sync(
+    module: nn.Module, *, enabled: bool = True, level: Literal["all", "replicate"] = "all"
+) -> Iterator[None]:
     """Let backwards inside the scope accumulate gradients on each rank.
 
     The first backward outside of the scope reduces the sum. Gradients of several micro-batches are

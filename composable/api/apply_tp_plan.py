@@ -8,7 +8,7 @@ the layers of one model in a method that is not public. Checked on transformers 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,7 @@ from composable.api.mesh import device_of
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.comm import comm_of
 from composable.comm.mesh_info import communication_device
+from composable.config import StateSync
 from composable.contract.contract import registry
 from composable.contract.tree import REPLICATE, SHARD, managed_buffers, managed_parameters
 from composable.errors import AnnotationError
@@ -25,14 +26,16 @@ from composable.features.packed import is_packed
 
 _NAME: Final = "apply_tp_plan"
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def apply_tp_plan(
-    module: nn.Module,
+    module: M,
     mesh: DeviceMesh,
     *,
     experts: bool = False,
-    sync_module_states: str = "check",
-) -> nn.Module:
+    sync_module_states: StateSync = "check",
+) -> M:
     """Make a model of transformers tensor parallel, in place, by the plan of its configuration.
 
     `fully_shard` or `replicate` over other dimensions of the same mesh then does the rest. Ranks of

@@ -230,8 +230,8 @@ def _check_edit(each: _Shown) -> None:
     if _version(at_rest) != each.version:
         raise PhaseError(
             f"summon_full_params: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was"
-            " written to inside the scope, by an optimizer or load_state_dict, and the scope's edits"
-            " would replace that. Step and load outside of it"
+            " written to inside the scope, by an optimizer or load_state_dict, and the scope's"
+            " edits would replace that. Step and load outside of it"
         )
 
 

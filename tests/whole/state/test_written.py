@@ -358,15 +358,8 @@ READS_OF_OTHERS: Final[dict[str, Callable[[Scene], object]]] = {
 
 NEITHER: Final = [
     *("CPUOffloadPolicy", "CustomPolicy", "MixedPrecisionPolicy", "ModelPolicy"),
-    *(
-        "ModuleWrapPolicy",
-        "NamePolicy",
-        "Policy",
-        "SizePolicy",
-        "Streamed",
-        "__version__",
-        "errors",
-    ),
+    *("ModuleWrapPolicy", "NamePolicy", "Policy", "SizePolicy", "Streamed"),
+    *("__version__", "errors"),
     *("apply_tp_plan", "checkpoint", "contract", "declare_part", "fully_shard", "on_undo"),
     *("offload_activations", "remove", "replicate"),
     *("joinable", "register_comm_hook", "register_forward_method", "skipped"),
