@@ -66,12 +66,20 @@ class OptimizerInBackward(Optimizer):
             setattr(parameter, STEPPED_BY, _Kept(self))
 
     def call_after_steps(self, call: Callable[[], object]) -> Callable[[], object]:
-        """See `after_step`; returns what ends it."""
+        """See `after_step`; returns what ends it.
+
+        Args:
+            call: is called after each step.
+        """
         self.after_step.append(call)
         return partial(self.after_step.remove, call)
 
     def on_gradient(self, parameter: Tensor) -> None:
-        """Step the parameter, whose reduced gradient is there, and free the gradient."""
+        """Step the parameter, whose reduced gradient is there, and free the gradient.
+
+        Args:
+            parameter: one of the optimizer's.
+        """
         if id(parameter) not in self.ids:
             _refuse_replaced(parameter)
         if parameter.grad is not None:

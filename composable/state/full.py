@@ -43,7 +43,7 @@ SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 class Streamed:
     """What `stream_full(since=)` has yielded, so that it can leave out what is unchanged.
 
-    Attributes:
+    Args:
         checksums: by FQN, of this rank's part of each tensor as it was yielded.
 
     Example:

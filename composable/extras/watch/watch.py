@@ -260,11 +260,19 @@ class Watch:
         self._report(found)
 
     def evaluate_again(self, step: int) -> None:
-        """An optimizer calls its closure once more in a step, whose number this was."""
+        """An optimizer calls its closure once more in a step.
+
+        Args:
+            step: the number of the step that the call before was in.
+        """
         self.observer.evaluate_again(step)
 
     def evaluated(self, step: int) -> None:
-        """It has called it."""
+        """The optimizer has called its closure once more.
+
+        Args:
+            step: as for `evaluate_again`.
+        """
         self.observer.evaluated(step)
 
     # --- the exchange ----------------------------------------------------------------------------
