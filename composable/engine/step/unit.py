@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 # `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
 # `Unit.shown_by` of a scope in which ranks hold different things
-RANK0_ONLY: Final = "unsharded(rank0_only=True)"
+RANK0_ONLY: Final = "summon_full_params(rank0_only=True)"
 
 
 class InputGradMode(enum.IntEnum):
@@ -878,7 +878,8 @@ class Unit:
     def refuse_asleep(self, what: str) -> None:
         if self.asleep:
             raise PhaseError(
-                f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call wake()"
+                f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call"
+                " restore()"
                 " on what that returned first, on all ranks"
             )
 
@@ -929,7 +930,7 @@ class Unit:
 def _refuse_in_step(what: str) -> NoReturn:
     raise PhaseError(
         f"{what} in the middle of a step: in a forward or backward, between them, with accumulated"
-        " gradients, or, for communication, inside of unsharded(). Do it between two steps"
+        " gradients, or, for communication, inside of summon_full_params(). Do it between two steps"
     )
 
 

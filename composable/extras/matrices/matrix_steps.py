@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from composable import ShardStepping
 from composable.comm import Comm, ranks_of
 from composable.comm.launch import Launch
 from composable.compilation import untraced
@@ -55,6 +54,7 @@ from composable.extras.matrices.matrix_state import (
 from composable.memory.digests import digests_as_ints
 from composable.seams import (
     LocalStep,
+    ShardStepping,
     StandIn,
     Stepping,
     is_part_of_backward,
