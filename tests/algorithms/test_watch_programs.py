@@ -296,14 +296,14 @@ def test_a_unit_in_inference_mode_inside_of_a_training_forward() -> None:
 
 
 class _Collects(Observer):
-    def enters(self, root: Any, call: Any) -> None:
+    def pre_forward(self, root: Any, call: Any) -> None:
         gc.collect()
 
 
 class _Counts(Observer):
     heard = 0
 
-    def enters(self, root: Any, call: Any) -> None:
+    def pre_forward(self, root: Any, call: Any) -> None:
         self.heard += 1
 
 

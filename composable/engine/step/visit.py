@@ -42,9 +42,8 @@ class Visit:
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._is_entering = (
-            False  # `pre_forward` runs, or has raised, and nothing is to be taken back
-        )
+        # `pre_forward` runs, or has raised, and nothing is to be taken back
+        self._is_entering = False
 
     @untraced
     def pre_forward(
