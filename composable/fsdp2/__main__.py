@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 
-from composable.api.units import ANNOTATED
+from composable.api.units import observe_annotations
 from composable.fsdp2.installation import install
 from composable.fsdp2.outcome import Outcome
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     install(cpu=cpu)
     sys.argv = rest
     outcome = Outcome()
-    ANNOTATED.append(outcome.hear)
+    end = observe_annotations(outcome.note)
     try:
         if by_name:
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
             sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))
             runpy.run_path(rest[0], run_name="__main__")
     finally:
-        ANNOTATED.remove(outcome.hear)
+        end()
         if os.environ.get("RANK", "0") == "0":
             print(f"composable.fsdp2: {outcome}", file=sys.stderr)
     return 0

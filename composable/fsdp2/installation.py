@@ -30,7 +30,7 @@ _LEFT_ALONE: Final = (
 
 
 class Installation:
-    """What `install` returns."""
+    """What `install` returns. As a context manager it removes itself at the end of its body."""
 
     def __init__(self) -> None:
         # modules that import from composable.fsdp2 by themselves
@@ -64,6 +64,12 @@ class Installation:
                 exchange_in_modules(modules_with(back), back)
                 os.environ.pop(USE_CPU, None)
                 os.environ |= {} if self._used_cpu is None else {USE_CPU: self._used_cpu}
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 _installed: Installation | None = None

@@ -14,7 +14,7 @@ _PAGE = "docs/guides/trainers.md"
 
 
 class Outcome:
-    """Hears of each annotation.
+    """Counts what is annotated.
 
     Attributes:
         units, numel: of `fully_shard`.
@@ -28,7 +28,7 @@ class Outcome:
         self.last = ""
         self.replicated = False
 
-    def hear(self, verb: str, plans: Sequence[UnitPlan]) -> None:
+    def note(self, verb: str, plans: Sequence[UnitPlan]) -> None:
         """Note an annotation that has been made."""
         if verb != SHARD:
             self.replicated = True

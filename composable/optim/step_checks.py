@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 )
 
 from composable.comm import is_distributed
-from composable.comm.base import WHEN
+from composable.comm.base import tell_when
 from composable.compilation import untraced
 from composable.contract.values import parameters_of
 from composable.engine.edits.written import written
@@ -99,7 +99,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for unit in units:
         if unit.asleep:
             raise OptimizerError(
-                f"{step}: unit '{unit.name}' rests on the host since offload_to_host. Call wake()"
+                f"{step}: unit '{unit.name}' rests on the host since offload_to_host."
+                " Call restore()"
                 " on what that returned first"
             )
     refuse_split(step, units)
@@ -134,7 +135,7 @@ def _when() -> str:
     return "" if _first is None else f" in step {_steps}"
 
 
-WHEN.append(_when)
+tell_when(_when)
 
 
 @untraced
