@@ -39,7 +39,7 @@ class Installation:
         self._of_accelerate: list[tuple[Any, Any]] = []
         self._used_cpu: str | None = None
 
-    def take_cpus(self) -> None:
+    def _take_cpus(self) -> None:
         """Let accelerate shard on CPUs, too."""
         if not self._of_accelerate:
             self._used_cpu = os.environ.get(USE_CPU)
@@ -113,7 +113,7 @@ def install(*, cpu: bool = False) -> Installation:
     names = _modules_with(by_id)
     exchange_in_modules(names, by_id)
     if cpu:
-        installed.take_cpus()
+        installed._take_cpus()
     if names and os.environ.get("RANK", "0") == "0":
         replaced = ", ".join(ours.__name__ for _, ours in _PAIRS)
         print(
