@@ -88,6 +88,7 @@ class Ledger:
         self._has_looked = False  # for memory to share, at the first launch that is compared
         self._has_warned = False
         self._publish("process", [_host(), os.getpid()])
+        self._publish("end", "")  # an earlier process of this rank may have left one
 
     def note(self, launch: Launch, collective: str = "", tensors: Sequence[object] = ()) -> None:
         """Called before each launch.
@@ -224,8 +225,8 @@ class Ledger:
 def _end_of(store: Any, rank: int) -> str:
     """How the process of another rank has ended; empty if it runs, or nothing is known."""
     said, process = f"composable/end/{rank}", f"composable/process/{rank}"
-    if store.check([said]):
-        return str(json.loads(store.get(said)))
+    if store.check([said]) and (how := json.loads(store.get(said))):
+        return str(how)
     if store.check([process]):
         host, number = json.loads(store.get(process))
         if host == _host() and _is_gone(number):
