@@ -43,7 +43,7 @@ class Installation:
         """Let accelerate shard on CPUs, too."""
         if not self._of_accelerate:
             self._used_cpu = os.environ.get(USE_CPU)
-        os.environ[USE_CPU] = "true"
+        os.environ.update({USE_CPU: "true"})
         self._of_accelerate = pairs_of_accelerate()
         by_id = {id(theirs): ours for theirs, ours in self._of_accelerate}
         exchange_in_modules(modules_with(by_id), by_id)
@@ -63,7 +63,7 @@ class Installation:
                 back = {id(ours): theirs for theirs, ours in self._of_accelerate}
                 exchange_in_modules(modules_with(back), back)
                 os.environ.pop(USE_CPU, None)
-                os.environ |= {} if self._used_cpu is None else {USE_CPU: self._used_cpu}
+                os.environ.update({} if self._used_cpu is None else {USE_CPU: self._used_cpu})
 
     def __enter__(self) -> Installation:
         return self
