@@ -83,8 +83,12 @@ format: $(READY) ## apply the formatting
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-types: $(READY) ## static types of the package
+# Scripts of users are seldom annotated: what calls of the package get and return is checked in them.
+SCRIPTS := --config-file= --check-untyped-defs --ignore-missing-imports --explicit-package-bases
+
+types: $(READY) ## static types of the package, and of the examples as a user's checker sees them
 	@$(PY) -m mypy --strict composable
+	@$(PY) -m mypy $(SCRIPTS) examples
 
 layers: $(READY) ## imports go down only
 	@$(VENV)/bin/lint-imports --no-cache
