@@ -114,7 +114,7 @@ _RUN_ELSEWHERE = {
     "docs/guides/lost_steps.md": (2, "tests/trainers/test_annotated_models.py"),
     "docs/guides/pipelines.md": (1, "tests/whole/with_torch/test_pipelines.py"),
     "docs/guides/trainers.md": (
-        11,
+        13,
         "tests/trainers/test_beside_fsdp2.py",
     ),
 }
