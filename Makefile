@@ -7,9 +7,8 @@ MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
 PY := $(VENV)/bin/python
-# What is installed: the package with all that its checks need, or with what the demo needs alone. The
-# demo runs with either.
 READY := $(VENV)/.ready
+# The demo needs few of these packages: where they are not there yet, the others are left out.
 DEMO_READY := $(or $(wildcard $(READY)),$(VENV)/.ready-demo)
 ARGS ?=
 
