@@ -106,13 +106,8 @@ def train(options: Options) -> Measured:
     run.heading("Memory of a rank")
     run.details.print(_memory_table(trace, options.ranks))
     if dist.get_rank() == 0:
-        traces.append(
-            (
-                f"annotated, rank 0 of {options.ranks}:\n1/{options.ranks} of the batch, recomputed,"
-                " sharded",
-                trace,
-            )
-        )
+        part = f"1/{options.ranks} of the batch, recomputed, sharded"
+        traces.append((f"annotated, rank 0 of {options.ranks}:\n{part}", trace))
         losses, memory = options.out / "losses.png", options.out / "memory.png"
         draw_losses(losses, run.progress.losses, run.progress.validation, baseline, options.ranks)
         draw_memory(memory, traces)
