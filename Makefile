@@ -119,9 +119,9 @@ clean: ## remove caches and what the demo wrote; keeps .venv
 	@find composable tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
-	@VENV=$(VENV) PYTHON=$(PYTHON) .ci/install demo,test,dev
+	@VENV=$(VENV) PYTHON="$(PYTHON)" .ci/install demo,test,dev
 	@touch $@
 
 $(VENV)/.ready-demo: pyproject.toml constraints.txt
-	@VENV=$(VENV) PYTHON=$(PYTHON) .ci/install demo
+	@VENV=$(VENV) PYTHON="$(PYTHON)" .ci/install demo
 	@touch $@
