@@ -89,7 +89,7 @@ def unsharded(
             registered a hook on one.
 
     Example:
-        >>> with unsharded(model, rank0_only=True):
+        >>> with unsharded(model, rank0_only=True), torch.no_grad():
         ...     if rank == 0:
         ...         model.head.weight[:, :10].zero_()
 
