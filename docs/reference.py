@@ -226,11 +226,11 @@ def page(entry: Entry, below: str = "") -> str:
         *_directive(kind, f"composable.{entry.name}{signature_of(entry.thing)}", entry.thing),
     ]
     for name, value in methods(entry.thing):
-        called = signature_of(value) if inspect.isfunction(value) else ""
-        kind = "method" if inspect.isfunction(value) else "property"
-        lines += _directive(
-            kind, f"composable.{entry.name}.{name}{called}", getattr(entry.thing, name)
-        )
+        kind, called = "property", ""
+        if inspect.isfunction(value):
+            kind, called = "method", re.sub(r"^\(self(, )?", "(", signature_of(value))
+        full = f"composable.{entry.name}.{name}"
+        lines += _directive(kind, f"{full}{called}", getattr(entry.thing, name))
     return "\n".join([*lines, below])
 
 

@@ -94,7 +94,10 @@ def test_the_index_leads_to_every_page(site: tuple[dict[str, str], set[str]]) ->
 
 def test_guides_and_names_lead_to_each_other(site: tuple[dict[str, str], set[str]]) -> None:
     texts, _ = site
-    assert "`no_sync`" in texts["docs/guides/accumulation.md"].partition("In the reference: ")[2]
+    assert (
+        "[`no_sync`](../reference/no_sync.md)"
+        in texts["docs/guides/accumulation.md"].partition("In the reference: ")[2]
+    )
     assert "../guides/accumulation.md" in texts["docs/reference/no_sync.md"]
 
 

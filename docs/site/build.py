@@ -36,7 +36,11 @@ def inventory_of_torch() -> dict[str, tuple[str, str]]:
     if not INVENTORY.exists():
         try:
             with urllib.request.urlopen(f"{TORCH}objects.inv", timeout=5) as answer:
-                INVENTORY.write_bytes(answer.read())
+                content = answer.read()
+            if not content.startswith(b"# Sphinx inventory"):
+                raise OSError("another page answered")
+            INVENTORY.parent.mkdir(exist_ok=True)
+            INVENTORY.write_bytes(content)
         except OSError:
             sys.stdout.write("docs: torch's pages were not reached; no links lead there\n")
             return {}
@@ -139,7 +143,12 @@ def _add_reference(texts: dict[str, str], guides: dict[str, str]) -> None:
         found.name: [file for file in guides if uses(texts[file], found.name)] for found in names
     }
     for file in guides:
-        used = [f"`{name}`" for name, files in users.items() if file in files]
+        up = "../" * (file.count("/") - 1)
+        used = [
+            f"[`{found.name}`]({up}reference/{found.file}.md)"
+            for found in names
+            if file in users[found.name]
+        ]
         if used:
             texts[file] += f"\n---\n\nIn the reference: {', '.join(used)}\n"
     for found in names:

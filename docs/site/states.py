@@ -10,15 +10,15 @@ from html import escape
 from typing import Final
 
 _CHANGE: Final = re.compile(r"^\s*(\w+) --> (\w+): (.*)$", re.M)
-_WIDE, _HIGH = 250, 34  # between two states, and between two changes
+_WIDE, _HIGH = 143, 34  # between two states, and between two changes
 
 
 def picture(source: str) -> str:
     """A diagram `stateDiagram-v2` of Mermaid as SVG."""
     changes = _CHANGE.findall(source)
     states = list(dict.fromkeys(name for first, second, _ in changes for name in (first, second)))
-    at = {name: 90 + _WIDE * index for index, name in enumerate(states)}
-    width, height = 180 + _WIDE * (len(states) - 1), 50 + _HIGH * len(changes)
+    at = {name: 71 + _WIDE * index for index, name in enumerate(states)}
+    width, height = 142 + _WIDE * (len(states) - 1), 50 + _HIGH * len(changes)
     parts = [
         f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" class="states"'
         f' xmlns="http://www.w3.org/2000/svg"><title>{escape(", ".join(states))}</title>'
@@ -26,7 +26,7 @@ def picture(source: str) -> str:
     for name, x in at.items():
         parts.append(
             f'<line x1="{x}" y1="28" x2="{x}" y2="{height}" class="state"/>'
-            f'<rect x="{x - 84}" y="2" width="168" height="26" rx="5"/>'
+            f'<rect x="{x - 69}" y="2" width="138" height="26" rx="5"/>'
             f'<text x="{x}" y="20" class="name">{escape(name)}</text>'
         )
     for index, (first, second, event) in enumerate(changes):
