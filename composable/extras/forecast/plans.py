@@ -44,6 +44,11 @@ class Comparison:
         forecasts: by the name of the plan.
         shares: of tensor-parallel plans that are compared with others, how many ranks share their
             rows. As many of their steps count as one, so that all plans take as many rows.
+
+    Example:
+        >>> plans = {"shard": fully_shard, "replicate": replicate}
+        >>> found = compare(make_model, plans, make_batch, ranks=8)
+        >>> fastest = next(iter(found.forecasts))
     """
 
     forecasts: Mapping[str, Forecast]
@@ -166,6 +171,10 @@ class Plan:
         tp: ranks that share rows, each with a part of the weights.
         experts: each of these has whole experts, in place of a part of every one.
         tp_plan: torch's styles by name, for `parallelize_module`; None: the model's own plan.
+
+    Example:
+        >>> plan = suggest(make_model, make_batch, ranks=8).plan
+        >>> print(plan.verb, plan.recomputed)
     """
 
     verb: str
@@ -312,6 +321,10 @@ class Suggestion:
         plan: what it stands for.
         forecast: of it.
         comparison: all plans that were tried.
+
+    Example:
+        >>> found = suggest(make_model, make_batch, ranks=8)
+        >>> print(found.code)
     """
 
     code: str
@@ -358,6 +371,9 @@ def suggest(
     Raises:
         ForecastError: nothing that was tried fits, or no class of modules repeats; in the message
             how much the smallest plan needs.
+
+    Example:
+        >>> print(suggest(make_model, make_batch, ranks=64, device="h100"))
     """
     found = device_with(memory, device)
     with torch.device("meta"):
