@@ -39,7 +39,6 @@ is notified of launches and waits by `observe_launches` of `composable.comm`, wi
 | `is_part_of_backward`        | is an optimizer what steps in backward                            |
 | `Stepping`                   | hands the code of an optimizer other tensors than users see       |
 | `StandIn`                    | what the code has in place of the optimizer                       |
-| `ShardStepping`              | hands element-wise code the local shards                          |
 | `LocalStep`                  | a step of element-wise code on shards                             |
 | `offloading_from_host`       | a simulated machine offloads tensors of the host, too             |
 | `give_memory`                | gives what is on the meta device memory, without values           |
@@ -77,7 +76,6 @@ from composable.optim.in_backward import is_part_of_backward as is_part_of_backw
 from composable.optim.in_backward import stepped_in_backward as stepped_in_backward
 from composable.optim.scaler import unscale_gradients as unscale_gradients
 from composable.optim.shard_steps import LocalStep as LocalStep
-from composable.optim.shard_steps import ShardStepping as ShardStepping
 from composable.optim.stand_in import StandIn as StandIn
 from composable.optim.stand_in import Stepping as Stepping
 from composable.state import whole

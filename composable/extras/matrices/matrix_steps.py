@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from composable import step_on_shards
 from composable.comm import Comm, ranks_of
 from composable.comm.launch import Launch
 from composable.compilation import untraced
@@ -54,7 +55,6 @@ from composable.extras.matrices.matrix_state import (
 from composable.memory.digests import digests_as_ints
 from composable.seams import (
     LocalStep,
-    ShardStepping,
     StandIn,
     Stepping,
     is_part_of_backward,
@@ -838,8 +838,8 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
         )
     if (kept := _kept_by(optimizer)) is not None:
         raise OptimizerError(_keeping(optimizer, kept))
-    if isinstance(stepping, ShardStepping):
-        stepping.remove()
+    if stepping is not None:
+        step_on_shards(optimizer, enabled=False)
     MatrixStepping(optimizer, _predicate(optimizer, which))
     return optimizer
 
