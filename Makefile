@@ -68,9 +68,16 @@ test-accelerator: $(READY) ## find missing waits of streams on a simulated accel
 	@COMPOSABLE_TEST_CHOICES=accelerator $(PY) -m pytest $(BY_CHOICES) -k "$(NOT_BY_CHOICES)" \
 		$(SAMPLE) $(ARGS)
 
-lint: $(READY) ## style and formatting
+# Schemas that check-jsonschema brings along: nothing is downloaded.
+CONFORMS := $(VENV)/bin/check-jsonschema --builtin-schema
+
+lint: $(READY) ## style, formatting, and the schemas of files for GitHub
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(CONFORMS) vendor.github-workflows .github/workflows/ci.yml
+	@$(CONFORMS) vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	@$(CONFORMS) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	@$(CONFORMS) vendor.citation-file-format CITATION.cff
 
 format: $(READY) ## apply the formatting
 	@$(PY) -m ruff check --fix .

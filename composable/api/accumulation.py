@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from composable.api.scopes import units_in
 from composable.compilation import untraced
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.step.observer import announce
+from composable.engine.step.observer import notify_communication
 from composable.engine.step.plan import launch_held
 from composable.engine.step.root import end_interrupted, land_held
 from composable.engine.step.unit import Unit
@@ -25,7 +25,9 @@ _LEVELS: Final = {"all": SyncMode.HOLD, "replicate": SyncMode.HOLD_SHARDS}
 
 
 @contextmanager
-def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> Iterator[None]:
+def no_sync(
+    module: nn.Module, *, enabled: bool = True, level: Literal["all", "replicate"] = "all"
+) -> Iterator[None]:
     """Let backwards inside the scope accumulate gradients on each rank.
 
     The first backward outside of the scope reduces the sum. Gradients of several micro-batches are
@@ -42,13 +44,13 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
     incomplete. On one rank without a process group nothing is accumulated apart.
 
     Args:
-        model: an annotated module, or one that contains some; of units elsewhere nothing changes.
+        module: an annotated module, or one that contains some; of units elsewhere nothing changes.
         enabled: False reduces in every backward, as without a scope.
         level: "all", or "replicate" for hybrid sharding: gradients are reduce-scattered in every
             backward, and the all-reduce over the replicas waits.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         AnnotationError: there is no such level.
 
     Example:
@@ -62,7 +64,7 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
     if level not in _LEVELS:
         near = did_you_mean(level, _LEVELS)
         raise AnnotationError(f"no_sync: level must be 'all' or 'replicate', got {level!r}{near}")
-    units = units_in("no_sync", model)
+    units = units_in("no_sync", module)
     scope = object()
     try:
         for unit in units:
@@ -75,17 +77,17 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
 
 
 @untraced
-def reduce_gradients(model: nn.Module) -> None:
+def reduce_gradients(module: nn.Module) -> None:
     """Reduce the gradients accumulated on each rank under `no_sync`, without another backward.
 
     All ranks call it together, outside of forward and backward, after the same backwards.
 
     Args:
-        model: an annotated module, or one that contains some. All units of the model that it is
+        module: an annotated module, or one that contains some. All units of the model that it is
             called in are reduced; other models keep what they accumulated.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: a forward or a backward is under way.
 
     Example:
@@ -95,7 +97,7 @@ def reduce_gradients(model: nn.Module) -> None:
         >>> reduce_gradients(model)
         >>> optimizer.step()
     """
-    launch_reductions(model)()
+    launch_reductions(module)()
 
 
 @untraced
@@ -125,5 +127,5 @@ def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
     All ranks call it, outside of forward and backward, and what it returns: that lands the
     gradients.
     """
-    announce("reduce", [param.at_rest for unit in units for param in unit.params])
+    notify_communication("reduce", [param.at_rest for unit in units for param in unit.params])
     return partial(land_held, launch_held(units))

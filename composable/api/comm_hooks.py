@@ -14,7 +14,7 @@ from composable.compilation import untraced
 from composable.contract.naming import find_fqn, modules_of
 from composable.contract.tree import SHARD, annotation_of, walk
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.unit import Unit, units_below
 from composable.errors import (
     AlreadyAnnotatedError,
@@ -78,8 +78,8 @@ class CommHookHandle:
 @untraced
 def register_comm_hook(
     module: nn.Module | Sequence[nn.Module],
+    state: Any,
     hook: Hook,
-    state: Any = None,
     *,
     stage: str | None = None,
 ) -> CommHookHandle:
@@ -117,9 +117,9 @@ def register_comm_hook(
     Args:
         module: a replicated or a fully sharded module, or a list that was annotated as one. The
             hook is for its unit, and for those of the same verb inside.
+        state: the hook's first argument, or None. One state is for one registration, if it
+            remembers something by `bucket.index()`.
         hook: what reduces. The same on all ranks.
-        state: its first argument. One state is for one registration, if it remembers something by
-            `bucket.index()`.
         stage: of the reduction. Replicated gradients have one stage, "all_reduce", and so do
             sharded ones, "reduce_scatter": leave it out there. Hybrid sharding has both, so say
             which one.
@@ -141,9 +141,9 @@ def register_comm_hook(
 
     Example:
         >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-        >>> handle = register_comm_hook(model, bf16_compress_hook)
+        >>> handle = register_comm_hook(model, None, bf16_compress_hook)
 
-    After `DistributedDataParallel.register_comm_hook`, which takes `state` first.
+    After `DistributedDataParallel.register_comm_hook`.
     """
     modules = modules_of(_VERB, module)
     annotation = annotation_of(modules[0])
@@ -176,7 +176,7 @@ def register_comm_hook(
         if not callable(hook):
             raise AnnotationError(
                 f"{_VERB}: a hook is called as hook(state, bucket), and {name} cannot be called. It"
-                " stands before its state: register_comm_hook(module, hook, state)"
+                " stands after its state: register_comm_hook(module, state, hook)"
             )
         if inside.startswith(_FSDP1):
             raise AnnotationError(
@@ -279,8 +279,8 @@ def refuse_moment(what: str, unit: Unit) -> None:
     How its gradients are reduced may change only between two steps. Replicated units of a model
     share buckets, which are filled anew.
     """
-    around = () if unit.root is None or unit.kind is not Kind.ARRIVAL else unit.root.units
-    shares = [each for each in around if each.kind is Kind.ARRIVAL]
+    around = () if unit.root is None or unit.kind is not UnitKind.ARRIVAL else unit.root.units
+    shares = [each for each in around if each.kind is UnitKind.ARRIVAL]
     unit = next((each for each in shares if each.gradients.has_unreduced), unit)
     if unit.is_busy or unit.gradients.accumulation.now is not SyncMode.REDUCE:
         raise PhaseError(

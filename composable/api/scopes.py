@@ -18,7 +18,7 @@ from composable.contract.naming import module_name
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step.observer import called
-from composable.engine.step.plan import prepare
+from composable.engine.step.plan import prepare_roots
 from composable.engine.step.root import end_interrupted
 from composable.engine.step.root import reset as reset_steps
 from composable.engine.step.unit import EXPLICIT, Unit, units_below
@@ -86,7 +86,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     Until `reshard(module)`, modules hold whole plain parameters. A forward with gradients, or a
     backward, in between uses these parameters, and reshards them as usual; forwards without
     gradients keep them. All ranks call this together. What is written to unsharded parameters is
-    lost when they are resharded; edit them inside `unsharded(module)`.
+    lost when they are resharded; edit them inside `summon_full_params(module)`.
 
     Args:
         module: an annotated module, or one that contains some.
@@ -105,7 +105,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     if recurse:
         # replicated parameters next to shards are no plain ones either
         units = units_below([unwrapped(module)])
-    prepare(units)
+    prepare_roots(units)
     for unit in units:
         # in its own forward nothing changes: the end of that reshards as usual
         if not unit.step.calls:
@@ -156,12 +156,12 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     whole parameters in forwards of their units only, because `zero_grad` and clipping look for
     gradients at the sharded ones.
 
-    Parameters that an optimizer, an average, `unsharded`, `EMA.swap` or a loaded state dict changes
-    inside the scope are gathered again at once, and modules go on holding whole ones. Those that an
-    operator changes are gathered again as their units are called. Writes that may be one rank's
-    alone (to a local tensor, `parameter.data`, NumPy) are not followed: call `reshard(module)`
-    after them, on every rank. What is written to whole parameters is lost when they are resharded;
-    edit them inside `unsharded(module)`.
+    Parameters that an optimizer, an average, `summon_full_params`, `EMA.swap` or a loaded state
+    dict changes inside the scope are gathered again at once, and modules go on holding whole ones.
+    Those that an operator changes are gathered again as their units are called. Writes that may be
+    one rank's alone (to a local tensor, `parameter.data`, NumPy) are not followed: call
+    `reshard(module)` after them, on every rank. What is written to whole parameters is lost when
+    they are resharded; edit them inside `summon_full_params(module)`.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
@@ -173,7 +173,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     units_in("keep_unsharded", module, sharded=True)
     # replicated parameters next to shards are no plain ones either
     units = units_below([unwrapped(module)])
-    prepare(units)
+    prepare_roots(units)
     scope = object()
     shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
     shown = [

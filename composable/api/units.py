@@ -23,7 +23,7 @@ from composable.api import arguments, checks
 from composable.api.accumulation import no_sync
 from composable.api.mesh import Spread, device_of, own_spread, spread_over
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
-from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
+from composable.api.sync_module_states import failures_shared, refuse_unknown_mode, synchronise
 from composable.api.tensor_parallel import forms_of, told_across, told_to
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.comm.mesh_info import communication_device
@@ -49,13 +49,13 @@ from composable.engine.edits.loading import StateDictHooks
 from composable.engine.edits.removal import restore
 from composable.engine.edits.tree import settle
 from composable.engine.params.param import ParamInfo
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.unit import Unit, UnitSpec
-from composable.engine.step.visit import HEARS, Visit
+from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
 from composable.features.exact import ExactModule
 from composable.features.grouping import GroupingByForm
-from composable.features.packed import is_packed, prepare
+from composable.features.packed import is_packed, prepare_packed
 from composable.policies import PolicyLike
 
 
@@ -130,7 +130,7 @@ def annotate(
     device = device_of(modules)
     comm = comm_of(None, device) if spread is None else spread.comm_of_all(device)
     with told_across(name, modules, ignored_params, comm.device):
-        with failures_told(name, comm):
+        with failures_shared(name, comm):
             refuse_unknown_mode(sync_module_states)
             plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
             params = [each for plan in plans for each in plan.params]
@@ -347,13 +347,14 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     )
     on_undo(partial(restore, unit))
     low, hooks = spec.mp_policy.param_dtype, StateDictHooks(unit)
-    unit.initialize(spec, HEARS, hooks.watch)
+    unit.initialize(spec, GRADIENT_HOOKS, hooks.watch)
     for exact in arguments.exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
+        assert low is not None
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
     # State dicts have buffers of modules without parameters, too.
     with_buffers = dict.fromkeys(each.module for each in spec.buffer_holders)
-    for undo in (step for each in holders for step in prepare(each, mesh_info.device)):
+    for undo in (step for each in holders for step in prepare_packed(each, mesh_info.device)):
         on_undo(undo)
     for undo in (*hooks.watch({**holders, **with_buffers}), *keep_attributes(holders)):
         on_undo(undo)
@@ -394,7 +395,7 @@ class _Gathers:
         unit = self._unit()
         if unit is None or not unit.modules or unit.kept_by or is_traced():
             return False
-        return unit.kind in (Kind.SHARDED, Kind.BESIDE)
+        return unit.kind in (UnitKind.SHARDED, UnitKind.BESIDE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gathers | bool:
         unit = self._unit()

@@ -38,7 +38,7 @@ from composable.engine.params.param import (
     model_group_of,
     unit_mesh_of,
 )
-from composable.engine.step.observer import announce
+from composable.engine.step.observer import notify_communication
 from composable.errors import ClippingError, NonFiniteError
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.shared import (
@@ -59,7 +59,7 @@ _HALF: Final = (torch.float16, torch.bfloat16)
 @torch.no_grad()
 @untraced
 def clip_grad_norm_(
-    model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    module: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float | Tensor,
     norm_type: float = 2.0,
     *,
@@ -78,7 +78,7 @@ def clip_grad_norm_(
     Units on a part of the ranks of the model (experts) count once per part.
 
     Args:
-        model_or_parameters: a module, a tensor, or an iterable of tensors.
+        module: a module, a tensor, or an iterable of tensors.
         max_norm: the largest norm that gradients have afterwards.
         norm_type: the order of the norm: positive, or inf for the largest absolute value.
         error_if_nonfinite: raise if the norm is infinite or NaN, on all ranks alike and before
@@ -123,13 +123,13 @@ def clip_grad_norm_(
             f" is a stage of, got a {type(pp_group).__name__}. Of a mesh, pass"
             ' mesh["pp"].get_group()'
         )
-    parameters = _parameters_of(model_or_parameters)
+    parameters = _parameters_of(module)
     if (name := stepped_in_backward(parameters)) is not None:
         raise ClippingError(
             f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), before"
             " the gradients of the other parameters are there. Clip, or step in backward"
         )
-    announce("clip", parameters, limit, order, error_if_nonfinite)
+    notify_communication("clip", parameters, limit, order, error_if_nonfinite)
     gradients = _Gradients(parameters)
     total = gradients.total_norm(order)
     if pp_group is not None:

@@ -39,7 +39,7 @@ from composable import (
     together,
     unshard,
 )
-from composable.comm.base import LAUNCHING
+from composable.comm import observe_launches
 from composable.comm.launch import Launch
 from composable.engine.step.unit import units_below
 from composable.errors import CommunicationError, RanksDisagreeError
@@ -305,7 +305,7 @@ class Run:
             if plan.optimizer == "sgd"
             else torch.optim.AdamW(trained, lr=0.01)
         )
-        self.average = EMA(self.model, 0.9) if plan.averages else None
+        self.average = EMA(self.model, decay=0.9) if plan.averages else None
         if plan.hooks:
             for name, module in (("stem", self.model.stem), ("head", self.model.head)):
                 weight = module.weight if name == "head" else module.linear.weight
@@ -385,11 +385,11 @@ def _planned(fault: Fault) -> Iterator[None]:
         at(f"launch {seen}")
         seen += 1
 
-    LAUNCHING.append(hear)
+    end = observe_launches(launching=hear)
     try:
         yield
     finally:
-        LAUNCHING.remove(hear)
+        end()
         _Faults.fault = None
 
 

@@ -29,11 +29,11 @@ from composable import (
     no_sync,
     reduce_gradients,
     replicate,
+    summon_full_params,
     together,
     unshard,
-    unsharded,
 )
-from composable.comm.base import LAUNCHED, LAUNCHING
+from composable.comm import observe_launches
 from composable.engine.step import root
 from composable.errors import PhaseError, StepLostError
 from tests.helpers.compare import all_full
@@ -165,11 +165,11 @@ def _before_launch(number: int) -> Iterator[None]:
         if next(seen) == number:
             _fail()
 
-    LAUNCHING.append(hear)
+    end = observe_launches(launching=hear)
     try:
         yield
     finally:
-        LAUNCHING.remove(hear)
+        end()
 
 
 def _in_forward(model: Model, block: int) -> Any:
@@ -220,11 +220,11 @@ PLACES: Final[dict[str, Callable[[Model], Any]]] = {
 
 def _launches_of(trainer: Trainer, number: int) -> int:
     heard: list[object] = []
-    LAUNCHED.append(lambda *_: heard.append(None))
+    end = observe_launches(launched=lambda *_: heard.append(None))
     try:
         assert trainer.step(number) == ""
     finally:
-        LAUNCHED.pop()
+        end()
     return len(heard) - 1  # the vote
 
 
@@ -443,11 +443,11 @@ def test_activations_are_freed_before_the_others_are_followed() -> None:
     def hear(*_: object) -> None:
         alive.append(bool(kept) and kept[0]() is not None)
 
-    LAUNCHED.append(hear)
+    end = observe_launches(launched=hear)
     try:
         assert trainer.step(3, fail if dist.get_rank() == 0 else lambda _: nullcontext())
     finally:
-        LAUNCHED.remove(hear)
+        end()
     if dist.get_rank() == 0:
         first = alive.index(True)  # while the step was computed
         followed = alive[first:].index(False)
@@ -528,7 +528,7 @@ class _Mute(Exception):
 @spmd(ranks=2)
 def test_a_rank_that_has_not_come_to_a_swap_of_averages_and_says_nothing(name: str) -> None:
     trainer, reference = Trainer(ANNOTATIONS[name]), Trainer(ANNOTATIONS[name])
-    averages = [EMA(each.model, 0.5) for each in (trainer, reference)]
+    averages = [EMA(each.model, decay=0.5) for each in (trainer, reference)]
     for number in range(5):
         for each, average in zip((trainer, reference), averages, strict=True):
             fails = number == 3 and each is trainer
@@ -575,7 +575,9 @@ BEHIND: Final[dict[str, Callable[[Trainer, EMA], object]]] = {
     ),
     "average_parameters was called": lambda trainer, _: average_parameters(trainer.model),
     "full_state_dict was called": lambda trainer, _: full_state_dict(trainer.model),
-    "unsharded was called": lambda trainer, _: unsharded(trainer.model).__enter__(),
+    "summon_full_params was called": lambda trainer, _: summon_full_params(
+        trainer.model
+    ).__enter__(),
 }
 
 
@@ -583,7 +585,7 @@ BEHIND: Final[dict[str, Callable[[Trainer, EMA], object]]] = {
 @spmd(ranks=2)
 def test_what_writes_is_refused_in_the_scope_on_all_ranks(name: str) -> None:
     trainer, reference = Trainer(ANNOTATIONS[name]), Trainer(ANNOTATIONS[name])
-    average = EMA(trainer.model, 0.9)
+    average = EMA(trainer.model, decay=0.9)
     for number, (said, write) in enumerate(BEHIND.items()):
         scope = together(trainer.model)
         with pytest.raises(PhaseError, match=f"together: {said}") as raised, scope:
@@ -717,11 +719,11 @@ def test_nothing_but_the_vote_is_sent_in_a_good_step(name: str) -> None:
     trainer = Trainer(ANNOTATIONS[name])
     for number in range(3):
         trainer.step(number)
-    LAUNCHED.append(lambda comm, launch, *_: texts[True].append(launch.text))
+    end = observe_launches(launched=lambda comm, launch, *_: texts[True].append(launch.text))
     trainer.step(3)
-    LAUNCHED.pop()
-    LAUNCHED.append(lambda comm, launch, *_: texts[False].append(launch.text))
+    end()
+    end = observe_launches(launched=lambda comm, launch, *_: texts[False].append(launch.text))
     trainer.model(_batch(0)).square().mean().backward()
     clip_grad_norm_(trainer.model.parameters(), 1.0)
-    LAUNCHED.pop()
+    end()
     assert texts[True] == [*texts[False], "vote on the step"]

@@ -181,8 +181,8 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
     written(units)
 
 
-def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
-    """Replace the parameters of the units in `model` by their means over ranks that trained apart.
+def average_parameters(module: nn.Module, *, over: Over = REPLICAS) -> None:
+    """Replace the parameters of the units in `module` by their means over ranks that trained apart.
 
     Every parameter is averaged, with or without a gradient. Shards are averaged with the same
     shards of other ranks, where they are: one message per unit and dtype. Means are computed in the
@@ -190,13 +190,13 @@ def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
     stay as they are. All ranks call this together, outside of forward and backward.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         over: the ranks to average over: the name of a dimension of the units' meshes, a mesh of one
             dimension, or a process group. "replicate" is the dimension that replicates, whatever it
             is called; for a `replicate`d unit, its ranks.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         MeshError: a unit is sharded over these ranks, or its mesh has no dimension of this name.
         PhaseError: inside of a forward or backward.
 
@@ -209,7 +209,7 @@ def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
     """
     _average(
         "average_parameters",
-        unwrapped(model),
+        unwrapped(module),
         lambda unit: comm_over("average_parameters", unit, over),
     )
 
@@ -224,12 +224,12 @@ class _Averager:
         step: how often `average_parameters` was called.
     """
 
-    def __init__(self, model: nn.Module, warmup_steps: int) -> None:
+    def __init__(self, module: nn.Module, warmup_steps: int) -> None:
         if warmup_steps < 0:
             raise AnnotationError(
                 f"{type(self).__name__}: warmup_steps must not be negative, got {warmup_steps}"
             )
-        self._model = unwrapped(model)
+        self._model = unwrapped(module)
         self._warmup = warmup_steps
         self.step = 0
 
@@ -269,7 +269,7 @@ class PeriodicAverager(_Averager):
     averager counts them: the first average is in step number `warmup_steps`, from 0.
 
     Args:
-        model: the annotated model.
+        module: the annotated model.
         period: steps from one average to the next.
         warmup_steps: steps before the first average, in which gradients are reduced as usual.
         over: as for `average_parameters`.
@@ -289,9 +289,9 @@ class PeriodicAverager(_Averager):
     """
 
     def __init__(
-        self, model: nn.Module, period: int, warmup_steps: int = 0, *, over: Over = REPLICAS
+        self, module: nn.Module, *, period: int, warmup_steps: int = 0, over: Over = REPLICAS
     ) -> None:
-        super().__init__(model, warmup_steps)
+        super().__init__(module, warmup_steps)
         if period < 1:
             raise AnnotationError(f"PeriodicAverager: period must be at least 1, got {period}")
         self._period = period
@@ -314,7 +314,7 @@ class HierarchicalAverager(_Averager):
     `warmup_steps` are over.
 
     Args:
-        model: the annotated model.
+        module: the annotated model.
         periods: from the number of ranks in a group to the steps between its averages. Groups are
             consecutive ranks of `over`; the largest one has all of them. Each size divides the next
             one, and so does each period.
@@ -328,20 +328,20 @@ class HierarchicalAverager(_Averager):
 
     Example:
         >>> # 8 ranks of a host every 4 steps, all 64 every 32
-        >>> HierarchicalAverager(model, {8: 4, 64: 32})
+        >>> HierarchicalAverager(model, periods={8: 4, 64: 32})
 
     Source: torch's `HierarchicalModelAverager`, which takes sizes by period.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        module: nn.Module,
+        *,
         periods: Mapping[int, int],
         warmup_steps: int = 0,
-        *,
         over: Over = REPLICAS,
     ) -> None:
-        super().__init__(model, warmup_steps)
+        super().__init__(module, warmup_steps)
         levels = sorted(periods.items())
         for (size, period), (larger, longer) in zip([(1, 1), *levels], levels, strict=False):
             if longer < 1 or larger < 1:

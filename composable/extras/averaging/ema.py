@@ -63,7 +63,7 @@ class EMA:
     are. Works for annotated and plain models alike.
 
     Args:
-        model: the annotated model. Make the average after the annotation.
+        module: the annotated model. Make the average after the annotation.
         decay: weight of the past, from 0 to 1.
 
     Raises:
@@ -82,10 +82,10 @@ class EMA:
     gives the same numbers.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, module: nn.Module, *, decay: float) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA: decay must be between 0 and 1, and is {decay}")
-        self._model = unwrapped(model)
+        self._model = unwrapped(module)
         self._decay = decay
         with torch.no_grad():
             tensors = self._tensors()
@@ -123,8 +123,8 @@ class EMA:
         if changed:
             raise ForeignParameterError(
                 f"EMA: {few(list(map(repr, changed)))} was added, removed or sharded otherwise"
-                " since the average was made. Make a new EMA(model, decay) and load_state_dict()"
-                " the old one's state_dict()"
+                " since the average was made. Make a new EMA(model, decay=...) and"
+                " load_state_dict() the old one's state_dict()"
             )
         slow, copied = [], []
         for name, tensor in tensors.items():

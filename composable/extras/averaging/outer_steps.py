@@ -24,7 +24,6 @@ from typing import Any, Final
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
@@ -32,7 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable import OptimizerInBackward
-from composable.comm import Comm, MeshInfo
+from composable.comm import Comm, MeshInfo, ranks_of
 from composable.comm.base import DONE, Work, cut_flat
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
@@ -190,14 +189,14 @@ class LocalSteps:
 
     def __init__(
         self,
-        model: nn.Module,
+        module: nn.Module,
         optimizers: Sequence[Optimizer],
         rounds: _Rounds,
         outer: Optimizer,
         messages: Sequence[_Message],
         infos: Mapping[Unit, MeshInfo],
     ) -> None:
-        self._model, self._units, self._rounds = model, list(infos), rounds
+        self._model, self._units, self._rounds = module, list(infos), rounds
         self._messages = list(messages)
         self._backups = {
             fqn: backup
@@ -311,7 +310,7 @@ class LocalSteps:
             if unit.mesh_info is not unit.spec.mesh_info:
                 unit.set_mesh_info(unit.spec.mesh_info)
         if units:
-            average_parameters(self._model, self._rounds.over)
+            average_parameters(self._model, over=self._rounds.over)
 
     def __enter__(self) -> LocalSteps:
         return self
@@ -437,11 +436,10 @@ def _like(value: Any, backup: nn.Parameter) -> Any:
 def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
     """The mesh info of a unit whose gradients are not reduced over the replicas in `comm`."""
     around, own = unit.replicas_info, unit.spec.mesh_info
-    if comm.size == 1 or comm.group is None or own.mesh is None:
+    if comm.size == 1 or own.mesh is None:
         return own
-    ranks = dist.get_process_group_ranks(comm.group)
-    replicas = around.replicate.group if around.replicate is not None else None
-    if replicas is not None and dist.get_process_group_ranks(replicas) == ranks:
+    ranks = ranks_of(comm)
+    if around.replicate is not None and ranks_of(around.replicate) == ranks:
         within = around.shard
         reduces = around is not own and within.size > 1  # a replicated unit next to hybrid shards
         return replace(own, all=within, replicate=within if reduces else None)
@@ -458,10 +456,10 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
 @untraced
 @torch.no_grad()
 def local_steps(
-    model: nn.Module,
+    module: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    every: int,
     *,
+    every: int,
     over: Over = REPLICAS,
     outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     delay: int = 0,
@@ -481,7 +479,7 @@ def local_steps(
     Buffers stay a replica's until `remove()`. Parameters that are frozen here are not sent.
 
     Args:
-        model: a model that is replicated, or sharded over one dimension of a mesh of two.
+        module: a model that is replicated, or sharded over one dimension of a mesh of two.
         optimizer: the inner one, or a list of all that step the model. Steps are counted by hooks:
             one when each of them has stepped. Those of `apply_optimizer_in_backward` step at the
             end of a backward that reduces, together.
@@ -502,7 +500,7 @@ def local_steps(
         and makes training synchronous.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         AnnotationError: every is below 1; delay is not from 0 to every - 1; keep is not from 0 to
             1; nothing is trained; a communication hook makes the reduction over the replicas.
         AlreadyAnnotatedError: the replicas train apart already.
@@ -525,7 +523,7 @@ def local_steps(
 
     Source: DiLoCo, https://arxiv.org/abs/2311.08105; sent early: https://arxiv.org/abs/2501.18512.
     """
-    model = unwrapped(model)
+    module = unwrapped(module)
     if every < 1:
         raise AnnotationError(f"{_CALLER}: every must be at least 1, got {every}")
     if not 0 <= delay < every:
@@ -542,7 +540,7 @@ def local_steps(
         )
     infos: dict[Unit, MeshInfo] = {}
     comms: dict[Unit, Comm] = {}
-    for unit in units_in(model, caller=_CALLER):
+    for unit in units_in(module, caller=_CALLER):
         comms[unit] = comm_over(_CALLER, unit, over)
         infos[unit] = _info_inside(unit, comms[unit], over)
         if unit.mesh_info is not unit.spec.mesh_info:
@@ -559,13 +557,13 @@ def local_steps(
             )
         refuse_moment(_CALLER, unit)
     trained: dict[tuple[Unit, torch.dtype, torch.device], dict[str, Param]] = {}
-    for each in managed_in(_CALLER, model):
+    for each in managed_in(_CALLER, module):
         if each.param.at_rest.requires_grad:
             local = _local(each.param.at_rest)
             trained.setdefault((each.unit, local.dtype, local.device), {})[each.fqn] = each.param
     if not trained:
         raise AnnotationError(
-            f"{_CALLER}: no parameter of a unit in this {type(model).__name__} requires a gradient"
+            f"{_CALLER}: no parameter of a unit in this {type(module).__name__} requires a gradient"
         )
     messages = [
         _Message(unit, params, comms[unit], offload=offload)
@@ -573,5 +571,5 @@ def local_steps(
     ]
     stepper = (outer or _nesterov)([backup for message in messages for backup in message.backups])
     return LocalSteps(
-        model, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos
+        module, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos
     )

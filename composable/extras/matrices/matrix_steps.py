@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from composable import ShardStepping
-from composable.comm import Comm
+from composable import step_on_shards
+from composable.comm import Comm, ranks_of
 from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.values import parameters_of
@@ -730,9 +730,7 @@ def _difference(comm: Comm, texts: Sequence[str]) -> str:
     for row in zip_longest(*every, fillvalue="nothing"):
         rank = next((rank for rank, text in enumerate(row) if text != row[0]), None)
         if rank is not None:
-            names = (
-                [0, *([rank])] if comm.group is None else dist.get_process_group_ranks(comm.group)
-            )
+            names = ranks_of(comm)
             return (
                 f"{_CALLER}: the ranks step other matrices: rank {names[0]} {row[0]}; rank"
                 f" {names[rank]} {row[rank]}. Nothing was written. Give all ranks the same"
@@ -840,8 +838,8 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
         )
     if (kept := _kept_by(optimizer)) is not None:
         raise OptimizerError(_keeping(optimizer, kept))
-    if isinstance(stepping, ShardStepping):
-        stepping.remove()
+    if stepping is not None:
+        step_on_shards(optimizer, enabled=False)
     MatrixStepping(optimizer, _predicate(optimizer, which))
     return optimizer
 

@@ -37,16 +37,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable import clip_grad_norm_
-from composable.comm import Comm, is_distributed, notification_sum
+from composable.comm import is_distributed, notification_sum, ranks_of
 from composable.comm.launch import Launch
 from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.extras.uneven.broadcast import Broadcaster
 from composable.seams import (
-    Driver,
     Event,
     Root,
     Unit,
+    driver_of,
     follow_steps,
     observe,
     open_scope,
@@ -97,9 +97,9 @@ class ModelJoinable(Joinable):
 
 
 def _refuse_several_meshes(units: Sequence[Unit]) -> None:
-    first, device = _ranks_of(units[0].mesh_info.all), units[0].mesh_info.device
+    first, device = ranks_of(units[0].mesh_info.all), units[0].mesh_info.device
     for unit in units:
-        ranks = _ranks_of(unit.mesh_info.all)
+        ranks = ranks_of(unit.mesh_info.all)
         if ranks != first or not unit.on_one_mesh or unit.mesh_info.device != device:
             raise MeshError(
                 f"joinable: unit '{unit.name}' is on ranks"
@@ -108,12 +108,6 @@ def _refuse_several_meshes(units: Sequence[Unit]) -> None:
                 " stand in for units on the same ranks and device only; annotate the models on one"
                 " mesh, or open a scope for each"
             )
-
-
-def _ranks_of(comm: Comm) -> list[int]:
-    if comm.group is None:
-        return [dist.get_rank() if is_distributed() else 0]
-    return dist.get_process_group_ranks(comm.group)
 
 
 class _Scope(JoinHook):
@@ -146,7 +140,7 @@ class _Scope(JoinHook):
         self._optimizers = [each for member in members for each in member.optimizers]
         self._carried = [each for member in members for each in member.carried]
         self._units = list(dict.fromkeys(unit for member in members for unit in member.units))
-        self._driver = Driver(self._units)
+        self._driver = driver_of(self._units)
         self._indices = {unit: index for index, unit in enumerate(self._units)}
         self._phase = ""  # what the source does now: "forward", "backward" or nothing
         self._said: list[tuple[int, int, int, bool]] = []  # and was not sent yet
@@ -548,7 +542,7 @@ def _opens_scope(make: Callable[..., None]) -> Callable[..., None]:
     def made(
         join: Join,
         joinables: list[Joinable],
-        enable: bool = True,
+        enabled: bool = True,
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -560,8 +554,8 @@ def _opens_scope(make: Callable[..., None]) -> Callable[..., None]:
             )
         if members:
             _refuse_several_meshes([unit for member in members for unit in member.units])
-        make(join, joinables, enable, throw_on_early_termination, **kwargs)
-        if not members or not enable:
+        make(join, joinables, enabled, throw_on_early_termination, **kwargs)
+        if not members or not enabled:
             return
         hooks = join_hooks(join)
         pairs = zip(joinables, hooks, strict=True)
@@ -615,7 +609,7 @@ def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
         group.update(option)
 
 
-def joinable(model: nn.Module, *others: Any) -> Joinable:
+def joinable(module: nn.Module, *others: Any) -> Joinable:
     """Make a model known to torch's `Join`, so that ranks may have different numbers of batches.
 
     A rank that has left the scope takes part in what the others do: it gathers and reduces with
@@ -630,7 +624,7 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
     `divide_by_initial_world_size`, see `join`.
 
     Args:
-        model: annotated, all of it on the same ranks.
+        module: annotated, all of it on the same ranks.
         others: more models that run in the scope; the optimizers, which are needed for sharded
             models that are trained; and objects with `state_dict` and `load_state_dict`, such as a
             `GradScaler` or a scheduler, whose state is taken over from a rank that had data to the
@@ -648,7 +642,7 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
         ...         loss_of(model, batch).backward()
         ...         optimizer.step()
     """
-    models, optimizers, carried = [model], [], []
+    models, optimizers, carried = [module], [], []
     for other in others:
         if isinstance(other, nn.Module):
             models.append(other)
@@ -669,10 +663,10 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
 
 @contextmanager
 def join(
-    model: nn.Module,
+    module: nn.Module,
     *others: Any,
     divide_by_initial_world_size: bool = True,
-    enable: bool = True,
+    enabled: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
     """Let ranks run out of data at different times: `Join([joinable(model, *others)], ...)`.
@@ -688,11 +682,11 @@ def join(
     ranks without data call, too.
 
     Args:
-        model: annotated, all of it on the same ranks.
+        module: annotated, all of it on the same ranks.
         others: as for `joinable`: more models, the optimizers, a `GradScaler`, schedulers.
         divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by
             the number of those that had data in the last forward.
-        enable: False if no rank can run out: nothing is exchanged.
+        enabled: False if no rank can run out: nothing is exchanged.
         throw_on_early_termination: raise on all ranks when one has run out.
 
     Raises:
@@ -713,8 +707,8 @@ def join(
         yield
         return
     scope = Join(
-        [joinable(model, *others)],
-        enable=enable,
+        [joinable(module, *others)],
+        enabled=enabled,
         throw_on_early_termination=throw_on_early_termination,
         divide_by_initial_world_size=divide_by_initial_world_size,
     )

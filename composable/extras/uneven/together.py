@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from composable import reset
 from composable.comm import Comm
-from composable.comm.base import LAUNCHED, Columns, compare_launches
+from composable.comm.base import Columns, compare_launches, observe_launches
 from composable.comm.launch import Launch, LaunchKind
 from composable.comm.ledger import ledger_of
 from composable.comm.supplied import SuppliedComm
@@ -136,13 +136,13 @@ class _Where(Observer):
         self._scope = scope
 
     @override
-    def enters(self, root: Root, call: Call) -> None:
+    def pre_forward(self, root: Root, call: Call) -> None:
         self._scope.refuse_other_model(root)
         forward = "forward" if call.root is root else "recomputation"
         self.now = f"in the {forward} of unit '{call.unit.name}'"
 
     @override
-    def leaves(self, root: Root, call: Call, keep: bool) -> None:
+    def post_forward(self, root: Root, call: Call, keep: bool) -> None:
         outer = root.running[:-1] if call.root is root else []
         self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
 
@@ -154,7 +154,7 @@ class _Where(Observer):
         self.now = f"in the forward of unit '{outer[-1].name}'" if outer else self._backward
 
     @override
-    def comes_back(self, root: Root, call: Call) -> None:
+    def pre_backward(self, root: Root, call: Call) -> None:
         # or behind it, in what is around it: nobody tells when autograd has left a unit
         self.now = self._backward = f"in backward, near unit '{call.unit.name}'"
 
@@ -208,7 +208,7 @@ class together:
     with parameters frozen since. The other ranks wait for their timeout then.
 
     Args:
-        model: an annotated model.
+        module: an annotated model.
         give_up_after: how many steps in a row may be lost; the last of them is an error.
 
     Attributes:
@@ -216,7 +216,7 @@ class together:
         why: what ranks said or raised, and where; the same on all ranks.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: the scope is inside of another one, of `join`, or of a step; another annotated
             model is called in it; or an optimizer steps in it, or something else writes.
         UnsupportedError: the model has collectives that are not the library's, or what cannot be
@@ -236,11 +236,11 @@ class together:
         ...     optimizer.zero_grad()
     """
 
-    def __init__(self, model: nn.Module, *, give_up_after: int = 3) -> None:
+    def __init__(self, module: nn.Module, *, give_up_after: int = 3) -> None:
         self.lost, self.why = False, ""
         self._refused: PhaseError | None = None  # what all ranks raise that come there
-        self._model, self._give_up_after = unwrapped(model), give_up_after
-        self._units = units_in(model, caller="together")
+        self._model, self._give_up_after = unwrapped(module), give_up_after
+        self._units = units_in(module, caller="together")
         self._comm = self._units[0].mesh_info.all
         self._said: list[str] = []
         self._refuse()
@@ -350,8 +350,7 @@ class together:
         self._undo.callback(_OPEN.clear)
         self._undo.callback(observe(self._where))
         self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-        LAUNCHED.append(self._on_launch)
-        self._undo.callback(LAUNCHED.remove, self._on_launch)
+        self._undo.callback(observe_launches(launched=self._on_launch))
         self._undo.callback(self._launched.clear)
         return self
 

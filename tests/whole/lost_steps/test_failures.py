@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable import (
+    MixedPrecisionPolicy,
     checkpoint,
     describe,
     fully_shard,
@@ -27,7 +28,9 @@ from composable import (
     replicate,
     reset,
 )
-from composable.comm import ledger
+from composable.comm import Work, ledger
+from composable.engine.params.param_group import ShardedState
+from composable.engine.step.unit import units_below
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers import world
 from tests.helpers.compare import assert_mean_gradients
@@ -149,6 +152,41 @@ def test_reset_frees_and_drops_everything_at_once(where: str, verb: str) -> None
     with logged() as lines:
         _assert_good_step(model)
     assert lines == [], "nothing is left to reset"
+
+
+@spmd(ranks=2)
+def test_a_gather_that_fails_in_a_reset_keeps_no_other_group_of_its_unit() -> None:
+    class Failed:
+        def __init__(self, work: Work) -> None:
+            self._work = work
+
+        def wait(self) -> None:
+            self._work.wait()
+            raise CommunicationError("as planned")
+
+    model = nn.Sequential(*(nn.Sequential(Block(), nn.LayerNorm(WIDTH)) for _ in range(2)))
+    mixed = MixedPrecisionPolicy(torch.bfloat16, full_precision_classes=(nn.LayerNorm,))
+    for part in model:
+        fully_shard(part, mp_policy=mixed)
+    fully_shard(model, mp_policy=mixed)
+    _loss(model).backward()  # the next forward gathers ahead
+    (ahead,) = units_below([model[1]])
+    first, second = ahead.groups
+
+    def fail() -> None:
+        assert [group.state for group in ahead.groups] == [ShardedState.UNSHARDING] * 2
+        first._work = Failed(first._work)
+        raise MemoryError("as planned")
+
+    block: Any = model[0][0]
+    block.in_forward = fail
+    with logged() as lines, pytest.raises(MemoryError):
+        _loss(model)
+    assert [group.state for group in (first, second)] == [ShardedState.SHARDED] * 2
+    assert len(lines) == 2
+    assert "was reset: as planned" in lines[1]
+    block.in_forward = None
+    _loss(model).backward()
 
 
 @pytest.mark.parametrize(
