@@ -30,7 +30,12 @@ _LEFT_ALONE: Final = (
 
 
 class Installation:
-    """What `install` returns. As a context manager it removes itself at the end of its body."""
+    """What `install` returns. As a context manager it removes itself at the end of its body.
+
+    Example:
+        >>> with install():
+        ...     trainer.train()
+    """
 
     def __init__(self) -> None:
         # modules that import from composable.fsdp2 by themselves

@@ -46,6 +46,11 @@ class Comparison:
         forecasts: by the name of the plan.
         shares: of tensor-parallel plans that are compared with others, how many ranks share their
             rows. As many of their steps count as one, so that all plans take as many rows.
+
+    Example:
+        >>> plans = {"shard": fully_shard, "replicate": replicate}
+        >>> found = compare(make_model, plans, make_batch, ranks=8)
+        >>> fastest = next(iter(found.forecasts))
     """
 
     forecasts: Mapping[str, Forecast]
@@ -168,6 +173,10 @@ class Plan:
         tp: ranks that share rows, each with a part of the weights.
         experts: each of these has whole experts, in place of a part of every one.
         tp_plan: torch's styles by name, for `parallelize_module`; None: the model's own plan.
+
+    Example:
+        >>> plan = suggest(make_model, make_batch, ranks=8).plan
+        >>> print(plan.verb, plan.recomputed)
     """
 
     verb: str
@@ -315,6 +324,10 @@ class Suggestion:
         forecast: of it.
         comparison: all plans that were tried.
         not_tried: what was left out, and why.
+
+    Example:
+        >>> found = suggest(make_model, make_batch, ranks=8)
+        >>> print(found.code)
     """
 
     code: str
@@ -364,6 +377,9 @@ def suggest(
     Raises:
         ForecastError: nothing that was tried fits, or no class of modules repeats; in the message
             how much the smallest plan needs.
+
+    Example:
+        >>> print(suggest(make_model, make_batch, ranks=64, device="h100"))
     """
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:  # type: ignore[redundant-expr]
         raise ValueError(f"suggest: most={most!r} must be a number of forecasts, at least 1")
