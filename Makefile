@@ -120,7 +120,7 @@ wheel: $(READY) ## build the wheel into dist/, and try it in a clean environment
 	@VENV=$(VENV) .ci/wheel
 
 docs: $(READY_DOCS) ## build the site of the documentation into build/site
-	@$(PY) -m docs.site.build
+	@PYTHONWARNINGS="ignore:Failed to initialize NumPy" $(PY) -m docs.site.build
 
 clean: ## remove caches and what the demo wrote; keeps .venv
 	@rm -rf runs build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -191,7 +191,9 @@ def signature_of(thing: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
             parts.append("*")
             keyword_only = True
-        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        value = parameter.default
+        shown = value.__name__ if isinstance(value, type) else repr(value)
+        default = "" if value is parameter.empty else f"={shown}"
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         keyword_only = keyword_only or parameter.kind is parameter.VAR_POSITIONAL
         parts.append(f"{stars}{parameter.name}{default}")

@@ -135,7 +135,10 @@ def test_every_program_of_a_guide_is_run() -> None:
     assert all((ROOT / test).exists() for _, *tests in _RUN_ELSEWHERE.values() for test in tests)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+_LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md"))]
+
+
+@pytest.mark.parametrize("page", _LINKED, ids=_name)
 def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
 

@@ -77,7 +77,7 @@ def collected() -> tuple[dict[str, str], set[str]]:
             for picture, _, link in links(texts[name]):
                 target = _resolved(name, link)
                 if picture or target.endswith(".png"):
-                    pictures.add(target)
+                    pictures |= {target} if (ROOT / target).exists() else set()
                 else:
                     waiting.append(target)
         elif path.is_dir():

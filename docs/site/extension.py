@@ -46,6 +46,12 @@ def own() -> dict[str, tuple[str, str]]:
     return found
 
 
+@cache
+def _methods() -> set[str]:
+    """The names of methods of public classes."""
+    return {name for entry in entries() for name, _ in methods(entry.thing)}
+
+
 def _of_torch(app: Sphinx, name: str) -> str:
     for short, full in _SHORT.items():
         if name == short or (short.endswith(".") and name.startswith(short)):
@@ -63,6 +69,8 @@ def _link(app: Sphinx, docname: str, text: str) -> str:
     if match is None:
         return ""
     name = match[1].removeprefix("composable.")
+    if match[2] == "()" and name in _methods():  # of a handle, for example: `remove()`
+        return ""
     if name not in own():
         return _of_torch(app, name)
     page, anchor = own()[name]
