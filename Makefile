@@ -2,7 +2,7 @@
 # missing or out of date.
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-ci test-all test-accelerator lint format types layers counts bench \
-	bench-smoke check-gpu demo-smoke wheel check clean
+	bench-smoke check-gpu demo-smoke wheel docs check clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
@@ -10,6 +10,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # The demo needs few of these packages: where they are not there yet, the others are left out.
 DEMO_READY := $(or $(wildcard $(READY)),$(VENV)/.ready-demo)
+READY_DOCS := $(VENV)/.ready-docs
 ARGS ?=
 
 # The first interpreter that starts and is new enough; `make PYTHON=...` chooses another.
@@ -85,8 +86,12 @@ format: $(READY) ## apply the formatting
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-types: $(READY) ## static types of the package
+# Scripts of users are seldom annotated: what calls of the package get and return is checked in them.
+SCRIPTS := --config-file= --check-untyped-defs --ignore-missing-imports --explicit-package-bases
+
+types: $(READY) ## static types of the package, and of the examples as a user's checker sees them
 	@$(PY) -m mypy --strict composable
+	@$(PY) -m mypy $(SCRIPTS) examples
 
 layers: $(READY) ## imports go down only
 	@$(VENV)/bin/lint-imports --no-cache
@@ -109,13 +114,16 @@ demo-smoke: $(READY) ## a few steps of the demo, resumed once
 	@$(PY) -m examples.demo --steps 6 --baseline-steps 3 --out runs/smoke --quiet
 	@$(PY) -m examples.demo --steps 8 --no-baseline --out runs/smoke --resume --quiet
 
-check: test test-ci test-accelerator lint types layers bench-smoke demo-smoke wheel ## everything
+check: test test-ci test-accelerator lint types layers bench-smoke demo-smoke wheel docs ## everything
 
 wheel: $(READY) ## build the wheel into dist/, and try it in a clean environment
 	@VENV=$(VENV) .ci/wheel
 
+docs: $(READY_DOCS) ## build the site of the documentation into build/site
+	@$(PY) -m docs.site.build
+
 clean: ## remove caches and what the demo wrote; keeps .venv
-	@rm -rf runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf runs build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find composable tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -124,4 +132,9 @@ $(READY): pyproject.toml constraints.txt
 
 $(VENV)/.ready-demo: pyproject.toml constraints.txt
 	@VENV=$(VENV) PYTHON="$(PYTHON)" .ci/install demo
+	@touch $@
+
+$(READY_DOCS): pyproject.toml constraints.txt
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@

@@ -114,9 +114,10 @@ _RUN_ELSEWHERE = {
     "docs/guides/lost_steps.md": (2, "tests/trainers/test_annotated_models.py"),
     "docs/guides/pipelines.md": (1, "tests/whole/with_torch/test_pipelines.py"),
     "docs/guides/trainers.md": (
-        11,
+        13,
         "tests/trainers/test_beside_fsdp2.py",
     ),
+    "docs/guides/whole_script.md": (1, "tests/test_examples.py"),
 }
 
 
@@ -125,8 +126,8 @@ def test_every_program_of_a_guide_is_run() -> None:
     for page in PAGES:
         if page.parent.name == "guides":
             text = page.read_text()
-            # one is about options; of the other tests/launch runs what it shows
-            elsewhere = page.name in ("together.md", "launch.md")
+            # one is about options; what the others show is run by tests/launch, tests/test_examples
+            elsewhere = page.name in ("together.md", "launch.md", "whole_script.md")
             assert programs_in(text) or elsewhere, f"{page.name} has no program"
             if shown := len(re.findall(r"^```python *$", text, re.M)):
                 left_out[_name(page)] = shown
@@ -234,6 +235,8 @@ def test_a_wrong_output_and_an_old_diagram_are_noticed() -> None:
     assert regenerated(wrong, _without_ranks) == wrong.replace("3", "2")
     old = "<!-- states:begin -->\nSHARDED --> GONE\n<!-- states:end -->"
     assert "GONE" not in regenerated(old, _without_ranks)
+    file = "<!-- file examples/train.py:begin -->\nGONE\n<!-- file:end -->"
+    assert "GONE" not in regenerated(file, _without_ranks)
 
 
 def test_a_program_that_should_raise_and_does_not_is_noticed() -> None:

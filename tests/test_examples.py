@@ -5,20 +5,24 @@ nothing of what they train.
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from docs.generate import ROOT
+from examples.whole_script import ROWS, loss_of, make_data, make_model, schedule_of
 from tests.helpers.launched import launched
 from tests.helpers.world import Pool
 from tests.launch.test_launchers import TORCHRUN, clean, started
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-RESUME, LORA, TRAIN_2D, *FROM_FOLDERS = (
+RESUME, LORA, TRAIN_2D, WHOLE, *FROM_FOLDERS = (
     ROOT / "examples" / f"{name}.py"
-    for name in ("resume", "lora", "train_2d", "finetune", "trainer")
+    for name in ("resume", "lora", "train_2d", "whole_script", "finetune", "trainer")
 )
 
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
@@ -30,7 +34,7 @@ def losses_in(printed: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "example",
-    [path for path in EXAMPLES if path not in (RESUME, TRAIN_2D)],
+    [path for path in EXAMPLES if path not in (RESUME, TRAIN_2D, WHOLE)],
     ids=lambda path: path.stem,
 )
 def test_an_example_learns_and_describes_its_model(pool: Pool, example: Path) -> None:
@@ -77,6 +81,72 @@ def test_a_run_that_is_resumed_with_other_parallel_sizes_ends_as_one_that_is_not
     assert losses_in("".join(printed)) == pytest.approx(losses_in(alone), rel=0.01)
     assert "begins after step 10: dp 1 x tp 4" in printed[1]
     assert "(root) " in printed[0]
+
+
+def by_one_process(steps: int) -> list[float]:
+    """What the whole script prints of losses, by a plain loop: the means of two steps each, and
+    the loss over what is held out, behind steps 6 and 12.
+    """
+    model = make_model(dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
+    schedule = schedule_of(optimizer, steps)
+    data, held_out = make_data(200, seed=1), make_data(48, seed=2)
+    losses, printed = [], []
+    order: list[int] = []
+    for step in range(steps):
+        if len(order) < ROWS:
+            epoch = torch.Generator().manual_seed(step // (200 // ROWS))  # the epoch
+            order = torch.randperm(200, generator=epoch).tolist()
+        rows, order = order[:ROWS], order[ROWS:]
+        loss = loss_of(model, data.tensors[0][rows])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step % 2:
+            printed.append(sum(losses[-2:]) / 2)
+        if step % 6 == 5:
+            with torch.no_grad():
+                printed.append(loss_of(model, held_out.tensors[0]).item())
+    return printed
+
+
+def test_the_whole_script_trains_and_resumes_on_other_ranks_as_one_plain_process(
+    pool: Pool, tmp_path: Path
+) -> None:
+    def run(ranks: int, out: str, **options: object) -> list[float]:
+        words = [f"--{name}={value}" for name, value in {"dropout": 0.0, **options}.items()]
+        printed = launched(pool, ranks, WHOLE, "--out", str(tmp_path / out), *words)
+        assert ("goes on after step 6" in printed) == (out != "two")
+        return [float(loss) for loss in re.findall(r": loss ([\d.]+)", printed)]
+
+    expected = by_one_process(12)
+    assert run(2, "two", dtype="float32") == pytest.approx(expected, abs=2e-4)
+    for out in ("one", "four"):
+        shutil.copytree(tmp_path / "two" / "step-000006", tmp_path / out / "step-000006")
+    assert run(1, "one", dtype="float32") == pytest.approx(expected[4:], abs=2e-4)
+    assert run(4, "four", dtype="bfloat16") == pytest.approx(expected[4:], rel=0.02)
+
+    whole = torch.load(tmp_path / "two" / "model.pt")
+    exported = load_file(tmp_path / "two" / "exported" / "model.safetensors")
+    assert whole.keys() == exported.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in whole.items())
+    model = make_model(dropout=0.0)
+    model.load_state_dict(exported)
+    held_out = loss_of(model, make_data(48, seed=2).tensors[0]).item()
+    assert held_out == pytest.approx(expected[-1], abs=2e-4)
+
+
+def test_the_whole_script_resumes_with_its_random_states(pool: Pool, tmp_path: Path) -> None:
+    first = launched(pool, 2, WHOLE, "--out", str(tmp_path / "first"))
+    shutil.copytree(tmp_path / "first" / "step-000006", tmp_path / "second" / "step-000006")
+    second = launched(pool, 2, WHOLE, "--out", str(tmp_path / "second"))
+    said, rest = second.split("\n", 1)
+    assert said == "goes on after step 6, with 2 ranks"
+    assert rest.startswith("step 8: ")
+    assert first.endswith(rest)
 
 
 def test_every_example_says_how_to_run_it() -> None:
