@@ -135,6 +135,5 @@ $(VENV)/.ready-demo: pyproject.toml constraints.txt
 	@touch $@
 
 $(READY_DOCS): pyproject.toml constraints.txt
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@VENV=$(VENV) PYTHON="$(PYTHON)" .ci/install docs
 	@touch $@

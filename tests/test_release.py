@@ -77,3 +77,29 @@ def test_a_renamed_argument_is_taken_under_both_names_and_the_old_one_warns() ->
         assert scope("a", enable=False) == ("a", False)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="which are one argument"):
         scope("a", enable=False, enabled=False)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_installation_names_its_packages_and_fails_with_pip(tmp_path: Path, status: int) -> None:
+    python = tmp_path / "bin" / "python"  # of a virtual environment that is there already
+    python.parent.mkdir()
+    python.write_text(
+        "#!/bin/sh\n"
+        "echo '  Installing build dependencies: started'\n"
+        "echo 'Processing /wheels/torch-2.13.0-cp311.whl'\n"
+        "echo 'Collecting numpy>=1.26 (from torch-composable)'\n"
+        "echo 'Requirement already satisfied: rich'\n"
+        "echo 'Installing collected packages: torch, numpy'\n"
+        f"exit {status}\n"
+    )
+    python.chmod(0o755)
+    env = {**os.environ, "VENV": str(tmp_path), "PYTHON": "python3"}
+    ran = subprocess.run(
+        [ROOT / ".ci/install", "demo"], env=env, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == status, ran.stderr
+    assert ran.stdout.splitlines() == [
+        f"composable: installing into {tmp_path}, in pinned versions: torch numpy",
+        "composable: unpacking",
+        *(["composable: installed"] if status == 0 else []),
+    ]

@@ -195,7 +195,8 @@ class Run:
                 per_step = seconds / (progress.step - start)
                 tokens = options.batch_size * options.context / per_step
                 speed = f"{1e3 * per_step:,.0f} ms per step, {tokens:,.0f} tokens/s"
-                self.details.print(f"step {progress.step:>5}/{until}  {figures}, {speed}")
+                line = f"step {progress.step:>5}/{until}  {figures}, {speed}"
+                self.details.print(line, soft_wrap=True)
             if done or progress.step % SAVE_EVERY == 0:
                 folder = snapshot.save(options, self.model, self.optimizer, progress)
         if baseline:
