@@ -114,7 +114,7 @@ _RUN_ELSEWHERE = {
     "docs/guides/lost_steps.md": (2, "tests/trainers/test_annotated_models.py"),
     "docs/guides/pipelines.md": (1, "tests/whole/with_torch/test_pipelines.py"),
     "docs/guides/trainers.md": (
-        11,
+        13,
         "tests/trainers/test_beside_fsdp2.py",
     ),
     "docs/guides/rollouts.md": (1, "tests/state/test_rollouts.py"),
@@ -255,8 +255,7 @@ def test_a_broken_link_is_noticed() -> None:
 
 
 def test_every_row_of_what_works_names_its_tests() -> None:
-    works = (ROOT / "README.md").read_text().partition("## What works today")[2]
-    rows = re.findall(r"^\| ([^|]*?) \|", works.partition("\n## ")[0], re.M)
+    rows = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs/features.md").read_text(), re.M)
     tested = re.findall(r"^\| (.*?) \| (.*) \|$", (ROOT / "tests/README.md").read_text(), re.M)[1:]
     assert [row for row, _ in tested] == [row for row in rows if row != "Not there yet"]
     for _, files in tested:
@@ -266,3 +265,22 @@ def test_every_row_of_what_works_names_its_tests() -> None:
             found = ROOT / "tests" / name if "/" in name else folder / name
             assert found.exists(), name
             folder = found if found.is_dir() else found.parent
+
+
+def test_every_figure_of_readme_beside_fsdp2_is_one_of_the_benchmarks() -> None:
+    """In the row of a claim that the same benchmark measures."""
+    rows = re.findall(
+        r"^\| (.+) \| (.+) \| `python benchmarks/(\w+\.py).*` \|$",
+        (ROOT / "README.md").read_text(),
+        re.M,
+    )
+    assert len(rows) >= 6
+    claims = (ROOT / "benchmarks" / "README.md").read_text().splitlines()
+    for what, figures, benchmark in rows:
+        said = [line for line in claims if line.startswith("|") and f"`{benchmark}" in line]
+        for figure in re.findall(r"\d\.\d+", figures):
+            assert any(figure in line for line in said), (what, figure)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

@@ -1,14 +1,12 @@
-"""The examples run, one of them as its first lines say, and README shows it as it is; knows nothing
-of what they train.
+"""The examples run, and README's programs, the plain one and the annotated one, train alike; knows
+nothing of what they train.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -19,12 +17,12 @@ from docs.generate import ROOT
 from examples.whole_script import ROWS, loss_of, make_data, make_model, schedule_of
 from tests.helpers.launched import launched
 from tests.helpers.world import Pool
+from tests.launch.test_launchers import TORCHRUN, clean, started
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TRAIN, RESUME, LORA, TRAIN_2D, WHOLE, ROLLOUTS, *FROM_FOLDERS = (
+RESUME, LORA, TRAIN_2D, WHOLE, ROLLOUTS, *FROM_FOLDERS = (
     ROOT / "examples" / f"{name}.py"
     for name in (
-        "train",
         "resume",
         "lora",
         "train_2d",
@@ -35,20 +33,7 @@ TRAIN, RESUME, LORA, TRAIN_2D, WHOLE, ROLLOUTS, *FROM_FOLDERS = (
     )
 )
 
-
-def by_torchrun(example: Path) -> str:
-    """What it prints on rank 0, launched as a person would."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(example),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
 
 
 def losses_in(printed: str) -> list[float]:
@@ -61,7 +46,7 @@ def losses_in(printed: str) -> list[float]:
     ids=lambda path: path.stem,
 )
 def test_an_example_learns_and_describes_its_model(pool: Pool, example: Path) -> None:
-    printed = by_torchrun(example) if example == TRAIN else launched(pool, 2, example)
+    printed = launched(pool, 2, example)
     losses = losses_in(printed)
     assert len(losses) >= 3
     assert losses == sorted(losses, reverse=True)
@@ -185,10 +170,36 @@ def test_every_example_says_how_to_run_it() -> None:
         ), path.name
 
 
-def test_readme_shows_the_example_as_it_is() -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert any(
-        textwrap.indent(block, "    ") in TRAIN.read_text()
-        for block in blocks
-        if "init_process_group" in block
+def sides_of(diff: str) -> tuple[str, str]:
+    """The program before, and the program after."""
+    lines = diff.splitlines(keepends=True)
+    before, after = (
+        "".join(line[1:] or "\n" for line in lines if line[0] != left_out) for left_out in "+-"
     )
+    return before, after
+
+
+def test_readme_shows_a_diff_whose_two_programs_train_alike_and_print_what_it_shows(
+    tmp_path: Path,
+) -> None:
+    page = (ROOT / "README.md").read_text()
+    diff, shown = (
+        re.search(rf"^```{kind}\n(.*?)^```$", page, re.M | re.S)[1] for kind in ("diff", "console")
+    )
+    printed = []
+    for start, source in zip(([sys.executable], TWO_RANKS), sides_of(diff), strict=True):
+        program = tmp_path / "train.py"
+        program.write_text(source)
+        printed.append(started([*start, str(program)], env=[clean()]))
+    alone, ranks = (
+        sorted(float(loss) for loss in re.findall(r"loss of the last step: (\d\.\d{4})", text))
+        for text in printed
+    )
+    assert alone == pytest.approx([sum(ranks) / 2], abs=2e-4)
+    in_readme = [float(loss) for loss in re.findall(r": ([\d.]+)$", shown, re.M)]
+    assert in_readme == pytest.approx([*alone, *ranks], abs=2e-3)
+    assert "train.py" in shown
+
+
+def test_a_diff_has_two_sides() -> None:
+    assert sides_of(" a\n+b\n\n-c\n") == ("a\n\nc\n", "a\nb\n\n")
