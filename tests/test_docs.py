@@ -117,6 +117,7 @@ _RUN_ELSEWHERE = {
         13,
         "tests/trainers/test_beside_fsdp2.py",
     ),
+    "docs/guides/rollouts.md": (1, "tests/state/test_rollouts.py"),
     "docs/guides/whole_script.md": (1, "tests/test_examples.py"),
 }
 

@@ -20,9 +20,17 @@ from tests.helpers.world import Pool
 from tests.launch.test_launchers import TORCHRUN, clean, started
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-RESUME, LORA, TRAIN_2D, WHOLE, *FROM_FOLDERS = (
+RESUME, LORA, TRAIN_2D, WHOLE, ROLLOUTS, *FROM_FOLDERS = (
     ROOT / "examples" / f"{name}.py"
-    for name in ("resume", "lora", "train_2d", "whole_script", "finetune", "trainer")
+    for name in (
+        "resume",
+        "lora",
+        "train_2d",
+        "whole_script",
+        "rollouts",
+        "finetune",
+        "trainer",
+    )
 )
 
 TWO_RANKS = [*TORCHRUN, "--standalone", "--nproc-per-node=2"]
@@ -34,7 +42,7 @@ def losses_in(printed: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "example",
-    [path for path in EXAMPLES if path not in (RESUME, TRAIN_2D, WHOLE)],
+    [path for path in EXAMPLES if path not in (RESUME, TRAIN_2D, WHOLE, ROLLOUTS)],
     ids=lambda path: path.stem,
 )
 def test_an_example_learns_and_describes_its_model(pool: Pool, example: Path) -> None:
@@ -68,6 +76,11 @@ def test_a_run_that_is_resumed_with_more_ranks_ends_as_one_that_is_not(
     alone = [losses_in(launched(pool, 1, RESUME, str(tmp_path / "one")))[0] for _ in range(2)]
     assert others < first  # who watches it sees that it goes on
     assert [*first, *others] == pytest.approx(alone, rel=1e-3)
+
+
+def test_receivers_of_sharded_weights_compute_what_trainers_do(pool: Pool) -> None:
+    printed = launched(pool, 4, ROLLOUTS)
+    assert printed == "the receivers compute what the trainers do: True\n"
 
 
 def test_a_run_that_is_resumed_with_other_parallel_sizes_ends_as_one_that_is_not(
@@ -152,7 +165,8 @@ def test_the_whole_script_resumes_with_its_random_states(pool: Pool, tmp_path: P
 def test_every_example_says_how_to_run_it() -> None:
     for path in EXAMPLES:
         assert (
-            f"torchrun --standalone --nproc-per-node=2 examples/{path.name}" in path.read_text()
+            f"torchrun --standalone --nproc-per-node={4 if path == ROLLOUTS else 2}"
+            f" examples/{path.name}" in path.read_text()
         ), path.name
 
 

@@ -27,7 +27,8 @@ def train(config):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     start = 0
-    if last := ray.train.get_checkpoint():  # of this run's worker before, or the one passed in
+    # of this run, where Ray has started its workers again; or of another one
+    if last := ray.train.get_checkpoint() or config["checkpoint"]:
         weights, state = get_state_dict(model, optimizer)
         saved = {"model": weights, "optimizer": state, "step": start}
         with last.as_directory() as folder:
@@ -58,10 +59,9 @@ def train(config):
 def fit(workers, storage, steps, checkpoint=None):
     trainer = TorchTrainer(
         train,
-        train_loop_config={"steps": steps},
+        train_loop_config={"steps": steps, "checkpoint": checkpoint},
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(storage_path=str(storage), name=f"{workers}-workers"),
-        resume_from_checkpoint=checkpoint,
     )
     return trainer.fit()
 

@@ -13,8 +13,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -119,6 +121,32 @@ def test_spawn() -> None:
     command = [sys.executable, str(PROGRAMS / "spawn.py")]
     printed = started(command, env=[clean(MASTER_PORT=free_port())])
     assert losses_in(printed) == losses_of_one_process(4)
+
+
+@pytest.mark.parametrize("path", ["launch/notebook.ipynb", "adapters.ipynb"])
+def test_a_notebook_prints_what_it_shows(path: str) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "examples" / path, as_version=4)
+    shown = printed_in(notebook)
+    with mock.patch.dict(os.environ, clean(PYTHONPATH=str(ROOT)), clear=True):
+        nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()
+    assert printed_in(notebook) == shown
+    assert shown
+    assert losses_in(shown) in (losses_of_one_process(4), [])
+
+
+def printed_in(notebook: Any) -> str:
+    outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+    return "".join(each.text for each in outputs if each.get("name") == "stdout")
+
+
+def test_ray_train_resumes_on_another_number_of_workers() -> None:
+    pytest.importorskip("ray.train.torch")
+    printed = started(
+        [sys.executable, str(PROGRAMS / "ray_train.py")], env=[clean(PYTHONPATH=str(ROOT))]
+    )
+    assert losses_in(printed) == losses_of_one_process(4)[2:]  # the last one of each
 
 
 def test_slurm_without_torchrun() -> None:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable import MixedPrecisionPolicy, fully_shard, replicate
-from composable.comm.base import LAUNCHED
+from composable.comm import observe_launches
 from examples.rollouts import Block, local, parts_in, transfer
 from tests.helpers.compare import all_full
 from tests.helpers.world import current_device, spmd
@@ -118,10 +118,10 @@ def test_ranks_with_other_shards_get_their_parts_and_nothing_is_gathered() -> No
         if rank in receivers:
             target = make_target(meshes[receivers])
         heard: list[object] = []
-        LAUNCHED.append(lambda *_, heard=heard: heard.append(_))
+        end = observe_launches(launched=lambda *each, heard=heard: heard.append(each))
         with Largest() as largest:
             transfer(model, target, [*trainers], [*receivers])
-        LAUNCHED.pop()
+        end()
         case = (source, wanted)
         assert heard == [], case
         if case != ("replicate", "one rank"):  # who has all of it sends all of it
