@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.api.mesh import device_of
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
+from composable.checked import checked
 from composable.comm import comm_of
 from composable.comm.mesh_info import communication_device
 from composable.contract.contract import registry
@@ -26,6 +27,7 @@ from composable.features.packed import is_packed
 _NAME: Final = "apply_tp_plan"
 
 
+@checked
 def apply_tp_plan(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -62,9 +64,10 @@ def apply_tp_plan(
 
     After `transformers.distributed`.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:  # type: ignore[redundant-expr]
+    if mesh.ndim != 1:
         raise AnnotationError(
-            f"apply_tp_plan: {mesh!r} is no DeviceMesh of one dimension. Pass a slice, mesh['tp']"
+            f"apply_tp_plan: mesh must have one dimension, and {mesh!r} has {mesh.ndim}. Pass a"
+            " slice, mesh['tp']"
         )
     comm = comm_of(mesh.get_group(), communication_device(mesh, device_of((model,))))
     with failures_told(_NAME, comm):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import nn
 
 from composable.api.brackets import annotate_each
+from composable.checked import checked
 from composable.contract.contract import contract
 from composable.errors import AnnotationError
 from composable.features.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.policies import PolicyLike
 
-_CHECKS: Final = ("default", "none")
 _EQUIVALENTS: Final = {
     "use_reentrant": (
         "checkpointing is never reentrant here; leave it out, or use"
@@ -25,13 +25,14 @@ _EQUIVALENTS: Final = {
 
 
 @contract(equivalents=_EQUIVALENTS, only_submodules_with="policy")
+@checked
 def checkpoint(
     module: nn.Module | Sequence[nn.Module],
     *,
     policy: PolicyLike | None = None,
     preserve_rng_state: bool = True,
     context_fn: Contexts | None = None,
-    determinism_check: str = "default",
+    determinism_check: Literal["default", "none"] = "default",
     debug: bool = False,
     early_stop: bool = True,
 ) -> Any:
@@ -70,10 +71,6 @@ def checkpoint(
 
     After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
     """
-    if determinism_check not in _CHECKS:
-        raise AnnotationError(
-            f"determinism_check must be one of {', '.join(_CHECKS)}, got {determinism_check!r}"
-        )
     if debug and context_fn is not None:
         raise AnnotationError(
             "checkpoint: debug=True records with contexts of its own and cannot be given with"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -10,7 +10,9 @@ from torch.distributed import fsdp
 
 from composable.api.arguments import MixedPrecision
 from composable.api.mesh import Mesh, spread_of_dims
+from composable.api.selection import Ignored
 from composable.api.units import annotate
+from composable.checked import PositiveFloat
 from composable.config import GradReduce
 from composable.contract.contract import contract
 from composable.engine.edits.removal import before_removal
@@ -56,11 +58,11 @@ def replicate(
     *,
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: PositiveFloat = 25.0,
     gradient_as_bucket_view: bool = False,
     mp_policy: MixedPrecision = None,
     grad_reduce: GradReduce = "mean",
-    ignored_params: Iterable[Any] | None = (),
+    ignored_params: Ignored = (),
     sync_module_states: str = "broadcast",
     broadcast_buffers: bool = True,
     offload_policy: fsdp.OffloadPolicy | None = None,

@@ -14,11 +14,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.mesh import Spread, comms_along, joint_mesh, part_of
 from composable.api.selection import ids_of_ignored
+from composable.checked import checked
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.form import ParamForm
-from composable.errors import AnnotationError, RanksDisagreeError, first_line
+from composable.errors import AnnotationError, RanksDisagreeError, first_line, with_article
 from composable.features.packed import form_of
 from composable.features.spread import PART, PartForm, SpreadForm, spread_like, spread_of
 from composable.tensors.dtensors import describe_mesh
@@ -142,6 +143,7 @@ def _whole_shape(verb: str, managed: Managed[nn.Parameter], device: torch.device
     return torch.Size(shape)
 
 
+@checked
 def declare_part(
     parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
@@ -169,10 +171,10 @@ def declare_part(
         >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))  # doctest: +SKIP
         >>> declare_part(column, tp, [Shard(0)])  # doctest: +SKIP
     """
-    if type(parameter) is not nn.Parameter or not isinstance(mesh, DeviceMesh):
+    if type(parameter) is not nn.Parameter:
         raise AnnotationError(
-            "declare_part takes a plain nn.Parameter and a DeviceMesh, got"
-            f" {type(parameter).__name__} and {type(mesh).__name__}"
+            "declare_part: parameter must be a plain nn.Parameter, got"
+            f" {with_article(type(parameter).__name__)}"
         )
     dims = [each.dim for each in placements if isinstance(each, Shard)]
     if (

@@ -25,10 +25,11 @@ from composable.api.mesh import Spread, device_of, own_spread, spread_over
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.api.tensor_parallel import forms_of, told_across, told_to
+from composable.checked import check_arguments
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.comm.mesh_info import communication_device
 from composable.compilation import is_traced
-from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words, require_bool
+from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import Verb, add_attribute, on_undo
 from composable.contract.hooks import attach, detach
 from composable.contract.methods import bind_method, unbind_method
@@ -132,7 +133,8 @@ def annotate(
     with told_across(name, modules, ignored_params, comm.device):
         with failures_told(name, comm):
             refuse_unknown_mode(sync_module_states)
-            plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
+            check_arguments(verb, {**options, "ignored_params": ignored_params})
+            plans, tied = _planned_units(verb, modules, policy, ignored_params, spread, options)
             params = [each for plan in plans for each in plan.params]
             parameters = [each.managed for each in params]
             ignored = ids_of_ignored(modules, ignored_params)
@@ -170,7 +172,7 @@ def annotate(
 
 
 def _planned_units(
-    verb: str,
+    of: Verb[..., Unit],
     modules: tuple[nn.Module, ...],
     policy: PolicyLike | None,
     ignored_params: Iterable[Any] | None,
@@ -182,11 +184,14 @@ def _planned_units(
 
     Makes all checks, and changes nothing.
     """
+    verb = of.__name__
     for module in modules:
         if verb == SHARD:
             refuse_read_by_parent(module)
         require_callable(module)
     picked = picked_units(verb, modules, policy, tuple(options))
+    for overrides in picked.values():
+        check_arguments(of, overrides)
     ignored = ids_of_ignored(modules, ignored_params)
     replicated = checks.replicated_by_torch(modules) if verb == SHARD else {}
     ignored |= {id(p): None for module in replicated for p in module.parameters(False)}
@@ -234,7 +239,7 @@ def _plan(
     if verb == SHARD:
         settings["reshard_after_forward"] = after = options["reshard_after_forward"]
         arguments.check_reshard_after_forward(spread, after)
-        settings["prefetch"] = arguments.prefetch_of(options["prefetch"])
+        settings["prefetch"] = options["prefetch"]
         offload = arguments.offload_policy_of(
             verb, options["offload_policy"], device if spread is None else None
         )
@@ -244,8 +249,6 @@ def _plan(
             checks.refuse_spread_offload(share, communication_device(spread.mesh, device))
     else:
         settings["bucket_bytes"] = arguments.bucket_bytes_of(options["bucket_cap_mb"])
-        for name in ("gradient_as_bucket_view", "broadcast_buffers"):
-            require_bool(name, options[name])
         settings["keeps_buckets"] = options["gradient_as_bucket_view"]
         if spread is not None:
             arguments.refuse_elsewhere(

@@ -23,9 +23,9 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVa
 import torch
 from torch import nn
 
+from composable.checked import arguments_of, checked
 from composable.compilation import unwrapped
 from composable.contract.naming import (
-    arguments_of,
     calling_site,
     compare_names,
     known_fqn,
@@ -134,7 +134,7 @@ class Annotation:
 
     def is_on(self, module: nn.Module) -> bool:
         """Whether this is the record of its verb on `module`."""
-        return registry(module).get(self.name) is self
+        return records_of(module).get(self.name) is self
 
     def put_on(self, modules: tuple[nn.Module, ...]) -> None:
         """The verb succeeded: register the record."""
@@ -236,6 +236,12 @@ def _in_words(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def records_of(module: nn.Module) -> Mapping[str, Annotation]:
+    """Return the annotations of `module`: `registry`, for what the library asks often."""
+    return MappingProxyType(vars(module).get(_RECORDS, {}))
+
+
+@checked
 def registry(module: nn.Module) -> Mapping[str, Annotation]:
     """Return the annotations of `module` by the verb's name, in the order of the calls.
 
@@ -248,7 +254,7 @@ def registry(module: nn.Module) -> Mapping[str, Annotation]:
         >>> registry(model.head)["fully_shard"].call_site
         'train.py:41'
     """
-    return MappingProxyType(vars(module).get(_RECORDS, {}))
+    return records_of(module)
 
 
 # --- undo ---------------------------------------------------------------------------------------
@@ -329,6 +335,7 @@ def drop_attribute(module: nn.Module, name: str) -> None:
     vars(module).pop(name, None)
 
 
+@checked
 def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
     """Undo an annotation: what the verb did is undone, its hooks and its record are gone.
 
@@ -359,9 +366,11 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
             " first, then annotate"
         )
     first = modules_of("remove", module)[0]
-    record = registry(first).get(name)
+    record = records_of(first).get(name)
     if record is None:
-        present = [f"{known} (at {record.call_site})" for known, record in registry(first).items()]
+        present = [
+            f"{known} (at {record.call_site})" for known, record in records_of(first).items()
+        ]
         there = f"what is there: {few(present)}" if present else "nothing was"
         raise NotAnnotatedError(f"{name} was not applied to {module_name(first)}; {there}")
     record.remove_from(first)
@@ -371,6 +380,7 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
 # --- verbs --------------------------------------------------------------------------------------
 
 
+@checked
 def contract(
     *,
     state_cls: Callable[[], S] | None = None,
@@ -503,7 +513,7 @@ def _apply(
 
 def _admit(name: str, module: nn.Module, reasons: Mapping[str, str]) -> None:
     """Refuse a module that has this annotation, or one that clashes with it."""
-    applied = registry(module)
+    applied = records_of(module)
     if name in applied:
         record = applied[name]
         raise AlreadyAnnotatedError(
@@ -528,5 +538,5 @@ def _state_on(module: nn.Module, name: str) -> Any:
     for running in reversed(_running.get()):
         if running.covers(name, module):
             return running.state
-    record = registry(module).get(name)
+    record = records_of(module).get(name)
     return record.state if record is not None else None

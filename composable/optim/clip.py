@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from composable.checked import checked
 from composable.comm import is_distributed
 from composable.compilation import untraced
 from composable.engine.params.param import (
@@ -56,8 +57,9 @@ _DOUBLE: Final = (torch.float64, torch.complex128)
 _HALF: Final = (torch.float16, torch.bfloat16)
 
 
-@torch.no_grad()
 @untraced
+@checked
+@torch.no_grad()
 def clip_grad_norm_(
     model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float | Tensor,
@@ -114,14 +116,10 @@ def clip_grad_norm_(
             f" be a positive number or inf, got {max_norm!r} and {norm_type!r}. To measure the norm"
             " only, pass max_norm=float('inf')"
         )
-    stages: object = pp_group
-    if pp_group is not None and not (
-        isinstance(stages, dist.ProcessGroup) and dist.get_rank(stages) >= 0
-    ):
+    if pp_group is not None and dist.get_rank(pp_group) < 0:
         raise ClippingError(
-            "clip_grad_norm_: pp_group must be a process group, that of the pipeline that this rank"
-            f" is a stage of, got a {type(pp_group).__name__}. Of a mesh, pass"
-            ' mesh["pp"].get_group()'
+            "clip_grad_norm_: pp_group must be that of the pipeline that this rank is a stage of."
+            ' Of a mesh, pass mesh["pp"].get_group()'
         )
     parameters = _parameters_of(model_or_parameters)
     if (name := stepped_in_backward(parameters)) is not None:

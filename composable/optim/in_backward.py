@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from composable.checked import checked
 from composable.compilation import untraced
 from composable.engine.params.param import STEPPED_BY, label_of
 from composable.engine.step.observer import DECISIONS, HEARERS, Observer
@@ -225,6 +226,7 @@ def _refuse_in_backward(what: str) -> None:
         raise PhaseError(f"{_NAME}: {what} was called inside a backward. Call it between steps")
 
 
+@checked
 def apply_optimizer_in_backward(
     optimizer_class: type[Optimizer],
     params: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
@@ -267,13 +269,10 @@ def apply_optimizer_in_backward(
     After `torch.distributed.optim._apply_optimizer_in_backward`, whose arguments it has.
     """
     _refuse_in_backward("it")
-    kind: object = optimizer_class
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or issubclass(
-        kind, torch.optim.LBFGS
-    ):
+    if issubclass(optimizer_class, torch.optim.LBFGS):
         raise OptimizerError(
-            f"{_NAME} takes a class of optimizers first that step each parameter by itself, e.g."
-            f" torch.optim.AdamW, got {kind!r}"
+            f"{_NAME}: {optimizer_class.__name__} steps all parameters together. Pass a class that"
+            " steps each parameter by itself, such as torch.optim.AdamW"
         )
     given: list[Any] = (
         [params]

@@ -11,14 +11,14 @@ from typing import Any, Final
 from torch import nn
 from typing_extensions import override
 
-from composable.errors import PolicyError, describe_module, few, what_is_there
+from composable.checked import checked
+from composable.errors import PolicyError, describe_module, few, kind_of, what_is_there
 from composable.policies.base import (
     Policy,
     Selection,
     as_classes,
     by_all_names,
     is_container,
-    kind_of,
     layers_in_lists,
     not_empty,
     takes,
@@ -291,6 +291,7 @@ class ModelPolicy(Policy):
     The plan is that of transformers' own distribution; accelerate reads `_no_split_modules`.
     """
 
+    @checked
     def __init__(self, model: nn.Module) -> None:
         plan: Any = getattr(model, "_fsdp_plan", None) or {}
         self.classes: list[str] = sorted(getattr(model, "_no_split_modules", None) or ())

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from composable.errors import PolicyError, describe_module
-from composable.policies.base import Policy, Selection, kind_of, not_empty
+from composable.errors import PolicyError, describe_module, kind_of
+from composable.policies.base import Policy, Selection, not_empty
 from composable.policies.rules import CustomPolicy, ModelPolicy, ModuleWrapPolicy, NamePolicy
 
 PolicyLike = (

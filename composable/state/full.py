@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
+from composable.checked import RealDtype, checked
 from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
@@ -38,10 +39,11 @@ _ODD: Final = 6364136223846793005
 SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 
 
+@checked
 def stream_full(
     model: nn.Module,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: RealDtype | None = None,
     since: MutableMapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time.
@@ -213,8 +215,9 @@ def _dtypes_of(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str,
     }
 
 
+@checked
 def full_state_dict(
-    model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None
+    model: nn.Module, *, rank0_only: bool = True, dtype: RealDtype | None = None
 ) -> dict[str, Any]:
     """Gather the whole state dict on the host. All ranks call this together.
 
@@ -252,8 +255,9 @@ def full_state_dict(
 # --- export -------------------------------------------------------------------------------------
 
 
+@checked
 def export(
-    model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    model: nn.Module, folder: str | os.PathLike[str], *, dtype: RealDtype | None = None
 ) -> None:
     """Write whole weights as Hugging Face safetensors.
 

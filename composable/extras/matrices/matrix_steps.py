@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from composable import ShardStepping
+from composable.checked import checked
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.compilation import untraced
@@ -762,6 +763,7 @@ def _refuse_placed_apart(stepped: Sequence[Tensor]) -> None:
 # --- which matrices ------------------------------------------------------------------------------
 
 
+@checked
 def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimizer:
     """Let an optimizer step whole matrices, each on the one rank that owns it.
 
@@ -811,8 +813,6 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
     As the Muons of Moonlight (arXiv 2502.16982) and Dion (arXiv 2504.05295) share their work.
     """
     kind: Any = type(optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(f"{_CALLER}: expected a torch.optim.Optimizer, got {kind.__name__}")
     if isinstance(optimizer, optim.LBFGS) or is_part_of_backward(optimizer):
         raise OptimizerError(
             f"{_CALLER}: {kind.__name__} steps all of its parameters as one, or one by one in"

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable import clip_grad_norm_
+from composable.checked import checked
 from composable.comm import Comm, is_distributed, notification_sum
 from composable.comm.launch import Launch
 from composable.contract.values import parameters_of
@@ -615,6 +616,7 @@ def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
         group.update(option)
 
 
+@checked
 def joinable(model: nn.Module, *others: Any) -> Joinable:
     """Make a model known to torch's `Join`, so that ranks may have different numbers of batches.
 
@@ -667,6 +669,7 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
     return ModelJoinable(models, optimizers, carried)
 
 
+@checked
 @contextmanager
 def join(
     model: nn.Module,

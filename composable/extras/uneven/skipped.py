@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from composable.checked import checked
 from composable.compilation import untraced, unwrapped
 from composable.seams import Driver
 
@@ -13,6 +14,7 @@ T = TypeVar("T")
 
 
 @untraced
+@checked
 def skipped(module: nn.Module, x: T) -> T:
     """Return `x`, and take part in the collectives of `module` without computing it.
 

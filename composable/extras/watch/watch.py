@@ -15,20 +15,20 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from composable.checked import NonNegativeInt, PositiveInt, checked
 from composable.comm import is_distributed
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.tree import names_below
 from composable.errors import (
     AlreadyAnnotatedError,
-    AnnotationError,
     NonFiniteError,
     NotReproducedError,
     RanksDisagreeError,
@@ -58,7 +58,6 @@ logger = logging.getLogger("composable")
 
 VARIABLE: Final = "COMPOSABLE_WATCH"
 AGREE: Final = 100  # steps from one comparison of digests to the next
-_MODES: Final = ("warn", "raise")
 _NEVER: Final = (1 << 62) - 1  # later than every clock
 _LAUNCH: Final = Launch("exchange of what watch has found")
 # A scaler that begins at 2 ** 16 and halves is at 1 by then: infinities are not the scale's.
@@ -70,12 +69,13 @@ _ERRORS: Final[dict[str, type[RuntimeError]]] = {
 }
 
 
+@checked
 def watch(
     model: nn.Module,
-    every: int = 1,
-    on: str = "warn",
+    every: PositiveInt = 1,
+    on: Literal["warn", "raise"] = "warn",
     *,
-    agree: int = AGREE,
+    agree: NonNegativeInt = AGREE,
     folder: str | os.PathLike[str] | None = None,
     repeat: bool = False,
 ) -> Watch:
@@ -129,16 +129,12 @@ def watch(
     Raises:
         NotAnnotatedError: no annotated module in `model`.
         AlreadyAnnotatedError: it is watched already.
-        AnnotationError: `every` is less than 1, or `on` is unknown.
+        ArgumentError: `every` is less than 1, or `on` is unknown.
 
     Example:
         >>> fully_shard(model, policy={Block})
         >>> watch(model, on="raise")
     """
-    if every < 1:
-        raise AnnotationError(f"watch: every must be at least 1, got {every}")
-    if on not in _MODES:
-        raise AnnotationError(f"watch: on must be 'warn' or 'raise', got {on!r}")
     model = unwrapped(model)
     units = units_in(model, caller="watch")
     for unit in units:
