@@ -65,6 +65,9 @@ class Takes(NamedTuple):
     fits: Test | None = None
 
 
+# In `Annotated`: the function that reads the argument checks it, and says more than a type can.
+ELSEWHERE: Final = Takes("anything")
+
 PositiveInt = Annotated[int, Takes("a whole number of at least 1", lambda value: value >= 1)]
 NonNegativeInt = Annotated[int, Takes("a whole number of at least 0", lambda value: value >= 0)]
 PositiveFloat = Annotated[
@@ -166,6 +169,8 @@ def _read(hint: Any) -> _Kind:
 def _narrowed(base: _Kind, takes: Takes | None) -> _Kind:
     if takes is None:
         return base
+    if takes is ELSEWHERE:
+        return _ANYTHING
     fits, more = base.fits, takes.fits
     both = fits if more is None else lambda value: fits(value) and more(value)
     return _Kind(both, takes.words, base.choices)

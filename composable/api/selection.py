@@ -31,7 +31,7 @@ logger = logging.getLogger("composable")
 Ignored = Iterable[Any] | nn.Module | nn.Parameter | str | None
 
 
-def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) -> dict[int, None]:
+def ids_of_ignored(modules: Sequence[nn.Module], ignored: Ignored) -> dict[int, None]:
     """The ids of the parameters that `ignored` stands for: parameters, modules, FQNs and globs.
 
     A name or glob that no parameter has may be of buffers, as in the lists that DDP takes.

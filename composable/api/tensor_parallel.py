@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.mesh import Spread, comms_along, joint_mesh, part_of
-from composable.api.selection import ids_of_ignored
+from composable.api.selection import Ignored, ids_of_ignored
 from composable.checked import checked
 from composable.comm import Comm
 from composable.comm.launch import Launch
@@ -29,7 +28,7 @@ from composable.tensors.dtensors import describe_mesh
 def told_across(
     verb: str,
     modules: Sequence[nn.Module],
-    ignored_params: Iterable[Any] | None,
+    ignored_params: Ignored,
     device: torch.device,
 ) -> Iterator[None]:
     """Around what the ranks of a unit agree on: a failure here is told across parameters' meshes.

@@ -9,7 +9,7 @@ has a record of its own; that call finds its plan in `_planned`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from composable.api import arguments, checks
 from composable.api.accumulation import no_sync
 from composable.api.mesh import Spread, device_of, own_spread, spread_over
-from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
+from composable.api.selection import (
+    Ignored,
+    by_unit,
+    ids_of_ignored,
+    picked_units,
+    refuse_read_by_parent,
+)
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.api.tensor_parallel import forms_of, told_across, told_to
 from composable.checked import check_arguments
@@ -109,7 +115,7 @@ def annotate(
     verb: Verb[..., Unit],
     module: nn.Module | Sequence[nn.Module],
     policy: PolicyLike | None,
-    ignored_params: Iterable[Any] | None,
+    ignored_params: Ignored,
     sync_module_states: str,
     options: dict[str, Any],
 ) -> None:
@@ -175,7 +181,7 @@ def _planned_units(
     of: Verb[..., Unit],
     modules: tuple[nn.Module, ...],
     policy: PolicyLike | None,
-    ignored_params: Iterable[Any] | None,
+    ignored_params: Ignored,
     spread: Spread | None,
     options: dict[str, Any],
 ) -> tuple[list[UnitPlan], list[tuple[Unit, Managed[nn.Parameter]]]]:
