@@ -37,9 +37,11 @@ from composable.contract.naming import (
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
+    ArgumentError,
     ClashError,
     NotAnnotatedError,
     few,
+    kind_of,
 )
 
 # the attribute of a module that holds its records, by the verb's name
@@ -319,6 +321,8 @@ def on_undo(callback: Callback) -> Callback:
         raise AnnotationError(
             "on_undo() was called while no verb is running; call it inside a contract() function"
         )
+    if not callable(callback):  # here, since `checked` would cost as much as many of the calls
+        raise ArgumentError(f"on_undo: callback must be a function, got {kind_of(callback)}")
     running[-1].callbacks.append(callback)
     return callback
 

@@ -97,7 +97,7 @@ def fully_shard(
         module,
         mesh=over,
         reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn or _along_rows,
+        shard_placement_fn=_along_rows if shard_placement_fn is None else shard_placement_fn,
         **options,
     )
     unit: Unit = registry(modules[0])[SHARD].state

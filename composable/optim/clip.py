@@ -40,7 +40,7 @@ from composable.engine.params.param import (
     unit_mesh_of,
 )
 from composable.engine.step.observer import announce
-from composable.errors import ClippingError, NonFiniteError
+from composable.errors import ClippingError, NonFiniteError, kind_of
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.shared import (
     Groups,
@@ -376,7 +376,7 @@ def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
     for each in members.values():
         if not isinstance(each, Tensor):
             raise ClippingError(
-                "clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a"
-                f" {type(each).__name__}. Pass the model, or model.parameters()"
+                "clip_grad_norm_: module must be a module, a tensor or an iterable of tensors, got"
+                f" {kind_of(each)} in it. Pass the model, or model.parameters()"
             )
     return list(members.values())

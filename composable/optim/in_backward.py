@@ -24,7 +24,7 @@ from composable.checked import checked
 from composable.compilation import untraced
 from composable.engine.params.param import STEPPED_BY, label_of
 from composable.engine.step.observer import DECISIONS, HEARERS, Observer
-from composable.errors import OptimizerError, PhaseError
+from composable.errors import OptimizerError, PhaseError, kind_of
 from composable.torch_private import in_backward
 
 _NAME: Final = "apply_optimizer_in_backward"
@@ -274,17 +274,13 @@ def apply_optimizer_in_backward(
             f"{_NAME}: {optimizer_class.__name__} steps all parameters together. Pass a class that"
             " steps each parameter by itself, such as torch.optim.AdamW"
         )
-    given: list[Any] = (
-        [params]
-        if isinstance(params, (nn.Module, Tensor)) or not isinstance(params, Iterable)
-        else list(params)
-    )
+    given: list[Any] = list(params)
     parameters = [each[1] if isinstance(each, tuple) else each for each in given]
     for parameter in parameters:
         if not isinstance(parameter, nn.Parameter):
             raise OptimizerError(
-                f"{_NAME} takes parameters, e.g. model.parameters(), not a"
-                f" {type(parameter).__name__}. Call it once for each parameter group"
+                f"{_NAME}: params must be parameters, e.g. model.parameters(), got"
+                f" {kind_of(parameter)}. Call it once for each parameter group"
             )
         label = label_of(parameter)
         if label is not None and label.form != "at_rest":

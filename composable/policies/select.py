@@ -10,7 +10,7 @@ from torch.distributed.fsdp import wrap as torch_wrap
 
 from composable.checked import ELSEWHERE
 from composable.errors import PolicyError, describe_module, kind_of
-from composable.policies.base import Policy, Selection, not_empty
+from composable.policies.base import Policy, Selection, as_classes, not_empty
 from composable.policies.rules import CustomPolicy, ModelPolicy, ModuleWrapPolicy, NamePolicy
 
 PolicyLike = Annotated[
@@ -34,7 +34,7 @@ def as_policy(value: PolicyLike) -> Policy:
     if isinstance(value, Mapping):
         return NamePolicy(value)
     if isinstance(value, (type, set, frozenset, tuple, list)):
-        return ModuleWrapPolicy(value)
+        return ModuleWrapPolicy(as_classes(value, "policy= takes classes of modules"))
     if isinstance(value, nn.Module):
         return ModelPolicy(value)
     given: Any = value

@@ -37,6 +37,7 @@ from composable.errors import (
     OptimizerError,
     RanksDisagreeError,
     first_line,
+    kind_of,
     unit_name,
     what_is_there,
 )
@@ -864,6 +865,10 @@ def _predicate(optimizer: Optimizer, which: Which) -> Callable[[Tensor], bool]:
     held = {id(parameter) for parameter in parameters_of(optimizer)}
     chosen: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # a copy outlives them
     for each in which:
+        if not isinstance(each, str | Tensor):
+            raise OptimizerError(
+                f"{_CALLER}: which must be names or parameters, got {kind_of(each)} in it"
+            )
         found = named.get(each) if isinstance(each, str) else each
         if found is None or id(found) not in held:
             said = f"'{each}'" if isinstance(each, str) else _name_of(each)
