@@ -70,7 +70,7 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
         from composable import step_on_shards
 
         for optimizer in optimizers.values():
-            step_on_shards(optimizer).remove()
+            step_on_shards(optimizer, enabled=False)
     watch = Stopwatch(device, host=True)
 
     def measure() -> Sample:

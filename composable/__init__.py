@@ -21,7 +21,7 @@ from composable.features import traced as _traced  # noqa: F401  (takes its plac
 from composable.fsdp2 import pipelines as _pipelines  # noqa: F401  (takes its place in the engine)
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
-from composable.optim.shard_steps import ShardStepping, step_on_shards
+from composable.optim.shard_steps import step_on_shards
 from composable.policies import (
     CustomPolicy,
     ModelPolicy,
@@ -31,7 +31,7 @@ from composable.policies import (
     SizePolicy,
 )
 from composable.report import explain as _explain  # noqa: F401  (takes its place in the engine)
-from composable.state.full import export, full_state_dict, stream_full
+from composable.state.full import Streamed, export, full_state_dict, stream_full
 
 if TYPE_CHECKING:
     from composable.api.apply_tp_plan import apply_tp_plan
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from composable.state.host import HostOffload, offload_to_host
     from composable.state.materialize import load, materialize, refresh
     from composable.state.optimizers import rebind_optimizer
-    from composable.state.unsharded import unsharded
+    from composable.state.summon_full_params import summon_full_params
 
 try:
     __version__ = version("torch-composable")
@@ -83,8 +83,8 @@ __all__ = [
     "OptimizerInBackward",
     "PeriodicAverager",
     "Policy",
-    "ShardStepping",
     "SizePolicy",
+    "Streamed",
     "Watch",
     "__version__",
     "apply_optimizer_in_backward",
@@ -123,10 +123,10 @@ __all__ = [
     "step_on_matrices",
     "step_on_shards",
     "stream_full",
+    "summon_full_params",
     "together",
     "traversal",
     "unshard",
-    "unsharded",
     "watch",
 ]
 
@@ -152,7 +152,7 @@ _LAZY = {
     "skipped": "composable.extras.uneven.skipped",
     "step_on_matrices": "composable.extras.matrices.matrix_steps",
     "together": "composable.extras.uneven.together",
-    "unsharded": "composable.state.unsharded",
+    "summon_full_params": "composable.state.summon_full_params",
     "watch": "composable.extras.watch.watch",
 }
 

@@ -6,18 +6,19 @@ They are checked when they are made.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import torch
 from torch import nn
 
 from composable.errors import AnnotationError, did_you_mean
 
-SYNC_MODES: Final = ("check", "broadcast", "off")
+StateSync = Literal["check", "broadcast", "off"]
+SYNC_MODES: Final = get_args(StateSync)
 
-GradReduce = str | float
+GradReduce = Literal["mean", "sum"] | float
 
 
 def divisor_of(verb: str, grad_reduce: object) -> float | None:
@@ -116,14 +117,28 @@ class MixedPrecisionPolicy:
         >>> fully_shard(model, policy={Block}, mp_policy=precision)
     """
 
-    param_dtype: Any = None
-    reduce_dtype: Any = None
-    buffer_dtype: Any = None
-    output_dtype: Any = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | Literal["grad_dtype"] | None = None
+    buffer_dtype: torch.dtype | Mapping[str, torch.dtype] | None = None
+    output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     keep_grads_in_reduce_dtype: bool = False
-    full_precision_classes: Any = ()
-    param_dtype_override_fn: Any = None
+    full_precision_classes: tuple[type[nn.Module], ...] = ()
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+    if TYPE_CHECKING:  # it takes more than the attributes are
+
+        def __init__(
+            self,
+            param_dtype: torch.dtype | str | None = None,
+            reduce_dtype: torch.dtype | str | None = None,
+            buffer_dtype: torch.dtype | str | Mapping[str, torch.dtype | str] | None = None,
+            output_dtype: torch.dtype | str | None = None,
+            cast_forward_inputs: bool = True,
+            keep_grads_in_reduce_dtype: bool = False,
+            full_precision_classes: type[nn.Module] | Iterable[type[nn.Module]] = (),
+            param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):

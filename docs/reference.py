@@ -31,9 +31,10 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Communication hooks": ("register_comm_hook",),
     "State": (
         "materialize",
-        "unsharded",
+        "summon_full_params",
         "full_state_dict",
         "stream_full",
+        "Streamed",
         "offload_to_host",
         "HostOffload",
         "export",
@@ -54,7 +55,6 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),
     "Optimizers": (
         "step_on_shards",
-        "ShardStepping",
         "step_on_matrices",
         "apply_optimizer_in_backward",
         "OptimizerInBackward",

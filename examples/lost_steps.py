@@ -38,7 +38,7 @@ def main():
     model = nn.Sequential(nn.Linear(32, 32), Block(), Block(), nn.Linear(32, 32))
     fully_shard(model, policy={Block})
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    watched = watch(model, on="raise")
+    watched = watch(model, action="raise")
 
     torch.manual_seed(1 + dist.get_rank())
     for step in range(40):
@@ -58,7 +58,7 @@ def main():
         if step % 10 == 9:
             say(f"step {step + 1:2}: loss {loss.item():.3f}")
     say(describe(model))
-    watched.close()
+    watched.remove()
     dist.destroy_process_group()
 
 

@@ -83,7 +83,7 @@ def test_methods_and_properties_are_among_what_is_checked() -> None:
     for name in (
         "OptimizerInBackward.step",
         "OptimizerInBackward.remove",
-        "ShardStepping.remove",
+        "HostOffload.restore",
         "Policy.select",
     ):
         assert name in METHODS

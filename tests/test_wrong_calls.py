@@ -115,8 +115,8 @@ class World:
         composable.fully_shard(self.model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=names))
         self.plain = self.new()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.ema = composable.EMA(self.model, 0.9)
-        self.averager = composable.PeriodicAverager(self.model, 2)
+        self.ema = composable.EMA(self.model, decay=0.9)
+        self.averager = composable.PeriodicAverager(self.model, period=2)
         self.mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         # what has one of these kinds, by the names that `_atoms` gives them
         self.pool: dict[str, tuple[Any, set[str]]] = {

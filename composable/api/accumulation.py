@@ -29,7 +29,7 @@ _LEVELS: Final[dict[Level, SyncMode]] = {"all": SyncMode.HOLD, "replicate": Sync
 
 @checked
 @contextmanager
-def no_sync(model: nn.Module, *, enabled: bool = True, level: Level = "all") -> Iterator[None]:
+def no_sync(module: nn.Module, *, enabled: bool = True, level: Level = "all") -> Iterator[None]:
     """Let backwards inside the scope accumulate gradients on each rank.
 
     The first backward outside of the scope reduces the sum. Gradients of several micro-batches are
@@ -46,13 +46,13 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: Level = "all") -> 
     incomplete. On one rank without a process group nothing is accumulated apart.
 
     Args:
-        model: an annotated module, or one that contains some; of units elsewhere nothing changes.
+        module: an annotated module, or one that contains some; of units elsewhere nothing changes.
         enabled: False reduces in every backward, as without a scope.
         level: "all", or "replicate" for hybrid sharding: gradients are reduce-scattered in every
             backward, and the all-reduce over the replicas waits.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         ArgumentError: there is no such level.
 
     Example:
@@ -63,7 +63,7 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: Level = "all") -> 
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    units = units_in("no_sync", model)
+    units = units_in("no_sync", module)
     scope = object()
     try:
         for unit in units:
@@ -77,17 +77,17 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: Level = "all") -> 
 
 @untraced
 @checked
-def reduce_gradients(model: nn.Module) -> None:
+def reduce_gradients(module: nn.Module) -> None:
     """Reduce the gradients accumulated on each rank under `no_sync`, without another backward.
 
     All ranks call it together, outside of forward and backward, after the same backwards.
 
     Args:
-        model: an annotated module, or one that contains some. All units of the model that it is
+        module: an annotated module, or one that contains some. All units of the model that it is
             called in are reduced; other models keep what they accumulated.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: a forward or a backward is under way.
 
     Example:
@@ -97,7 +97,7 @@ def reduce_gradients(model: nn.Module) -> None:
         >>> reduce_gradients(model)
         >>> optimizer.step()
     """
-    launch_reductions(model)()
+    launch_reductions(module)()
 
 
 @untraced

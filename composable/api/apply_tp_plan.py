@@ -8,7 +8,7 @@ the layers of one model in a method that is not public. Checked on transformers 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +19,7 @@ from composable.api.sync_module_states import failures_told, refuse_unknown_mode
 from composable.checked import checked
 from composable.comm import comm_of
 from composable.comm.mesh_info import communication_device
+from composable.config import StateSync
 from composable.contract.contract import registry
 from composable.contract.tree import REPLICATE, SHARD, managed_buffers, managed_parameters
 from composable.errors import AnnotationError
@@ -26,22 +27,24 @@ from composable.features.packed import is_packed
 
 _NAME: Final = "apply_tp_plan"
 
+M = TypeVar("M", bound=nn.Module)
+
 
 @checked
 def apply_tp_plan(
-    model: nn.Module,
+    module: M,
     mesh: DeviceMesh,
     *,
     experts: bool = False,
-    sync_module_states: str = "check",
-) -> nn.Module:
+    sync_module_states: StateSync = "check",
+) -> M:
     """Make a model of transformers tensor parallel, in place, by the plan of its configuration.
 
     `fully_shard` or `replicate` over other dimensions of the same mesh then does the rest. Ranks of
     `mesh` get the same rows. All of them call this together, before they annotate.
 
     Args:
-        model: of transformers 5, the same on all ranks of `mesh`, of which each keeps its part; or
+        module: of transformers 5, the same on all ranks of `mesh`, of which each keeps its part; or
             on the meta device.
         mesh: of one dimension, such as `mesh["tp"]`.
         experts: each rank has whole experts (`ep_plan`), and sums are taken over all ranks, in
@@ -50,7 +53,7 @@ def apply_tp_plan(
             "broadcast" copies those of the first rank, "off" compares none.
 
     Returns:
-        `model`.
+        `module`.
 
     Raises:
         AnnotationError: the model has no such plan, or is annotated already; the mesh has several
@@ -69,33 +72,33 @@ def apply_tp_plan(
             f"apply_tp_plan: mesh must have one dimension, and {mesh!r} has {mesh.ndim}. Pass a"
             " slice, mesh['tp']"
         )
-    comm = comm_of(mesh.get_group(), communication_device(mesh, device_of((model,))))
+    comm = comm_of(mesh.get_group(), communication_device(mesh, device_of((module,))))
     with failures_told(_NAME, comm):
         refuse_unknown_mode(sync_module_states)
-        tp_plan, ep_plan = _plans_for(model, experts=experts)
-    parameters, buffers = managed_parameters((model,), ignored={}), managed_buffers((model,))
+        tp_plan, ep_plan = _plans_for(module, experts=experts)
+    parameters, buffers = managed_parameters((module,), ignored={}), managed_buffers((module,))
     treatment = [f"experts={experts}"] * len(parameters)
     synchronise(_NAME, comm, sync_module_states, parameters, buffers, treatment)
     # the other names of tied weights are none of a parameter
-    there = {name for name, _ in (*model.named_parameters(), *model.named_modules())}
-    whole: Any = model
+    there = {name for name, _ in (*module.named_parameters(), *module.named_modules())}
+    whole: Any = module
     tp_plan, ep_plan = (
         {name: how for name, how in whole._expand_parallel_plan(plan).items() if name in there}
         for plan in (tp_plan, ep_plan)
     )
     if not tp_plan and not ep_plan:
         raise AnnotationError(
-            f"apply_tp_plan: no module of the plan is in this {type(model).__name__}. Pass the"
+            f"apply_tp_plan: no module of the plan is in this {type(module).__name__}. Pass the"
             " model of transformers itself, before others are put around it"
         )
     distributed = "transformers.distributed"
-    import_module(f"{distributed}.tensor_parallel").apply_tensor_parallelism(model, mesh, tp_plan)
+    import_module(f"{distributed}.tensor_parallel").apply_tensor_parallelism(module, mesh, tp_plan)
     if experts:
         import_module(f"{distributed}.expert_parallel").apply_expert_parallelism(
-            model, mesh, mesh, ep_plan, ep_implementation="all_reduce"
+            module, mesh, mesh, ep_plan, ep_implementation="all_reduce"
         )
     whole.tie_weights()
-    return model
+    return module
 
 
 def _plans_for(model: nn.Module, *, experts: bool) -> tuple[dict[str, str], dict[str, str]]:

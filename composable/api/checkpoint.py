@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Literal
-
-from torch import nn
+from typing import Final, Literal
 
 from composable.api.brackets import annotate_each
 from composable.checked import checked
-from composable.contract.contract import contract
+from composable.contract.contract import Target, contract
 from composable.errors import AnnotationError
 from composable.features.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.policies import PolicyLike
@@ -27,7 +24,7 @@ _EQUIVALENTS: Final = {
 @contract(equivalents=_EQUIVALENTS, only_submodules_with="policy")
 @checked
 def checkpoint(
-    module: nn.Module | Sequence[nn.Module],
+    module: Target,
     *,
     policy: PolicyLike | None = None,
     preserve_rng_state: bool = True,
@@ -35,7 +32,7 @@ def checkpoint(
     determinism_check: Literal["default", "none"] = "default",
     debug: bool = False,
     early_stop: bool = True,
-) -> Any:
+) -> Target:
     """Drop the activations of `module` after forward and compute them again in backward, in place.
 
     With a policy only the modules that it picks are annotated, not `module`. Together with

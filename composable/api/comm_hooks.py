@@ -80,8 +80,8 @@ class CommHookHandle:
 @checked
 def register_comm_hook(
     module: nn.Module | Sequence[nn.Module],
+    state: Any,
     hook: Hook,
-    state: Any = None,
     *,
     stage: str | None = None,
 ) -> CommHookHandle:
@@ -119,9 +119,9 @@ def register_comm_hook(
     Args:
         module: a replicated or a fully sharded module, or a list that was annotated as one. The
             hook is for its unit, and for those of the same verb inside.
+        state: the hook's first argument, or None. One state is for one registration, if it
+            remembers something by `bucket.index()`.
         hook: what reduces. The same on all ranks.
-        state: its first argument. One state is for one registration, if it remembers something by
-            `bucket.index()`.
         stage: of the reduction. Replicated gradients have one stage, "all_reduce", and so do
             sharded ones, "reduce_scatter": leave it out there. Hybrid sharding has both, so say
             which one.
@@ -143,9 +143,9 @@ def register_comm_hook(
 
     Example:
         >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-        >>> handle = register_comm_hook(model, bf16_compress_hook)
+        >>> handle = register_comm_hook(model, None, bf16_compress_hook)
 
-    After `DistributedDataParallel.register_comm_hook`, which takes `state` first.
+    After `DistributedDataParallel.register_comm_hook`.
     """
     modules = modules_of(_VERB, module)
     annotation = annotation_of(modules[0])
@@ -178,7 +178,7 @@ def register_comm_hook(
         if not callable(hook):
             raise AnnotationError(
                 f"{_VERB}: a hook is called as hook(state, bucket), and {name} cannot be called. It"
-                " stands before its state: register_comm_hook(module, hook, state)"
+                " stands after its state: register_comm_hook(module, state, hook)"
             )
         if inside.startswith(_FSDP1):
             raise AnnotationError(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
-from torch import nn
-
 from composable.api.arguments import MixedPrecision, Offload, Placement
-from composable.api.mesh import Mesh, spread_of_dims
+from composable.api.mesh import Mesh, MeshDims, spread_of_dims
 from composable.api.selection import Ignored
 from composable.api.units import annotate
 from composable.checked import NonNegativeInt
-from composable.config import GradReduce
-from composable.contract.contract import contract
+from composable.config import GradReduce, StateSync
+from composable.contract.contract import Target, contract
 from composable.engine.edits.removal import before_removal
 from composable.engine.step.unit import Unit
 from composable.policies import PolicyLike
@@ -59,7 +56,7 @@ _EQUIVALENTS: Final = {
     equivalents=_EQUIVALENTS,
 )
 def fully_shard(
-    module: nn.Module | Sequence[nn.Module],
+    module: Target,
     *,
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
@@ -70,9 +67,9 @@ def fully_shard(
     shard_placement_fn: Placement | None = None,
     grad_reduce: GradReduce = "mean",
     ignored_params: Ignored = (),
-    sync_module_states: str = "check",
-    dp_mesh_dims: Any = None,
-) -> Any:
+    sync_module_states: StateSync = "check",
+    dp_mesh_dims: MeshDims | None = None,
+) -> Target:
     """Shard the parameters, gradients and optimizer state of `module` over a mesh, in place.
 
     Every rank of the mesh keeps 1/n of each parameter, as a `DTensor` under its old name. Before

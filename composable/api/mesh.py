@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
@@ -77,6 +77,20 @@ class Spread:
     def num_shards(self) -> int:
         """How many ranks shard together."""
         return self.mesh.size(self.shard_dim)
+
+
+class MeshDims(Protocol):
+    """Which dimensions of a mesh are data parallel: torch's `DataParallelMeshDims`, or alike."""
+
+    @property
+    def shard(self) -> str | tuple[str, ...] | None:
+        """Those to shard over."""
+        ...
+
+    @property
+    def replicate(self) -> str | tuple[str, ...] | None:
+        """Those to replicate over."""
+        ...
 
 
 Mesh = (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
 from composable.api.brackets import annotate_each
 from composable.checked import NonNegativeInt, checked
-from composable.contract.contract import contract
+from composable.contract.contract import Target, contract
 from composable.contract.naming import known_fqn
 from composable.errors import describe_module
 from composable.features.activations import OffloadBracket
@@ -31,12 +30,12 @@ _EQUIVALENTS: Final = {
 @contract(equivalents=_EQUIVALENTS, only_submodules_with="policy")
 @checked
 def offload_activations(
-    module: nn.Module | Sequence[nn.Module],
+    module: Target,
     *,
     policy: PolicyLike | None = None,
     min_bytes: NonNegativeInt = MIN_BYTES,
     pin_memory: bool = True,
-) -> Any:
+) -> Target:
     """Keep the tensors that `module` saves for backward in the host's memory, in place.
 
     They are there until backward needs them. Each tensor is copied to the host while forward goes

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
-from torch import nn
 from torch.distributed import fsdp
 
 from composable.api.arguments import MixedPrecision
-from composable.api.mesh import Mesh, spread_of_dims
+from composable.api.mesh import Mesh, MeshDims, spread_of_dims
 from composable.api.selection import Ignored
 from composable.api.units import annotate
 from composable.checked import PositiveFloat
-from composable.config import GradReduce
-from composable.contract.contract import contract
+from composable.config import GradReduce, StateSync
+from composable.contract.contract import Target, contract
 from composable.engine.edits.removal import before_removal
 from composable.engine.step.unit import Unit
 from composable.errors import UnknownArgumentError
@@ -54,7 +52,7 @@ _EQUIVALENTS: Final = {
     equivalents=_EQUIVALENTS,
 )
 def replicate(
-    module: nn.Module | Sequence[nn.Module],
+    module: Target,
     *,
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
@@ -63,11 +61,11 @@ def replicate(
     mp_policy: MixedPrecision = None,
     grad_reduce: GradReduce = "mean",
     ignored_params: Ignored = (),
-    sync_module_states: str = "broadcast",
+    sync_module_states: StateSync = "broadcast",
     broadcast_buffers: bool = True,
     offload_policy: fsdp.OffloadPolicy | None = None,
-    dp_mesh_dims: Any = None,
-) -> Any:
+    dp_mesh_dims: MeshDims | None = None,
+) -> Target:
     """Keep a copy of `module` on every rank and average the gradients during backward, in place.
 
     Parameters stay plain tensors, unless an annotation on this module or above covers sharded

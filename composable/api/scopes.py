@@ -88,7 +88,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     Until `reshard(module)`, modules hold whole plain parameters. A forward with gradients, or a
     backward, in between uses these parameters, and reshards them as usual; forwards without
     gradients keep them. All ranks call this together. What is written to unsharded parameters is
-    lost when they are resharded; edit them inside `unsharded(module)`.
+    lost when they are resharded; edit them inside `summon_full_params(module)`.
 
     Args:
         module: an annotated module, or one that contains some.
@@ -160,12 +160,12 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     whole parameters in forwards of their units only, because `zero_grad` and clipping look for
     gradients at the sharded ones.
 
-    Parameters that an optimizer, an average, `unsharded`, `EMA.swap` or a loaded state dict changes
-    inside the scope are gathered again at once, and modules go on holding whole ones. Those that an
-    operator changes are gathered again as their units are called. Writes that may be one rank's
-    alone (to a local tensor, `parameter.data`, NumPy) are not followed: call `reshard(module)`
-    after them, on every rank. What is written to whole parameters is lost when they are resharded;
-    edit them inside `unsharded(module)`.
+    Parameters that an optimizer, an average, `summon_full_params`, `EMA.swap` or a loaded state
+    dict changes inside the scope are gathered again at once, and modules go on holding whole ones.
+    Those that an operator changes are gathered again as their units are called. Writes that may be
+    one rank's alone (to a local tensor, `parameter.data`, NumPy) are not followed: call
+    `reshard(module)` after them, on every rank. What is written to whole parameters is lost when
+    they are resharded; edit them inside `summon_full_params(module)`.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.

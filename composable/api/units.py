@@ -358,6 +358,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     low, hooks = spec.mp_policy.param_dtype, StateDictHooks(unit)
     unit.initialize(spec, HEARS, hooks.watch)
     for exact in arguments.exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
+        assert low is not None
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
     # State dicts have buffers of modules without parameters, too.

@@ -183,20 +183,6 @@ class Annotation:
                 else:
                     vars(other).pop(_RECORDS, None)
 
-    def remove_from(self, module: nn.Module) -> None:
-        """`remove`: call `before_removal`, which may refuse, then undo."""
-        if self.copied:
-            raise AnnotationError(
-                f"{self.name} cannot be removed from a copy of a module. Remove it before copying"
-            )
-        states: dict[Callable[[list[Any]], object], list[Any]] = {}
-        for record in self.records():
-            if record.before_removal is not None:
-                states.setdefault(record.before_removal, []).append(record.state)
-        for before_removal, asked in states.items():
-            before_removal(asked)
-        self.undo_on(module)
-
     def __getstate__(self) -> _State:
         return self.name, _in_words(self.kwargs), self.call_site, self.state, self.fqn
 
@@ -340,36 +326,49 @@ def drop_attribute(module: nn.Module, name: str) -> None:
 
 
 @checked
-def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
-    """Undo an annotation: what the verb did is undone, its hooks and its record are gone.
+def remove(module: Target, annotation: Verb[..., Any] | str | None = None) -> Target:
+    """Undo annotations: what the verbs did is undone, their hooks and records are gone.
 
-    Annotations that the verb made on submodules, as with a policy, are removed too. Of modules that
-    were annotated as one, any may be given. If a part of the undoing raises, the rest is done
-    nevertheless.
+    Without a verb, all annotations of `module` and of the modules below are removed. With one, its
+    annotation of `module` is removed, and those that the verb made on submodules, as with a policy.
+    Of modules that were annotated as one, any may be given. If a part of the undoing raises, the
+    rest is done nevertheless.
 
     Args:
         module: the annotated module, or list of modules.
-        annotation: the verb or its name.
+        annotation: the verb or its name. None: all verbs.
 
     Returns:
         `module`.
 
     Raises:
-        NotAnnotatedError: `module` has no such annotation.
+        NotAnnotatedError: `module` has no such annotation, or neither it nor a module below has
+            any.
         AnnotationError: a verb is running, or `module` is a copy whose record cannot be undone (see
             `Annotation`).
 
     Example::
 
-        >>> remove(model, fully_shard)   # every rank has the full, plain parameters again
+        >>> remove(model)   # every rank has the full, plain parameters again
     """
-    name = annotation if isinstance(annotation, str) else annotation.__name__
+    name = annotation.__name__ if callable(annotation) else annotation
     if running := _running.get():
         raise AnnotationError(
-            f"remove(..., {name}) was called while {running[-1].name} is being applied. Remove"
-            " first, then annotate"
+            f"remove() was called while {running[-1].name} is being applied. Remove first, then"
+            " annotate"
         )
-    first = modules_of("remove", module)[0]
+    given = modules_of("remove", module)
+    if name is None:
+        below = [each for top in given for each in top.modules()]
+        # the last one first: it may have been made on top of the others
+        found = [(each, record) for each in below for record in [*records_of(each).values()][::-1]]
+        if not found:
+            raise NotAnnotatedError(
+                f"remove: {module_name(given[0])} has no annotation, and no module below has one"
+            )
+        _undo_all(found)
+        return module
+    first = given[0]
     record = records_of(first).get(name)
     if record is None:
         present = [
@@ -377,8 +376,26 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
         ]
         there = f"what is there: {few(present)}" if present else "nothing was"
         raise NotAnnotatedError(f"{name} was not applied to {module_name(first)}; {there}")
-    record.remove_from(first)
+    _undo_all([(first, record)])
     return module
+
+
+def _undo_all(found: Sequence[tuple[nn.Module, Annotation]]) -> None:
+    """Call `before_removal`, which may refuse, then undo these annotations, the first one first."""
+    for _, record in found:
+        if record.copied:
+            raise AnnotationError(
+                f"{record.name} cannot be removed from a copy of a module. Remove it before copying"
+            )
+    states: dict[Callable[[list[Any]], object], list[Any]] = {}
+    for record in {id(r): r for _, outer in found for r in outer.records()}.values():
+        if record.before_removal is not None:
+            states.setdefault(record.before_removal, []).append(record.state)
+    for before_removal, asked in states.items():
+        before_removal(asked)
+    with ExitStack() as stack:
+        for module, record in reversed(found):
+            stack.callback(record.undo_on, module)
 
 
 # --- verbs --------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ _LEFT_ALONE: Final = (
 
 
 class Installation:
-    """What `install` returns."""
+    """What `install` returns. As a context manager it removes itself at the end of its body."""
 
     def __init__(self) -> None:
         # modules that import from composable.fsdp2 by themselves
@@ -47,6 +47,12 @@ class Installation:
             back = {id(ours): torchs for torchs, ours in _PAIRS}
             names = [name for name in _modules_with(back) if name not in self._have_ours]
             exchange_in_modules(names, back)
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 _installed: Installation | None = None

@@ -497,7 +497,7 @@ _NO_EFFECT: Final = {
 }
 _REFUSED: Final = {
     "set_all_reduce_hook": (
-        "composable.register_comm_hook(module, hook) takes a hook that reduces gradients itself"
+        "composable.register_comm_hook(module, state, hook) takes what reduces gradients itself"
     ),
     "set_keep_unsharded_storage": (
         "reshard_after_forward=False keeps parameters until backward is done"

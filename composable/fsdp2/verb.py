@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from composable.api import fully_shard as composables
 from composable.api.arguments import Placement
-from composable.api.mesh import Mesh, Spread
+from composable.api.mesh import Mesh, MeshDims, Spread
 from composable.api.replicate import replicate
 from composable.api.scopes import register_forward_method
 from composable.checked import checked
@@ -38,7 +38,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: MeshDims | None = None,
 ) -> Target:
     """Shard a module as `composable.fully_shard` does, called as torch's `fully_shard` is.
 

@@ -61,7 +61,7 @@ _HALF: Final = (torch.float16, torch.bfloat16)
 @checked
 @torch.no_grad()
 def clip_grad_norm_(
-    model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    module: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float | Tensor,
     norm_type: float = 2.0,
     *,
@@ -80,7 +80,7 @@ def clip_grad_norm_(
     Units on a part of the ranks of the model (experts) count once per part.
 
     Args:
-        model_or_parameters: a module, a tensor, or an iterable of tensors.
+        module: a module, a tensor, or an iterable of tensors.
         max_norm: the largest norm that gradients have afterwards.
         norm_type: the order of the norm: positive, or inf for the largest absolute value.
         error_if_nonfinite: raise if the norm is infinite or NaN, on all ranks alike and before
@@ -121,7 +121,7 @@ def clip_grad_norm_(
             "clip_grad_norm_: pp_group must be that of the pipeline that this rank is a stage of."
             ' Of a mesh, pass mesh["pp"].get_group()'
         )
-    parameters = _parameters_of(model_or_parameters)
+    parameters = _parameters_of(module)
     if (name := stepped_in_backward(parameters)) is not None:
         raise ClippingError(
             f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), before"

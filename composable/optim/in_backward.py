@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Self
 from weakref import WeakSet, ref
 
 import torch
@@ -67,12 +67,20 @@ class OptimizerInBackward(Optimizer):
             setattr(parameter, STEPPED_BY, _Kept(self))
 
     def call_after_steps(self, call: Callable[[], object]) -> Callable[[], object]:
-        """See `after_step`; returns what ends it."""
+        """See `after_step`; returns what ends it.
+
+        Args:
+            call: is called after each step.
+        """
         self.after_step.append(call)
         return partial(self.after_step.remove, call)
 
     def on_gradient(self, parameter: Tensor) -> None:
-        """Step the parameter, whose reduced gradient is there, and free the gradient."""
+        """Step the parameter, whose reduced gradient is there, and free the gradient.
+
+        Args:
+            parameter: one of the optimizer's.
+        """
         if id(parameter) not in self.ids:
             _refuse_replaced(parameter)
         if parameter.grad is not None:
@@ -123,6 +131,12 @@ class OptimizerInBackward(Optimizer):
         for parameter in self.param_groups[0]["params"]:
             vars(parameter).pop(STEPPED_BY, None)
         _alive.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the first one.

@@ -240,7 +240,7 @@ def _placed(value: Any, former: Any, key: str, parameter: Tensor, stepped: Tenso
     raise OptimizerError(
         f"step_on_shards: the optimizer keeps '{key}' of shape {tuple(value.shape)} as state of a"
         " parameter, which is neither one value per element nor one number; so it does not step"
-        " element by element. Call remove() on what step_on_shards returned, and make a new"
+        " element by element. Call step_on_shards(optimizer, enabled=False), and make a new"
         " optimizer"
     )
 
@@ -315,7 +315,9 @@ class ShardStepping(Stepping):
 
 
 @checked
-def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardStepping:
+def step_on_shards(
+    optimizer: Optimizer, *, enabled: bool = True, elementwise: bool = False
+) -> None:
     """Let an optimizer step the local shards of its parameters, with the same results.
 
     A step on DTensors costs the host some 20 us for every operation on every parameter. An
@@ -324,20 +326,18 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
     as DTensors, as before. Parameters that are not DTensors are stepped as they are.
 
     The optimizers listed below do so from their first step of sharded parameters;
-    `step_on_shards(optimizer).remove()`, at any time, makes one step DTensors as torch does. Call
-    it for an optimizer that is not listed, or after `remove`. Copies step as what they are of.
+    `step_on_shards(optimizer, enabled=False)`, at any time, makes one step DTensors as torch does,
+    and its state stays where it is. Call it for an optimizer that is not listed, or to turn that on
+    again. Copies step as what they are of.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop or Rprop
             of `torch.optim`, in any implementation (`foreach`, `fused`, `capturable`), or a
             subclass that leaves `step` alone.
+        enabled: False lets the optimizer step DTensors from now on.
         elementwise: you vouch for an optimizer that is not on this list: it evaluates the closure
             first, then reads `param_groups`, and updates each element from that element of the
             parameter, of its gradient and of its state alone, and from numbers.
-
-    Returns:
-        What undoes it: `.remove()`. Calling `step_on_shards` twice on one optimizer returns the
-        same.
 
     Raises:
         OptimizerError: the optimizer does not step element by element, or is not known, or is
@@ -350,6 +350,17 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
     """
     kind: Any = type(optimizer)
     name = kind.__name__
+    stepping = STEPPINGS.get(optimizer)
+    if stepping is not None and not isinstance(stepping, ShardStepping):
+        raise OptimizerError(
+            f"step_on_shards: this {name} steps whole matrices (step_on_matrices), and what is no"
+            " matrix on its shards. Leave step_on_shards out"
+        )
+    if not enabled:
+        if stepping is not None:
+            stepping.remove()
+        STEPPINGS[optimizer] = None
+        return
     for base in kind.__mro__:
         if base.__name__ in _WHOLE and base.__module__.startswith("torch.optim"):
             raise OptimizerError(
@@ -368,15 +379,8 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
             " local tensors would be missing from. Leave step_on_shards out, or"
             " differentiable=True"
         )
-    stepping = STEPPINGS.get(optimizer)
-    if isinstance(stepping, ShardStepping):
-        return stepping
-    if stepping is not None:
-        raise OptimizerError(
-            f"step_on_shards: this {name} steps whole matrices (step_on_matrices), and what is no"
-            " matrix on its shards. Leave step_on_shards out"
-        )
-    return ShardStepping(optimizer)
+    if stepping is None:
+        ShardStepping(optimizer)
 
 
 def step_on_shards_unasked(optimizer: Optimizer) -> bool:

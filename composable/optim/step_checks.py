@@ -98,7 +98,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for unit in units:
         if unit.asleep:
             raise OptimizerError(
-                f"{step}: unit '{unit.name}' rests on the host since offload_to_host. Call wake()"
+                f"{step}: unit '{unit.name}' rests on the host since offload_to_host."
+                " Call restore()"
                 " on what that returned first"
             )
     refuse_split(step, units)

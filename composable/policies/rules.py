@@ -80,7 +80,8 @@ class CustomPolicy(Policy):
     """
 
     def __init__(self, decide: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        if not callable(decide) or isinstance(decide, nn.Module):
+        given: Any = decide
+        if not callable(given) or isinstance(given, nn.Module):
             raise PolicyError(
                 f"CustomPolicy: decide must be a function of a module, got {kind_of(decide)}"
             )
@@ -276,7 +277,7 @@ class ModelPolicy(Policy):
     module whose parameters are also registered outside of it (tied embeddings) is left to it, too.
 
     Args:
-        model: the model that says it. It may be inside of the one that is annotated.
+        module: the model that says it. It may be inside of the one that is annotated.
 
     Raises:
         PolicyError: the model says nothing; in `select`, when nothing that it names is there.
@@ -290,20 +291,20 @@ class ModelPolicy(Policy):
     """
 
     @checked
-    def __init__(self, model: nn.Module) -> None:
-        plan: Any = getattr(model, "_fsdp_plan", None) or {}
-        self.classes: list[str] = sorted(getattr(model, "_no_split_modules", None) or ())
+    def __init__(self, module: nn.Module) -> None:
+        plan: Any = getattr(module, "_fsdp_plan", None) or {}
+        self.classes: list[str] = sorted(getattr(module, "_no_split_modules", None) or ())
         # transformers' base class has the attribute, which is None where a model does not fill it
         self.layers: list[nn.Module] = []
-        if not (plan or self.classes) and hasattr(model, "_no_split_modules"):
-            self.layers = [each for alike in layers_in_lists(model).values() for each in alike]
+        if not (plan or self.classes) and hasattr(module, "_no_split_modules"):
+            self.layers = [each for alike in layers_in_lists(module).values() for each in alike]
         if not isinstance(plan, Mapping) or not (plan or self.classes or self.layers):
             raise PolicyError(
-                f"policy= got {describe_module(model)}, which does not say what its units are: it"
+                f"policy= got {describe_module(module)}, which does not say what its units are: it"
                 " has no _no_split_modules and no _fsdp_plan, as models of transformers have."
                 " Pass the class of its layers, policy={Block}"
             )
-        self.model = model
+        self.model = module
         self.names = [name for name, how in plan.items() if how != "keep_full_weight"]
 
     @override

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -39,12 +40,28 @@ _ODD: Final = 6364136223846793005
 SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 
 
+@dataclass(slots=True)
+class Streamed:
+    """What `stream_full(since=)` has yielded, so that it can leave out what is unchanged.
+
+    Args:
+        checksums: by FQN, of this rank's part of each tensor as it was yielded.
+
+    Example:
+        >>> seen = Streamed()
+        >>> for fqn, tensor in stream_full(model, since=seen):
+        ...     engine.load_weight(fqn, tensor)
+    """
+
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
 @checked
 def stream_full(
-    model: nn.Module,
+    module: nn.Module,
     *,
     dtype: RealDtype | None = None,
-    since: MutableMapping[str, int] | None = None,
+    since: Streamed | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time.
 
@@ -54,30 +71,30 @@ def stream_full(
     to it.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         dtype: cast floating-point tensors to it.
-        since: a dict that the caller keeps, at first empty. Tensors are left out that are on every
-            rank as they were when they were last yielded with this dict. It gets checksums of the
-            shards, so that writes of any kind are seen; all ranks find the same.
+        since: a `Streamed()` that the caller keeps. Tensors are left out that are on every rank as
+            they were when they were last yielded with it. It keeps checksums of the shards, so that
+            writes of any kind are seen; all ranks find the same.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward.
         RanksDisagreeError: groups of ranks hold different values of a parameter under one name
             (experts that are plain tensors on meshes of their own).
 
     Example:
-        >>> seen = {}
+        >>> seen = Streamed()
         >>> for fqn, tensor in stream_full(model, dtype=torch.bfloat16, since=seen):
         ...     engine.load_weight(fqn, tensor)
     """
-    units, state, _ = _state_of("stream_full", model)
+    units, state, _ = _state_of("stream_full", module)
     tensors = _tensors_in(state, {})
     dtypes = _dtypes_of(state, dtype)
     if since is None:
         return _stream(tensors, dtypes)
     sums = _checksums(tensors)
-    moved = [int(since.get(fqn) != sums[fqn]) for fqn in tensors]
+    moved = [int(since.checksums.get(fqn) != sums[fqn]) for fqn in tensors]
     for comm in comms_of_model(units):
         _, moved = comm.min_max(moved, Launch("exchange of which tensors changed"))
     return _stream(dict(compress(tensors.items(), moved)), dtypes, sums, since)
@@ -188,14 +205,14 @@ def _stream(
     tensors: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
     sums: Mapping[str, int] | None = None,
-    since: MutableMapping[str, int] | None = None,
+    since: Streamed | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     for fqn, tensor in tensors.items():
         whole = whole_of(tensor) if isinstance(tensor, DTensor) else tensor
         yield fqn, whole if fqn not in dtypes else whole.to(dtypes[fqn])
         del whole
         if sums is not None and since is not None:
-            since[fqn] = sums[fqn]  # the caller has used it
+            since.checksums[fqn] = sums[fqn]  # the caller has used it
 
 
 def _dtypes_of(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -217,12 +234,12 @@ def _dtypes_of(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str,
 
 @checked
 def full_state_dict(
-    model: nn.Module, *, rank0_only: bool = True, dtype: RealDtype | None = None
+    module: nn.Module, *, rank0_only: bool = True, dtype: RealDtype | None = None
 ) -> dict[str, Any]:
     """Gather the whole state dict on the host. All ranks call this together.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         rank0_only: only the first rank of the model's mesh has it; the others get an empty dict,
             and hold one tensor at a time meanwhile.
         dtype: cast floating-point tensors to it.
@@ -232,7 +249,7 @@ def full_state_dict(
         holds. Loads into a plain model, and into one that is annotated in any way.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward.
         RanksDisagreeError: groups of ranks hold different values of a parameter under one name
             (experts that are plain tensors on meshes of their own).
@@ -242,7 +259,7 @@ def full_state_dict(
         >>> if rank == 0:
         ...     torch.save(state, "model.pt")
     """
-    units, state, tied = _state_of("full_state_dict", model)
+    units, state, tied = _state_of("full_state_dict", module)
     keep = not rank0_only or not any(comm.rank for comm in comms_of_model(units))
     full = dict(state)  # in its order
     for fqn, whole in _stream(_tensors_in(state, tied), _dtypes_of(state, dtype)):
@@ -257,7 +274,7 @@ def full_state_dict(
 
 @checked
 def export(
-    model: nn.Module, folder: str | os.PathLike[str], *, dtype: RealDtype | None = None
+    module: nn.Module, folder: str | os.PathLike[str], *, dtype: RealDtype | None = None
 ) -> None:
     """Write whole weights as Hugging Face safetensors.
 
@@ -268,13 +285,13 @@ def export(
     of 1 to 5 GiB, one after another, on the host.
 
     Args:
-        model: an annotated module, or one that contains some. A `config` with `save_pretrained` is
+        module: an annotated module, or one that contains some. A `config` with `save_pretrained` is
             written as well.
         folder: on a file system that all ranks see; new or empty.
         dtype: cast floating-point tensors to it.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward.
         AnnotationError: a whole tensor is no plain one (4-bit weights), and `dtype` is not given.
         FileExistsError: there is something in `folder`.
@@ -292,7 +309,7 @@ def export(
         raise ImportError(
             "export needs the package safetensors: pip install 'torch-composable[export]'"
         ) from error
-    units, state, tied = _state_of("export", model)
+    units, state, tied = _state_of("export", module)
     comm, *across = comms = comms_of_model(units)
     rank, ranks = comm.rank, comm.size
     writes = not any(each.rank for each in across)  # tensor-parallel ranks gather, and one writes
@@ -345,7 +362,7 @@ def export(
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
             text = json.dumps(index, indent=2) + "\n"
             (partial / "model.safetensors.index.json").write_text(text)
-        config: Any = getattr(unwrapped(model), "config", None)
+        config: Any = getattr(unwrapped(module), "config", None)
         if hasattr(config, "save_pretrained"):
             config.save_pretrained(partial)
         partial.rename(target)

@@ -28,21 +28,21 @@ class HostOffload:
     """What `offload_to_host` returns: a model that rests on the host. A context manager, too.
 
     Args:
-        model: whose buffers rest there.
+        module: whose buffers rest there.
         units: whose shards do.
         optimizers: whose state does.
     """
 
     def __init__(
-        self, model: nn.Module, units: list[Unit], optimizers: tuple[Optimizer, ...]
+        self, module: nn.Module, units: list[Unit], optimizers: tuple[Optimizer, ...]
     ) -> None:
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers = module, optimizers
         self._units = units
         self._shown = [unit for unit in units if EXPLICIT in unit.kept_by]
         # by the ids of host tensors; it holds them, so that these ids stay theirs
         self._hosted: dict[int, tuple[Tensor, torch.device]] = {}
 
-    def wake(self) -> None:
+    def restore(self) -> None:
         """Bring everything back to the device. May be called again; all ranks call it.
 
         The next step is that of a model that never left.
@@ -61,7 +61,7 @@ class HostOffload:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.wake()
+        self.restore()
 
     def leave(self) -> None:
         """Copy everything to the host and free it on the device."""
@@ -124,30 +124,30 @@ class HostOffload:
 
 @checked
 @torch.no_grad()
-def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
+def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
     """Let a model leave the device between two phases of training, for inference on that device.
 
     Shards, replicated parameters, reduced gradients, buffers and the optimizers' states go to
     pinned host memory. Device memory is freed, also that which torch's allocator caches. All ranks
-    call it between two steps, and all of them wake the model. Meanwhile forwards, optimizer steps
+    call it between two steps, and all of them restore it. Meanwhile forwards, optimizer steps
     and the functions of this package refuse the model by name; parameters can be read and saved as
     tensors of the host. On ranks that compute on the host nothing is copied. Parameters that no
     unit manages (`ignored_params`), communication hooks' states, and what else holds a tensor of
     the device stay there.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         optimizers: those of the model.
 
     Returns:
-        A handle whose `wake()` brings everything back; also a context manager that does so at its
-        end. The next step has the same bits as one of a model that never left; buckets of
-        `replicate` alone are put in order anew.
+        A handle whose `restore()` brings everything back; as a context manager it does so at the
+        end of its body. The next step has the same bits as one of a model that never left; buckets
+        of `replicate` alone are put in order anew.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
-        PhaseError: inside of a forward, a backward or `unsharded`; gradients are accumulated and
-            not reduced; or the model is on the host already.
+        NotAnnotatedError: no annotated module in `module`.
+        PhaseError: inside of a forward, a backward or `summon_full_params`; gradients are
+            accumulated and not reduced; or the model is on the host already.
         AnnotationError: replicated parameters are on a device whose tensors torch cannot move in
             place.
 
@@ -155,16 +155,16 @@ def offload_to_host(model: nn.Module, *optimizers: Optimizer) -> HostOffload:
         >>> with offload_to_host(model, optimizer):
         ...     rollouts = engine.generate(prompts)
         >>> handle = offload_to_host(model, optimizer)
-        >>> handle.wake()
+        >>> handle.restore()
 
     As the sleep and wake of verl, prime-rl and AReaL.
     """
-    model = unwrapped(model)
-    units = units_in("offload_to_host", model)
+    module = unwrapped(module)
+    units = units_in("offload_to_host", module)
     for unit in units:
         _refuse_sleep(unit)
     require_at_rest("offload_to_host", units)
-    offload = HostOffload(model, units, optimizers)
+    offload = HostOffload(module, units, optimizers)
     offload.leave()
     return offload
 

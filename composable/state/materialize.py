@@ -29,7 +29,7 @@ from composable.state.writing import cast, give_memory, write
 
 @checked
 def materialize(
-    model: nn.Module,
+    module: nn.Module,
     init: Init | None = None,
     *,
     folder: str | os.PathLike[str] | None = None,
@@ -52,7 +52,7 @@ def materialize(
     seed on all ranks before.
 
     Args:
-        model: an annotated module, or one that contains some. Modules without anything on the meta
+        module: an annotated module, or one that contains some. Modules without anything on the meta
             device, at any depth, are not initialised.
         init: called with each module, children first, as by `model.apply`. None: `_init_weights` of
             transformers' models, and else the module's own `reset_parameters`. An initialiser that
@@ -68,7 +68,7 @@ def materialize(
         folder that were left out; empty if `strict`, and without a folder.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward; or an initialiser wrote to a parameter or
             buffer of none of its calls, so that it would hold what was in memory before; they are
             named.
@@ -94,12 +94,12 @@ def materialize(
         raise UnknownArgumentError(
             "materialize: strict= and rename= say how a folder is read, and there is no folder="
         )
-    return _fill("materialize", model, init, folder, dtype, strict, rename)
+    return _fill("materialize", module, init, folder, dtype, strict, rename)
 
 
 @checked
 def load(
-    model: nn.Module,
+    module: nn.Module,
     folder: str | os.PathLike[str],
     *,
     dtype: RealDtype | None = None,
@@ -116,7 +116,7 @@ def load(
     `strict=False` what the folder does not have, are initialised there, as by `materialize`.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         folder: with `model.safetensors`, or an index and its files, or any files of safetensors;
             or such a file. Every rank must see it.
         dtype: parameters and buffers of floating-point numbers are cast to it first, as
@@ -132,7 +132,7 @@ def load(
         Names that were missing and unexpected; empty if `strict`.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward; or no initialiser wrote to a buffer that is in
             no state dict, and was on the meta device.
         FileNotFoundError: no file of safetensors in `folder`, or one that its index names.
@@ -147,12 +147,12 @@ def load(
         >>> load(model, "models/llama")
         Loaded(missing_keys=[], unexpected_keys=[])
     """
-    return _fill("load", model, None, folder, dtype, strict, rename)
+    return _fill("load", module, None, folder, dtype, strict, rename)
 
 
 @untraced
 @checked
-def refresh(model: nn.Module) -> None:
+def refresh(module: nn.Module) -> None:
     """Adopt now what was done to annotated modules since the last forward, or refuse it by name.
 
     The next forward does it, too. Moved, cast, replaced, frozen and unfrozen parameters are
@@ -160,10 +160,10 @@ def refresh(model: nn.Module) -> None:
     together, outside of forward and backward.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         ForeignParameterError, AnnotationError: what the next forward would raise.
 
     Example:
@@ -171,7 +171,7 @@ def refresh(model: nn.Module) -> None:
         >>> refresh(model)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    units = units_in("refresh", model)
+    units = units_in("refresh", module)
     require_at_rest("refresh", units)
     for root in planned_roots(units):
         root.agree_anew()

@@ -26,7 +26,7 @@ from composable.torch_private import local_of, step_hooks
 
 @checked
 @torch.no_grad()
-def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+def rebind_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
     """Let an optimizer that holds parameters of before an annotation hold those of after it.
 
     It keeps its state and groups. For optimizers built before `fully_shard` or `replicate`, and
@@ -34,20 +34,20 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     parameter. All ranks call this together, before the next step.
 
     Args:
+        module: the annotated model, or the plain one after `remove`.
         optimizer: any `torch.optim.Optimizer`.
-        model: the annotated model, or the plain one after `remove`.
 
     Raises:
-        OptimizerError: the optimizer holds a parameter that is not in `model`, and was not at a
+        OptimizerError: the optimizer holds a parameter that is not in `module`, and was not at a
             place of its modules, or it keeps state of whole matrices (`step_on_matrices`); nothing
             changes.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> fully_shard(model)
-        >>> rebind_optimizer(optimizer, model)
+        >>> rebind_optimizer(model, optimizer)
     """
-    model = unwrapped(model)
+    module = unwrapped(module)
     owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer)[0].values())
     if optimizer.state and any(getattr(owner, "keeps_whole_state", False) for owner in owners):
         raise OptimizerError(
@@ -55,11 +55,11 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             " ranks that own them (step_on_matrices). Save it with get_optimizer_state_dict, and"
             " load it into a new optimizer"
         )
-    with at_rest(units_below([model])):  # in `keep_unsharded`, too
+    with at_rest(units_below([module])):  # in `keep_unsharded`, too
         here = {
-            (id(module), name): found
-            for module in model.modules()
-            for name, found in module._parameters.items()
+            (id(owner), name): found
+            for owner in module.modules()
+            for name, found in owner._parameters.items()
         }
     current = {id(parameter) for parameter in here.values()}
 
@@ -70,7 +70,7 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         label = label_of(parameter)
         places = () if label is None else label.places
         found = next(
-            (p for module, name in places if (p := here.get((id(module()), name))) is not None),
+            (p for owner, name in places if (p := here.get((id(owner()), name))) is not None),
             None,
         )
         return found if found is not None and _fits(found, parameter) else None
@@ -81,7 +81,7 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     if lost:
         raise OptimizerError(
             f"rebind_optimizer: {type(optimizer).__name__} holds {few(lost)}, which"
-            f" {type(model).__name__} does not have. Pass the model whose parameters it was built"
+            f" {type(module).__name__} does not have. Pass the model whose parameters it was built"
             " from, or build it anew from model.parameters()"
         )
     for group in optimizer.param_groups:

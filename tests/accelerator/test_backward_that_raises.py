@@ -104,7 +104,7 @@ def test_parameters_come_back_where_two_threads_call_backward_and_one_of_them_ra
 @spmd(ranks=2)
 def test_a_step_is_given_up_whole_also_if_a_hook_in_place_of_a_collective_has_failed() -> None:
     model = _sharded()
-    with register_comm_hook(model, lambda group, bucket: bucket.buffer()[1:]):
+    with register_comm_hook(model, None, lambda group, bucket: bucket.buffer()[1:]):
         x = torch.ones(2, 4, device=current_device(), requires_grad=True)
 
         def fail(_: Tensor) -> None:

@@ -39,7 +39,7 @@ def _offloaded(*, hooked: bool = False) -> nn.Module:
         offload_policy=CPUOffloadPolicy(),
     )
     if hooked:
-        register_comm_hook(model, allreduce_hook)
+        register_comm_hook(model, None, allreduce_hook)
     return model
 
 

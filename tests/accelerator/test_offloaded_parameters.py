@@ -87,7 +87,7 @@ def _hook(models: tuple[nn.Module, nn.Module], stages: Stages = (None,)) -> list
     """
     hooks = [_Means() for _ in stages]
     for stage, hook in zip(stages, hooks, strict=True):
-        register_comm_hook(models[1], hook, stage=stage)
+        register_comm_hook(models[1], None, hook, stage=stage)
     return hooks
 
 
@@ -311,7 +311,7 @@ def test_hooks_that_round_do_so_as_on_the_device() -> None:
     hybrid = dist.get_world_size() == 4
     models = twins_of(mesh=mesh_of(2, 2) if hybrid else mesh_of())
     for model in models:
-        register_comm_hook(model, bf16_compress_hook, stage="all_reduce" if hybrid else None)
+        register_comm_hook(model, None, bf16_compress_hook, stage="all_reduce" if hybrid else None)
     train(models, one_batch)
 
 
@@ -324,7 +324,7 @@ def test_hooks_come_and_go_and_stay_when_parameters_come_home() -> None:
     train(models, one_batch, steps=1)
     assert hook.calls == 16
     other = twins_of()
-    with register_comm_hook(other[1], allreduce_hook):
+    with register_comm_hook(other[1], None, allreduce_hook):
         train(other, one_batch)
     train(other, one_batch)
 

@@ -211,7 +211,7 @@ def run_fault(plan: Plan, fault: Fault) -> str:
     draws = random.Random(f"{plan.seed}"), random.Random(f"{plan.seed} {_rank()}")
     run = Run(model, optimizer, *draws)
     _plant(run, fault)
-    run.watched = watch(model, on="raise", agree=1)
+    run.watched = watch(model, action="raise", agree=1)
     around = AROUND[plan.around](run) if plan.around else nullcontext(lambda: None)
     raised, planted = -1, -1
     try:

@@ -305,7 +305,7 @@ class Run:
             if plan.optimizer == "sgd"
             else torch.optim.AdamW(trained, lr=0.01)
         )
-        self.average = EMA(self.model, 0.9) if plan.averages else None
+        self.average = EMA(self.model, decay=0.9) if plan.averages else None
         if plan.hooks:
             for name, module in (("stem", self.model.stem), ("head", self.model.head)):
                 weight = module.weight if name == "head" else module.linear.weight

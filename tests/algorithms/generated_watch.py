@@ -56,9 +56,9 @@ from composable import (
     reshard,
     skipped,
     step_on_shards,
+    summon_full_params,
     together,
     unshard,
-    unsharded,
     watch,
 )
 from composable.torch_private import local_tensor
@@ -729,7 +729,7 @@ OPTIMIZERS: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 def _on_dtensors(optimizer: Any) -> Any:
-    step_on_shards(optimizer).remove()
+    step_on_shards(optimizer, enabled=False)
     return optimizer
 
 
@@ -771,7 +771,7 @@ def _generates_alone(run: Run) -> None:
 
 
 def _reads(run: Run) -> None:
-    with unsharded(run.model):
+    with summon_full_params(run.model):
         sum(float(p.detach().sum()) for p in run.model.parameters())
 
 
@@ -784,7 +784,7 @@ def _writes(run: Run) -> None:
 
 
 def _edits(run: Run) -> None:
-    with unsharded(run.model), torch.no_grad():
+    with summon_full_params(run.model), torch.no_grad():
         run.model.head.bias.mul_(0.5)
 
 
@@ -882,7 +882,7 @@ BETWEEN: Final[dict[str, Callable[[Run], None]]] = {
     "evaluation in training mode": _evaluates_in_training_mode,
     "generation": _generates,
     "one rank generates": _generates_alone,
-    "unsharded": _reads,
+    "summon_full_params": _reads,
     "clamp": _writes,
     "edit": _edits,
     "load_state_dict": _loads,
@@ -906,7 +906,7 @@ BETWEEN: Final[dict[str, Callable[[Run], None]]] = {
 
 @contextmanager
 def _with_ema(run: Run) -> Iterator[Callable[[], object]]:
-    ema = EMA(run.model, 0.9)
+    ema = EMA(run.model, decay=0.9)
     yield ema.update
 
 
@@ -926,7 +926,7 @@ def _with_scheduler(run: Run) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _with_local_steps(run: Run) -> Iterator[Callable[[], object]]:
-    with local_steps(run.model, run.optimizer, 2):
+    with local_steps(run.model, run.optimizer, every=2):
         yield lambda: None
 
 
@@ -938,7 +938,7 @@ def _with_join(run: Run) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def _with_noop_hook(run: Run) -> Iterator[Callable[[], object]]:
-    handle = register_comm_hook(run.model, noop_hook)
+    handle = register_comm_hook(run.model, None, noop_hook)
     yield lambda: average_parameters(run.model) if run.step % 2 else None
     handle.remove()
 
@@ -1087,7 +1087,7 @@ def run_plan(plan: Plan, *, watches: bool = True) -> list[str]:
     draws = random.Random(f"{plan.seed}"), random.Random(f"{plan.seed} {rank}")
     run = Run(model, optimizer, *draws)
     options: dict[str, Any] = {"every": plan.every, "agree": plan.agree, "repeat": plan.repeat}
-    run.watched = watch(model, on="raise", **options) if watches else _Unwatched()
+    run.watched = watch(model, action="raise", **options) if watches else _Unwatched()
     around = AROUND[plan.around](run) if plan.around else nullcontext(lambda: None)
     with run.watched, around as follow:
         for run.step in range(STEPS + (rank if plan.around == "join" else 0)):

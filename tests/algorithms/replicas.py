@@ -88,7 +88,7 @@ def annotated(plan: str, replicas: int) -> tuple[Net, int]:
 
 def keep_gradients_local(model: nn.Module, plan: str) -> None:
     """By torch's hook, which returns what it is given."""
-    register_comm_hook(model, noop_hook, stage="all_reduce" if plan == "hybrid" else None)
+    register_comm_hook(model, None, noop_hook, stage="all_reduce" if plan == "hybrid" else None)
 
 
 def by_hand(

@@ -229,7 +229,7 @@ def test_an_averager_resumes_where_it_was_saved() -> None:
 def test_hierarchical_averages_are_those_of_loops_over_replicas() -> None:
     """Pairs every two steps, everyone every four: where both are due, everyone."""
     model, replica = annotated("replicate", 4)
-    averager = HierarchicalAverager(model, {2: 2, 4: 4}, warmup_steps=1)
+    averager = HierarchicalAverager(model, periods={2: 2, 4: 4}, warmup_steps=1)
     optimizer = _sgd(model.parameters())
     keep_gradients_local(model, "replicate")
     for step in range(7):
@@ -254,7 +254,7 @@ def test_shards_are_averaged_in_groups_of_the_replicate_dimension() -> None:
     model, replica = annotated("hybrid", 4)
     _drift(model, replica)
     expected = [local(parameter) / (1 + replica) for parameter in model.parameters()]
-    averager = HierarchicalAverager(model, {2: 1, 4: 2})
+    averager = HierarchicalAverager(model, periods={2: 1, 4: 2})
     averager.step = 1
     averager.average_parameters()
     for parameter, value in zip(model.parameters(), expected, strict=True):

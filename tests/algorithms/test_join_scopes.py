@@ -324,7 +324,7 @@ def test_33_nothing_listens_after_a_scope_with_even_inputs(enable: bool) -> None
     model = _plain()
     _shard(model)
     optimizer = _sgd(model)
-    with join(model, optimizer, enable=enable):
+    with join(model, optimizer, enabled=enable):
         assert (open_scope() is not None) is enable
         _step(model, optimizer, 0)
     assert open_scope() is None
@@ -401,7 +401,7 @@ def test_33_optimizers_and_schedulers_end_alike_on_all_ranks(annotate: Annotate)
     annotate(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    averages = EMA(model, 0.5)
+    averages = EMA(model, decay=0.5)
     optimizer.register_step_post_hook(lambda *_: averages.update())
     with join(model, optimizer, scheduler):
         for step in range(_batches()):

@@ -66,10 +66,10 @@ def test_post_local_sgd_on_a_replicated_model_has_the_numbers_of_ddp(
         expected, device_ids=[device] if device.type == "cuda" else None
     )
     rival.register_comm_hook(_state(subgroup), post_localSGD_hook)
-    register_comm_hook(model, post_localSGD_hook, _state(subgroup))
+    register_comm_hook(model, _state(subgroup), post_localSGD_hook)
     theirs = PeriodicModelAverager(period=2, warmup_steps=3)
     ours: Any = (
-        PeriodicAverager(model, 2, 3)
+        PeriodicAverager(model, period=2, warmup_steps=3)
         if averager == "ours"
         else PeriodicModelAverager(period=2, warmup_steps=3)
     )
@@ -89,8 +89,10 @@ def test_post_local_sgd_on_a_replicated_model_has_the_numbers_of_ddp(
 @spmd(ranks=4)
 def test_torchs_post_local_optimizer_takes_our_averager_for_shards() -> None:
     model, replica = annotated("hybrid", 2)
-    register_comm_hook(model, post_localSGD_hook, _state(None), stage="all_reduce")
-    optimizer = PostLocalSGDOptimizer(_sgd(model.parameters()), PeriodicAverager(model, 2, 3))  # type: ignore[arg-type]
+    register_comm_hook(model, _state(None), post_localSGD_hook, stage="all_reduce")
+    optimizer = PostLocalSGDOptimizer(
+        _sgd(model.parameters()), PeriodicAverager(model, period=2, warmup_steps=3)
+    )  # type: ignore[arg-type]
     for step in range(6):
         # replicas agree in the warm-up
         backward(model, step + 10 * (step >= 3), replica if step >= 3 else 0)
@@ -129,14 +131,14 @@ def test_hooks_that_leave_gradients_local_are_refused_on_shards(name: str) -> No
         r" hold its parameters together"
     )
     with pytest.raises(AnnotationError, match=message):
-        register_comm_hook(fully_shard(plain(), policy={Block}), hook, state)
+        register_comm_hook(fully_shard(plain(), policy={Block}), state, hook)
     hybrid = fully_shard(plain(), mesh=grid(2), policy={Block})
     with pytest.raises(AnnotationError, match=message):
-        register_comm_hook(hybrid, hook, state, stage="reduce_scatter")
-    register_comm_hook(hybrid, hook, state, stage="all_reduce")
-    register_comm_hook(replicate(plain()), hook, state)
+        register_comm_hook(hybrid, state, hook, stage="reduce_scatter")
+    register_comm_hook(hybrid, state, hook, stage="all_reduce")
+    register_comm_hook(replicate(plain()), state, hook)
 
 
 @spmd(ranks=2)
 def test_wrapped_hooks_that_reduce_are_taken_for_shards() -> None:
-    register_comm_hook(fully_shard(plain()), fp16_compress_wrapper(partial(allreduce_hook)))
+    register_comm_hook(fully_shard(plain()), None, fp16_compress_wrapper(partial(allreduce_hook)))

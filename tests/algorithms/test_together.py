@@ -29,9 +29,9 @@ from composable import (
     no_sync,
     reduce_gradients,
     replicate,
+    summon_full_params,
     together,
     unshard,
-    unsharded,
 )
 from composable.comm.base import LAUNCHED, LAUNCHING
 from composable.engine.step import root
@@ -467,7 +467,7 @@ class _Mute(Exception):
 @spmd(ranks=2)
 def test_a_rank_that_has_not_come_to_a_swap_of_averages_and_says_nothing(name: str) -> None:
     trainer, reference = Trainer(ANNOTATIONS[name]), Trainer(ANNOTATIONS[name])
-    averages = [EMA(each.model, 0.5) for each in (trainer, reference)]
+    averages = [EMA(each.model, decay=0.5) for each in (trainer, reference)]
     for number in range(5):
         for each, average in zip((trainer, reference), averages, strict=True):
             fails = number == 3 and each is trainer
@@ -514,7 +514,9 @@ BEHIND: Final[dict[str, Callable[[Trainer, EMA], object]]] = {
     ),
     "average_parameters was called": lambda trainer, _: average_parameters(trainer.model),
     "full_state_dict was called": lambda trainer, _: full_state_dict(trainer.model),
-    "unsharded was called": lambda trainer, _: unsharded(trainer.model).__enter__(),
+    "summon_full_params was called": lambda trainer, _: summon_full_params(
+        trainer.model
+    ).__enter__(),
 }
 
 
@@ -522,7 +524,7 @@ BEHIND: Final[dict[str, Callable[[Trainer, EMA], object]]] = {
 @spmd(ranks=2)
 def test_what_writes_is_refused_in_the_scope_on_all_ranks(name: str) -> None:
     trainer, reference = Trainer(ANNOTATIONS[name]), Trainer(ANNOTATIONS[name])
-    average = EMA(trainer.model, 0.9)
+    average = EMA(trainer.model, decay=0.9)
     for number, (said, write) in enumerate(BEHIND.items()):
         scope = together(trainer.model)
         with pytest.raises(PhaseError, match=f"together: {said}") as raised, scope:

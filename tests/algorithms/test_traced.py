@@ -348,7 +348,7 @@ def _refuses(model: nn.Module, said: str) -> None:
 
 def _hooked(model: nn.Module) -> None:
     replicate(model)
-    register_comm_hook(model, lambda _, bucket: bucket.buffer())
+    register_comm_hook(model, None, lambda _, bucket: bucket.buffer())
 
 
 def _looked_up(model: nn.Module) -> None:

@@ -101,7 +101,7 @@ def test_a_value_that_is_not_finite_is_named(pool: Pool, name: str, ranks: int) 
 
 def _all_is_well(name: str) -> None:
     program = PROGRAMS.get(name, SKIPPING)
-    findings, _ = train(program, None, on="raise")
+    findings, _ = train(program, None, action="raise")
     assert findings == []
 
 
@@ -136,7 +136,7 @@ def test_a_model_that_is_watched_trains_to_the_same_bits() -> None:
 def test_ranks_without_data_take_part_in_exchanges() -> None:
     model, plant = PROGRAMS["shards"].build()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, on="raise") as watched, join(model, optimizer):
+    with watch(model, action="raise") as watched, join(model, optimizer):
         for plant.step in range(2 + dist.get_rank()):
             PROGRAMS["shards"].backward(model, plant)
             optimizer.step()
@@ -163,7 +163,7 @@ def _one_step(fault: Fault, **options: Any) -> tuple[Any, Any]:
 
 @spmd(ranks=2)
 def test_on_raise_stops_all_ranks_before_the_optimizer() -> None:
-    watched, error = _one_step(Fault("forward", rank=1, block=1), on="raise")
+    watched, error = _one_step(Fault("forward", rank=1, block=1), action="raise")
     assert error == (
         "watch: step 0, rank 1: a NaN in the outputs\n"
         "  unit      blocks.1\n"
@@ -222,7 +222,7 @@ def test_an_infinity_that_a_loss_scaler_made_is_counted() -> None:
     model, plant = program.build()
     optimizer = SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(current_device().type, init_scale=2.0**127, growth_interval=100)
-    with watch(model, on="raise") as watched:
+    with watch(model, action="raise") as watched:
         for plant.step in range(4):
             scale = scaler.get_scale()
             x = torch.ones(3, 5, device=current_device())
@@ -322,13 +322,13 @@ def test_close_ends_it_and_another_may_follow() -> None:
     model, plant = PROGRAMS["shards"].build(Fault("forward"))
     optimizer = SGD(model.parameters())
     first = watch(model)
-    first.close()
-    first.close()
+    first.remove()
+    first.remove()
     second = watch(model)
     PROGRAMS["shards"].backward(model, plant)
     optimizer.step()
     assert (first.findings, len(second.findings)) == ([], 1)
-    second.close()
+    second.remove()
     remove(model, "fully_shard")
 
 
@@ -349,7 +349,7 @@ def test_a_model_whose_annotation_was_removed_is_not_watched() -> None:
 def test_a_forward_without_a_backward_is_not_named() -> None:
     model, plant = PROGRAMS["shards"].build()
     optimizer = SGD(model.parameters())
-    with watch(model, on="raise") as watched:
+    with watch(model, action="raise") as watched:
         model(torch.full((3, 5), torch.nan, device=current_device()))
         PROGRAMS["shards"].backward(model, plant)
         optimizer.step()
@@ -365,7 +365,7 @@ def test_copies_are_not_watched() -> None:
     PROGRAMS["shards"].backward(twin, twin.plant)
     SGD(twin.parameters()).step()
     assert (watched.findings, watched.step) == ([], 0)
-    watch(twin).close()
+    watch(twin).remove()
 
 
 @spmd(ranks=2)

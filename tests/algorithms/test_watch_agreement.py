@@ -199,7 +199,7 @@ def test_ranks_that_differ_are_named(pool: Pool, name: str, ranks: int, seed: in
 
 
 def _all_agree(name: str) -> None:
-    assert train(PROGRAMS.get(name, SKIPPING), None, on="raise") == []
+    assert train(PROGRAMS.get(name, SKIPPING), None, action="raise") == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -216,7 +216,7 @@ def test_dropout_that_is_the_same_on_all_ranks_is_hinted_at() -> None:
     model, plant = PROGRAMS["shards"].build()
     optimizer = SGD(model.parameters(), lr=0.1)
     torch.manual_seed(0)
-    with watch(model, on="raise", agree=1) as watched:
+    with watch(model, action="raise", agree=1) as watched:
         for plant.step in range(2):
             PROGRAMS["shards"].backward(model, plant)
             optimizer.step()
@@ -229,10 +229,10 @@ def test_dropout_that_is_the_same_on_all_ranks_is_hinted_at() -> None:
 def test_replicas_that_a_hook_keeps_apart_are_not_compared() -> None:
     program = PROGRAMS["replicate"]
     model, plant = program.build()
-    register_comm_hook(model, noop_hook)
+    register_comm_hook(model, None, noop_hook)
     optimizer = SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
-    with watch(model, on="raise", agree=1) as watched:
+    with watch(model, action="raise", agree=1) as watched:
         for plant.step in range(2):
             program.backward(model, plant)
             optimizer.step()
@@ -244,7 +244,7 @@ def test_replicas_that_a_hook_keeps_apart_are_not_compared() -> None:
 def test_buffers_to_which_forwards_write_are_not_compared() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(current_device()))
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, on="raise", agree=1) as watched:
+    with watch(model, action="raise", agree=1) as watched:
         for _ in range(3):
             x = torch.randn(4, 3, device=current_device()) + dist.get_rank()
             model(x).sum().backward()
@@ -257,7 +257,7 @@ def test_it_says_since_when_and_raises_on_all_ranks() -> None:
     model, plant = PROGRAMS["shards"].build()
     optimizer = SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
-    watch(model, on="raise", agree=2)
+    watch(model, action="raise", agree=2)
     for plant.step in range(3):
         PROGRAMS["shards"].backward(model, plant)
         if plant.step == 1:

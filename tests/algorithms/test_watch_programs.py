@@ -95,7 +95,7 @@ def _trained(afterwards: str, *, loses: bool, watches: str, repeat: bool) -> lis
         if number == 3 and not loses:
             continue
         if number == {"first": 0, "later": 2}[watches]:
-            watched = watch(model, on="raise", agree=1, repeat=repeat)
+            watched = watch(model, action="raise", agree=1, repeat=repeat)
         model[1].raises = number == 3 and dist.get_rank() == 1
         with together(model) as scope:
             x = batch()
@@ -110,7 +110,7 @@ def _trained(afterwards: str, *, loses: bool, watches: str, repeat: bool) -> lis
             watched.end_step()
         optimizer.zero_grad()
     assert watched.findings == []
-    watched.close()
+    watched.remove()
     return [local_tensor(parameter).detach().clone() for parameter in model.parameters()]
 
 
@@ -132,7 +132,7 @@ def test_scopes_of_steps_inside_of_a_watch_and_around_it() -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     for number in range(5):
         model[2].raises = number in (2, 4) and dist.get_rank() == 1
-        with suppress(ZeroDivisionError), watch(model, on="raise", agree=1) as watched:
+        with suppress(ZeroDivisionError), watch(model, action="raise", agree=1) as watched:
             with together(model) as scope:
                 model(batch()).sum().backward()
             if not scope.lost:
@@ -206,7 +206,7 @@ def test_buffers_that_forwards_replace_are_not_compared() -> None:
     model = fully_shard(Statistics().to(current_device()))
     optimizer = SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
-    with watch(model, on="raise", agree=1):
+    with watch(model, action="raise", agree=1):
         for model.keeps in (False, True, True, True):
             step(model, optimizer)
 
@@ -216,7 +216,7 @@ def test_batch_norms_that_train_later_are_not_compared() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
     optimizer = SGD(model.parameters(), lr=0.1)
     torch.manual_seed(dist.get_rank())
-    with watch(model, on="raise", agree=1):
+    with watch(model, action="raise", agree=1):
         for trains in (False, True, True):
             model[1].train(trains)
             step(model, optimizer)
@@ -226,7 +226,7 @@ def test_batch_norms_that_train_later_are_not_compared() -> None:
 def test_what_one_rank_evaluates_before_a_write_is_not_compared() -> None:
     model = fully_shard(layers(), policy={nn.Linear})
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, on="raise", agree=1):
+    with watch(model, action="raise", agree=1):
         for _ in range(3):
             with keep_unsharded(model), torch.no_grad():
                 if dist.get_rank() == 0:
@@ -248,7 +248,7 @@ def test_gradients_that_wait_to_be_reduced_are_not_compared(verb: str) -> None:
             fully_shard(each, mesh=init_device_mesh(current_device().type, (2, 1)))
     slow, fast = (SGD(each.parameters(), lr=0.1) for each in both.values())
     torch.manual_seed(dist.get_rank())
-    with watch(both, on="raise", agree=1):
+    with watch(both, action="raise", agree=1):
         for number in range(4):
             with no_sync(both["slow"], enabled=number % 2 == 0):
                 both["slow"](batch()).sum().backward()
@@ -262,7 +262,7 @@ def test_gradients_that_wait_to_be_reduced_are_not_compared(verb: str) -> None:
 def test_an_optimizer_that_one_rank_keeps_and_does_not_step_is_not_compared() -> None:
     model = fully_shard(layers())
     kept = []
-    with watch(model, on="raise", agree=1):
+    with watch(model, action="raise", agree=1):
         for lr in (0.1, 0.1, 0.2, 0.2):
             optimizer = SGD(model.parameters(), lr=lr)
             if dist.get_rank() == 0:
@@ -287,7 +287,7 @@ def test_a_unit_in_inference_mode_inside_of_a_training_forward() -> None:
     model = fully_shard(Guided().to(current_device()), policy={nn.Linear})
     model.teacher.requires_grad_(False)
     optimizer = SGD(model.student.parameters(), lr=0.1)
-    with watch(model, on="raise", agree=1, repeat=True):
+    with watch(model, action="raise", agree=1, repeat=True):
         for _ in range(3):
             step(model, optimizer)
 
@@ -350,16 +350,16 @@ def _told() -> list[int]:
 @spmd(ranks=1)
 def test_steps_are_heard_of_until_the_last_watch_is_closed() -> None:
     gc.collect()
-    watch(fully_shard(layers())).close()  # and those that nobody has closed are gone
+    watch(fully_shard(layers())).remove()  # and those that nobody has closed are gone
     before = _told()
     first, second = watch(fully_shard(layers())), watch(fully_shard(layers()))
     during = _told()
     assert during > before
-    first.close()
+    first.remove()
     assert _told() == during
-    second.close()
+    second.remove()
     assert _told() == before
-    second.close()
+    second.remove()
 
 
 # --- units that run again ------------------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_calls_that_cannot_be_repeated_raise_no_alarm(how: str) -> None:
     register_forward_method(model.several, "encode")
     model.encodes, model.several.chains = how == "method", how == "chained"
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, on="raise", agree=0, repeat=True) as watched:
+    with watch(model, action="raise", agree=0, repeat=True) as watched:
         one, other = model(batch())
         if how in ("backwards", "no_sync"):
             with no_sync(model, enabled=how == "no_sync"):
@@ -422,7 +422,7 @@ def test_one_unit_with_a_loss_and_what_it_is_made_from_reproduces() -> None:
     model.forward = lambda x: (y := model[0](x), y.square().sum())  # type: ignore[assignment]
     fully_shard(model)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, on="raise", agree=0, repeat=True):
+    with watch(model, action="raise", agree=0, repeat=True):
         for _ in range(2):
             model(batch())[1].backward()
             optimizer.step()
@@ -441,7 +441,7 @@ def test_statistics_are_not_counted_twice(buffers: str) -> None:
         policy = MixedPrecisionPolicy(param_dtype=low, buffer_dtype=low)
         fully_shard(model, policy={nn.Sequential}, mp_policy=policy)
         optimizer = SGD(model.parameters(), lr=0.1)
-        with watch(model, agree=0, repeat=repeat, on="raise"):
+        with watch(model, agree=0, repeat=repeat, action="raise"):
             for _ in range(3):
                 step(model, optimizer)
         counted.append([each.clone() for each in model.buffers()])
@@ -459,7 +459,7 @@ def test_hooks_of_users_are_called_once() -> None:
     replicate(model)
     model[1].weight.register_hook(lambda _: calls.append("gradient"))
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, agree=0, repeat=True, on="raise"):
+    with watch(model, agree=0, repeat=True, action="raise"):
         for _ in range(4):
             step(model, optimizer)
     assert (calls.count("forward"), calls.count("gradient")) == (4, 4)
@@ -484,7 +484,7 @@ class Once(nn.Module):
 def test_the_forward_of_a_unit_runs_once() -> None:
     model = fully_shard(Once().to(current_device()))
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, agree=0, repeat=True, on="raise") as watched:
+    with watch(model, agree=0, repeat=True, action="raise") as watched:
         step(model, optimizer)
     assert watched.findings == []
     assert model.runs == 1
@@ -508,7 +508,7 @@ def test_a_rank_does_not_run_a_tensor_parallel_unit_alone() -> None:
     parallelize_module(model[1], mesh["tensor"], plan)
     fully_shard(model, policy={nn.Sequential}, mesh=mesh["data"])
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, agree=0, repeat=True, on="raise"):
+    with watch(model, agree=0, repeat=True, action="raise"):
         for number in range(2):
             model[1][1].wrong = number == 1  # whose turn it is
             torch.manual_seed(0)
@@ -519,7 +519,7 @@ def test_a_rank_does_not_run_a_tensor_parallel_unit_alone() -> None:
 def test_a_unit_runs_again_inside_of_keep_unsharded() -> None:
     model = fully_shard(layers(), policy={nn.Linear})
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, on="raise", agree=1, repeat=True):
+    with watch(model, action="raise", agree=1, repeat=True):
         for _ in range(3):
             with keep_unsharded(model):
                 step(model, optimizer)

@@ -115,7 +115,7 @@ def test_a_nan_in_each_group_of_a_unit_is_named_before_the_step(
     annotate(model, mp_policy=precision)
     rank = dist.get_world_size() - 1
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, on="raise") as watched:
+    with watch(model, action="raise") as watched:
         _step(model, optimizer, 0)
         model[0].spoils = name if dist.get_rank() == rank else ""
         with pytest.raises(NonFiniteError):
@@ -143,7 +143,7 @@ class _Rows(nn.Module):
 def test_a_nan_in_a_sparse_gradient_beside_dense_ones_is_named_before_the_step() -> None:
     torch.manual_seed(0)
     model = replicate(_Rows().to(current_device()))
-    with watch(model, on="raise") as watched:
+    with watch(model, action="raise") as watched:
         model(torch.tensor([dist.get_rank()], device=current_device())).sum().backward()
         with pytest.raises(NonFiniteError):
             SGD(model.parameters(), lr=0.1).step()
@@ -161,7 +161,7 @@ def test_a_nan_in_a_sparse_gradient_beside_dense_ones_is_named_before_the_step()
 def test_a_nan_that_a_closure_brings_is_raised_before_the_step(kind: Any, by_name: bool) -> None:
     model = replicate(_mlp()) if kind is LBFGS else fully_shard(_mlp(), policy={nn.Linear})
     optimizer = kind(model.parameters(), lr=0.1)
-    with watch(model, on="raise", agree=1) as watched:
+    with watch(model, action="raise", agree=1) as watched:
         for step in range(4):
 
             def closure(step: int = step) -> Tensor:
@@ -190,7 +190,7 @@ def test_a_nan_that_a_closure_brings_is_raised_before_the_step(kind: Any, by_nam
 def test_a_closure_that_does_not_run_the_model_ends_one_step() -> None:
     model = fully_shard(_mlp(), policy={nn.Linear})
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, on="raise", agree=1) as watched:
+    with watch(model, action="raise", agree=1) as watched:
         for step in range(3):
             loss = model(_batch(step)).square().mean()
             loss.backward()
@@ -216,9 +216,9 @@ def test_replicas_that_train_apart_are_not_compared_until_they_are_averaged(
     else:
         model = replicate(_mlp())
     optimizer = SGD(model.parameters(), lr=0.1)
-    opened = watch(model, on="raise", agree=1) if first == "watch" else None
-    with local_steps(model, optimizer, 2):
-        with opened or watch(model, on="raise", agree=1) as watched:
+    opened = watch(model, action="raise", agree=1) if first == "watch" else None
+    with local_steps(model, optimizer, every=2):
+        with opened or watch(model, action="raise", agree=1) as watched:
             for step in range(5):
                 _step(model, optimizer, step)
             # ranks are told of each other nevertheless
@@ -292,7 +292,7 @@ def test_buffers_that_evaluation_writes_are_not_compared(alone: bool) -> None:
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(_Cosines(), _Cosines()).to(current_device()))
     optimizer, rank = SGD(model.parameters(), lr=0.1), dist.get_rank()
-    with watch(model, on="raise", agree=1):
+    with watch(model, action="raise", agree=1):
         for step in range(5):
             _step(model, optimizer, step)
             with keep_unsharded(model), torch.no_grad():
@@ -321,7 +321,7 @@ def test_a_buffer_that_no_program_has_written_to_is_compared() -> None:
 def test_a_nan_in_a_shard_is_named_by_the_rank_that_has_it(name: str, units: bool) -> None:
     model = fully_shard(_mlp(), **({"policy": {nn.Linear}} if units else {}))
     optimizer = SGD(model.parameters(), lr=0.1)
-    with watch(model, on="raise") as watched, torch.no_grad():
+    with watch(model, action="raise") as watched, torch.no_grad():
         if dist.get_rank() == 1:
             local_tensor(model.get_parameter(name)).view(-1)[0] = torch.nan
         with torch.enable_grad(), pytest.raises(NonFiniteError):
@@ -361,7 +361,7 @@ def test_a_hint_is_logged_and_is_no_finding() -> None:
         model = fully_shard(
             nn.Sequential(nn.Linear(WIDTH, 2), nn.Dropout(0.5)).to(current_device())
         )
-        with watch(model, on="raise") as watched:
+        with watch(model, action="raise") as watched:
             _step(model, SGD(model.parameters(), lr=0.1), 0)
     finally:
         logging.getLogger("composable").removeHandler(handler)

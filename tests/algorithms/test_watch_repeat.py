@@ -27,7 +27,7 @@ BLOCKS: Final = 3
 
 
 def _all_reproduce(name: str) -> None:
-    assert train(PROGRAMS.get(name, SKIPPING), None, on="raise", repeat=True) == []
+    assert train(PROGRAMS.get(name, SKIPPING), None, action="raise", repeat=True) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -181,7 +181,7 @@ def _trained(verb: str, wrong: tuple[str, str], block: int, on: str, always: boo
                 kernels.wrong = wrong[1]
 
         model.blocks[block].runs = runs
-        with watch(model, repeat=True, agree=0, on=on) as watched:
+        with watch(model, repeat=True, agree=0, action=on) as watched:
             for _ in range(BLOCKS):
                 model(torch.randn(3, 4, device=current_device())).square().sum().backward()
                 optimizer.step()

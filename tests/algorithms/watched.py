@@ -234,4 +234,4 @@ def closing(watch: Any) -> Iterator[Any]:
     try:
         yield watch
     finally:
-        watch.close()
+        watch.remove()

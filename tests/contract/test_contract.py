@@ -259,6 +259,21 @@ def test_remove_of_a_missing_annotation_names_those_that_exist():
     )
 
 
+def test_remove_without_a_verb_removes_all_annotations_of_and_below_a_module():
+    model = Model()
+    before = everything_about(model)
+    mark([model.emb, model.enc])
+    replicate(model.emb)
+    mark_tree(model)
+    replicate(model)
+    assert remove(model) is model
+    assert everything_about(model) == before
+    assert_text(
+        message(NotAnnotatedError, lambda: remove(model)),
+        """remove: Model has no annotation, and no module below has one""",
+    )
+
+
 def test_remove_inside_a_verb_is_refused():
     @contract()
     def swap(module):
@@ -267,7 +282,7 @@ def test_remove_inside_a_verb_is_refused():
     block = mark(Block())
     assert_text(
         message(AnnotationError, lambda: swap(block)),
-        """remove(..., mark) was called while swap is being applied. Remove first, then annotate""",
+        """remove() was called while swap is being applied. Remove first, then annotate""",
     )
     assert list(registry(block)) == ["mark"]
 

@@ -39,8 +39,8 @@ from composable import (
     register_comm_hook,
     replicate,
     step_on_matrices,
+    summon_full_params,
     together,
-    unsharded,
     watch,
 )
 from tests.covering import model as models
@@ -400,7 +400,7 @@ def _hooked(hook: Any, stage: str, state: Any = nothing) -> Callable[[Run], None
     def register(run: Run) -> None:
         options = {"stage": stage} if run.is_hybrid else {}
         for root in [run.model] if run.model in run.roots else run.roots:
-            register_comm_hook(root, hook, state(run), **options)
+            register_comm_hook(root, state(run), hook, **options)
 
     return register
 
@@ -493,7 +493,9 @@ class _Average:
         averages = get_ema_multi_avg_fn(0.5)
         run.averages = [AveragedModel(run.alone, multi_avg_fn=averages)]
         run.averages.append(
-            AveragedModel(run.model, multi_avg_fn=averages) if self.theirs else EMA(run.model, 0.5)
+            AveragedModel(run.model, multi_avg_fn=averages)
+            if self.theirs
+            else EMA(run.model, decay=0.5)
         )
         if not self.theirs:  # torch's begins with the first update
             run.averages[0].n_averaged += 1
@@ -585,7 +587,7 @@ def _lose(run: Run, *, forward: bool) -> None:
 
 
 def _edit(run: Run) -> None:
-    with unsharded(run.model), torch.no_grad():
+    with summon_full_params(run.model), torch.no_grad():
         for model in (run.model, run.alone):
             for parameter in model.parameters():
                 parameter.mul_(0.5)
@@ -675,8 +677,8 @@ WRITTEN: Final[Values] = {
 
 WATCHED: Final[Values] = {
     "no": Choice(),
-    "yes": Choice(around=lambda run: watch(run.model, on="raise")),
-    "repeat": Choice(around=lambda run: watch(run.model, on="raise", repeat=True)),
+    "yes": Choice(around=lambda run: watch(run.model, action="raise")),
+    "repeat": Choice(around=lambda run: watch(run.model, action="raise", repeat=True)),
 }
 
 

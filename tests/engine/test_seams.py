@@ -242,7 +242,7 @@ def _finding() -> None:
     seams.warn_of_other_groups(model[1], "")  # all of its ranks are those of the model
 
     assert not seams.hooks_of(unit)
-    register_comm_hook(model, _summed)
+    register_comm_hook(model, None, _summed)
     assert [*seams.hooks_of(unit)] == ["reduce_scatter"]
 
     assert seams.stepped_in_backward([weight]) is None

@@ -34,7 +34,7 @@ from composable import (
     remove,
     replicate,
     stream_full,
-    unsharded,
+    summon_full_params,
 )
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.extensions.packing import KINDS, Adapted, Linear4bit, Packed, linear, net, packed
@@ -368,7 +368,7 @@ def test_averages_over_steps_keep_the_newest_bytes(kind: str, storage: torch.dty
     alone = net(kind, storage).state_dict()
     for annotate in (_sharded, replicate):
         model = annotate(net(kind, storage))
-        average = EMA(model, 0.3)
+        average = EMA(model, decay=0.3)
         average.update()
         with average.swap():
             _same(
@@ -422,7 +422,7 @@ def test_weights_that_are_quantised_anew_between_steps_are_followed() -> None:
     model(_inputs())
     other = torch.randn(7, 10, generator=torch.Generator().manual_seed(1))
     alone[0].base.weight = packed(other, torch.uint8)
-    with unsharded(model):
+    with summon_full_params(model):
         assert type(model[0].base.weight) is Packed
         model[0].base.weight = packed(other, torch.uint8)
     assert torch.equal(model(_inputs()), alone(_inputs()))
@@ -568,7 +568,7 @@ def test_adapters_of_peft_train_resume_and_merge_as_in_one_process(kind: str) ->
 
     with _quiet():
         alone.merge_adapter()
-        with unsharded(resumed):
+        with summon_full_params(resumed):
             resumed.merge_adapter()
     assert torch.equal(resumed(_inputs()), alone(_inputs()))
 

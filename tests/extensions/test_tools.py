@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from composable import (
     EMA,
+    Streamed,
     export,
     full_state_dict,
     fully_shard,
@@ -22,7 +23,7 @@ from composable import (
     materialize,
     remove,
     stream_full,
-    unsharded,
+    summon_full_params,
 )
 from tests.extensions.rows import Emulated, Net, Rows, with_rows
 from tests.extensions.test_protocol import _alone, _batch, _sharded, _train, _whole
@@ -36,7 +37,7 @@ def _same(found: dict[str, Any], alone: nn.Module) -> None:
 
 def _averages() -> None:
     model, alone = _sharded(with_rows(Net(hidden=5))), Net(Emulated, 5)
-    average, reference = EMA(model, 0.5), EMA(alone, 0.5)
+    average, reference = EMA(model, decay=0.5), EMA(alone, decay=0.5)
     for _ in range(2):
         torch.testing.assert_close(_train(model, 1), _alone(alone, steps=1))
         average.update()
@@ -45,7 +46,7 @@ def _averages() -> None:
     with average.swap(), reference.swap():
         _same(_whole(model), alone)
         torch.testing.assert_close(model(_batch(9)), alone(_batch(9)))
-    fresh = EMA(model, 0.5)
+    fresh = EMA(model, decay=0.5)
     fresh.load_state_dict(reference.state_dict())
     with fresh.swap(), reference.swap():
         _same(_whole(model), alone)
@@ -79,7 +80,7 @@ def _stream_and_export() -> None:
     told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told)
     model = _sharded(with_rows(Net(hidden=5)))
-    seen: dict[str, Any] = {}
+    seen = Streamed()
     streamed = dict(stream_full(model, since=seen))
     assert not any(isinstance(each, Rows) for each in streamed.values())
     _same(streamed, Net(hidden=5))
@@ -114,7 +115,7 @@ def _remove() -> None:
 
 def _unsharded() -> None:
     model, alone = _sharded(with_rows(Net(hidden=5))), Net(hidden=5)
-    with unsharded(model), torch.no_grad():
+    with summon_full_params(model), torch.no_grad():
         for shown in model.parameters():
             shown.mul_(2.0)
     for parameter in alone.parameters():
@@ -129,7 +130,7 @@ _TOOLS: Final[dict[str, Callable[[], None]]] = {
     "stream_full and export": _stream_and_export,
     "join": _join,
     "remove": _remove,
-    "unsharded": _unsharded,
+    "summon_full_params": _unsharded,
 }
 
 

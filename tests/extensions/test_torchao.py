@@ -17,6 +17,7 @@ from torch.distributed import fsdp
 
 from composable import (
     EMA,
+    Streamed,
     export,
     full_state_dict,
     fully_shard,
@@ -24,8 +25,8 @@ from composable import (
     replicate,
     reshard,
     stream_full,
+    summon_full_params,
     unshard,
-    unsharded,
 )
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.extensions.test_protocol import gathered_bytes
@@ -200,7 +201,7 @@ _ANNOTATED: dict[str, Callable[[nn.Sequential], object]] = {
 def test_averages_beside_4_bit_weights_leave_these_as_they_are(kind: str, block: int) -> None:
     model, x = _adapted(block), torch.randn(4, 128)
     _ANNOTATED[kind](model)
-    before, average = model(x), EMA(model, 0.5)
+    before, average = model(x), EMA(model, decay=0.5)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -216,14 +217,14 @@ def test_averages_beside_4_bit_weights_leave_these_as_they_are(kind: str, block:
     torch.testing.assert_close(model(x), after, rtol=0, atol=0)
     model[2].weight.requires_grad_()
     with pytest.raises(ForeignParameterError, match=r"'2\.weight' trains and has no average"):
-        EMA(model, 0.5)
+        EMA(model, decay=0.5)
 
 
 @spmd(ranks=2)
 def test_4_bit_weights_are_streamed_if_they_changed_and_exported_as_what_they_stand_for() -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     for kind in ("shards", "replicas"):
-        model, seen = _adapted(128), {}
+        model, seen = _adapted(128), Streamed()
         _ANNOTATED[kind](model)
         told = [tempfile.mkdtemp()]
         dist.broadcast_object_list(told)
@@ -249,11 +250,11 @@ def test_one_rank_edits_4_bit_weights_and_adapters_for_all(kind: str) -> None:
     model, x = _adapted(128), torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
     _ANNOTATED[kind](model)
     before = model(x)
-    with unsharded(model, rank0_only=True):
+    with summon_full_params(model, rank0_only=True):
         pass
     torch.testing.assert_close(model(x), before, rtol=0, atol=0)
     plain = _adapted(128)
-    with unsharded(model, rank0_only=True), torch.no_grad():
+    with summon_full_params(model, rank0_only=True), torch.no_grad():
         if dist.get_rank() == 0:
             model[0].weight.copy_(plain[2].weight)
             model[2].up.mul_(2.0)

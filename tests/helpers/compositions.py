@@ -256,7 +256,7 @@ def annotate(model: Model, combination: Combination) -> None:
             for stage in (
                 ("reduce_scatter", "all_reduce") if combination.verbs == "hybrid" else (None,)
             ):
-                register_comm_hook(module, _mean, stage=stage)
+                register_comm_hook(module, None, _mean, stage=stage)
     for parameter in model.parameters():
         hook_on(parameter, combination)
 
@@ -313,7 +313,7 @@ def train(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if combination.step == "on DTensors":
-        step_on_shards(optimizer).remove()
+        step_on_shards(optimizer, enabled=False)
     for step in range(STEPS):
         total = _tokens_in(step)
         for micro_batch in range(MICRO_BATCHES):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from composable import describe, keep_unsharded, reshard, unshard, unsharded
+from composable import describe, keep_unsharded, reshard, summon_full_params, unshard
 
 # What a model consists of.
 SHARDS: Final = "shards"  # all units are sharded
@@ -600,7 +600,7 @@ def _own_shard_written_in_keep_unsharded(scene: Scene) -> Iterator[None]:
 
 @_event()
 def _reads_in_unsharded(scene: Scene) -> Iterator[None]:
-    with unsharded(scene.model, writeback=False), torch.no_grad():
+    with summon_full_params(scene.model, writeback=False), torch.no_grad():
         if scene.acts:
             sum(parameter.sum() for parameter in scene.model.parameters())
             scene.model.state_dict()

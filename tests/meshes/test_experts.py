@@ -28,7 +28,7 @@ from composable import (
     no_sync,
     register_comm_hook,
     remove,
-    unsharded,
+    summon_full_params,
 )
 from composable.errors import MeshError
 from composable.fsdp2 import fully_shard as face
@@ -142,7 +142,7 @@ def test_experts_accumulate_and_are_looked_into(form: str) -> None:
     if dist.get_rank() == 0:
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(state[name], value)
-    with torch.no_grad(), unsharded(model, rank0_only=True):
+    with torch.no_grad(), summon_full_params(model, rank0_only=True):
         if mesh["efsdp"].get_local_rank() == 0:
             model.blocks[0].experts.up.mul_(2)
     assert_close(full(model.blocks[0].experts.up), 2 * alone.blocks[0].experts.up)
@@ -314,7 +314,7 @@ def test_what_cannot_be_a_mesh_of_a_parameter_is_refused_on_all_ranks() -> None:
     said = refused(model, lambda: fully_shard(model, shard_placement_fn=lambda _: (None, outer)))
     assert "differ in values" in said or "another rank of the module failed" in said, said
     fully_shard(model, sync_module_states="broadcast", shard_placement_fn=lambda _: (None, outer))
-    for verb in (lambda: joinable(model), lambda: register_comm_hook(model, lambda *_: None)):
+    for verb in (lambda: joinable(model), lambda: register_comm_hook(model, None, lambda *_: None)):
         with pytest.raises(MeshError, match=r"and others of|are on meshes of their own"):
             verb()
     train(model, batches(model, rank, 4, 1))

@@ -116,7 +116,7 @@ def _replicated_in_bfloat16(model: Model) -> None:
 
 def _hooked(model: Model) -> None:
     _replicated(model)
-    register_comm_hook(model, fp16_compress_hook)
+    register_comm_hook(model, None, fp16_compress_hook)
 
 
 def _tied(model: Model) -> None:

@@ -121,9 +121,9 @@ def test_an_optimizer_with_state_on_the_owners_is_not_bound_to_other_parameters(
     model = made(Net)
     optimizer = step_on_matrices(muon(model.parameters()))
     fully_shard(model, policy={nn.Linear})
-    rebind_optimizer(optimizer, model)  # it has no state
+    rebind_optimizer(model, optimizer)  # it has no state
     alone = OneProcess(model, muon)
     alone.step_beside(optimizer, range(2), dist.get_rank(), 7)
     with pytest.raises(OptimizerError, match="keeps the state of whole matrices on the ranks"):
-        rebind_optimizer(optimizer, model)
+        rebind_optimizer(model, optimizer)
     alone.step_beside(optimizer, range(2, 3), dist.get_rank(), 7)

@@ -14,7 +14,8 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable import ShardStepping, fully_shard, replicate, step_on_shards
+from composable import fully_shard, replicate, step_on_shards
+from composable.optim.shard_steps import ShardStepping
 from composable.torch_private import step_hooks
 from tests.helpers.compiled import fresh_compiler
 from tests.helpers.world import current_device, spmd
@@ -36,11 +37,7 @@ def test_every_bit_is_what_torch_would_have_made_of_it(name: str) -> None:
     models = sharded_model(), sharded_model()
     one, other = (kind(groups_of(model, options["lr"], apart=True), **options) for model in models)  # type: ignore[call-arg]
     assert _stepping_of(other) is None
-    twins = Twins(
-        models,
-        (stepped_by_torch(one), other),
-        step_on_shards(kind(groups_of(models[1], 0.1, apart=True))),
-    )  # type: ignore[call-arg]
+    twins = Twins(models, (stepped_by_torch(one), other))
     for number in range(4):
         twins.step(number)
         twins.check(f"step {number}")
@@ -109,14 +106,15 @@ def test_a_refusal_holds_until_it_is_asked_for() -> None:
         for _ in range(steps_before):
             _step(model, optimizer)
         assert (_stepping_of(optimizer) is not None) is (steps_before > 0)
-        refused = step_on_shards(optimizer)
-        refused.remove()
-        refused.remove()
+        step_on_shards(optimizer, enabled=False)
+        step_on_shards(optimizer, enabled=False)
         for _ in range(2):
             _step(model, optimizer)
             assert _stepping_of(optimizer) is None
-        handle = step_on_shards(optimizer)
-        assert step_on_shards(optimizer) is handle
+        step_on_shards(optimizer)
+        step_on_shards(optimizer)
+        handle = _stepping_of(optimizer)
+        assert handle is not None
         _step(model, optimizer)
         assert _stepping_of(optimizer) is handle
 

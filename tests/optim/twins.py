@@ -14,7 +14,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable import ShardStepping, fully_shard, replicate, step_on_shards
+from composable import fully_shard, replicate, step_on_shards
 from tests.helpers.world import current_device
 
 # Name, class, options. Rates are large, so that a wrong update shows.
@@ -141,7 +141,6 @@ class Twins:
 
     models: tuple[nn.Module, nn.Module]
     optimizers: tuple[Optimizer, Optimizer]
-    handle: ShardStepping
 
     def step(self, number: int, skipped: int = -1, *, keep: bool = False) -> None:
         """One step of both; `keep`: gradients stay, and are zeroed."""
@@ -215,15 +214,13 @@ def make_twins(
         kind(groups_of(model, options["lr"], apart=any(flag.values())), **options, **flag)
         for model in models
     )  # type: ignore[call-arg]
-    twins = Twins(models, (stepped_by_torch(one), other), step_on_shards(other))
-    if not opt_in:
-        twins.handle.remove()
-    return twins
+    step_on_shards(other, enabled=opt_in)
+    return Twins(models, (stepped_by_torch(one), other))
 
 
 def stepped_by_torch(optimizer: Optimizer) -> Optimizer:
     """It steps its parameters as they are."""
-    step_on_shards(optimizer).remove()
+    step_on_shards(optimizer, enabled=False)
     return optimizer
 
 

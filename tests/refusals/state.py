@@ -29,7 +29,7 @@ from composable import (
     register_comm_hook,
     replicate,
     stream_full,
-    unsharded,
+    summon_full_params,
 )
 from tests.helpers.world import current_device
 from tests.refusals.table import Refusals, row
@@ -64,7 +64,7 @@ def _in_a_forward(model: Net, act: Callable[[], object]) -> None:
 def state_of_plain_models() -> Refusals:
     model = nn.Linear(2, 2)
     for name, act in {"full_state_dict": full_state_dict, "stream_full": stream_full, "export": lambda model: export(model, "/tmp/never"),
-                      "materialize": materialize, "load": lambda model: load(model, "/tmp/never"), "unsharded": lambda model: _inside(unsharded(model))}.items():
+                      "materialize": materialize, "load": lambda model: load(model, "/tmp/never"), "summon_full_params": lambda model: _inside(summon_full_params(model))}.items():
         yield lambda act=act: act(model), f"NotAnnotatedError: {name}: ..."
     by: Any = "layer"
     yield lambda: describe(model, by=by), 'ValueError: describe: by=... must be "unit" or "parameter"...'
@@ -77,16 +77,16 @@ def state_of_plain_models() -> Refusals:
 @row(2)
 def uses_inside_of_unsharded() -> Refusals:
     model = _model()
-    yield lambda: _inside(unsharded(model), lambda: model(tokens(0))), "PhaseError: a forward of unit '(root)' was called inside of unsharded()..."
+    yield lambda: _inside(summon_full_params(model), lambda: model(tokens(0))), "PhaseError: a forward of unit '(root)' was called inside of summon_full_params()..."
     _train(model)
 
     def reshape() -> None:
         model.blocks[0].scale.data = torch.zeros(2, device=current_device())  # type: ignore[union-attr]
 
-    yield lambda: _inside(unsharded(model), reshape), "ForeignParameterError: ...'blocks.0.scale'...has the shape (2,)..."
+    yield lambda: _inside(summon_full_params(model), reshape), "ForeignParameterError: ...'blocks.0.scale'...has the shape (2,)..."
     _train(model)
-    yield lambda: _inside(unsharded(_accumulated(_model()), with_grads=True)), "PhaseError: ...accumulated under no_sync..."
-    yield lambda: _in_a_forward(model, lambda: _inside(unsharded(model))), "PhaseError: ...inside of the forward..."
+    yield lambda: _inside(summon_full_params(_accumulated(_model()), with_grads=True)), "PhaseError: ...accumulated under no_sync..."
+    yield lambda: _in_a_forward(model, lambda: _inside(summon_full_params(model))), "PhaseError: ...inside of the forward..."
 
 
 # --- initial values -----------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def averages_of_another_plan() -> Refusals:
 @row(2)
 def an_optimizer_of_another_model() -> Refusals:
     optimizer = optim.SGD((other := nn.Linear(3, 3)).parameters(), lr=0.1)
-    yield lambda: rebind_optimizer(optimizer, fully_shard(plain())), "OptimizerError: rebind_optimizer: SGD holds a parameter of shape (3, 3), ...which Net does not have..."
+    yield lambda: rebind_optimizer(fully_shard(plain()), optimizer), "OptimizerError: rebind_optimizer: SGD holds a parameter of shape (3, 3), ...which Net does not have..."
     assert optimizer.param_groups[0]["params"][0] is other.weight
 
 
@@ -163,7 +163,7 @@ def what_cannot_leave_the_device() -> Refusals:
     model: Any = _accumulated(_model())
     yield lambda: offload_to_host(model), "PhaseError: ...with accumulated gradients; call reduce_gradients..."
     _train(model)
-    yield lambda: _inside(unsharded(model), lambda: offload_to_host(model)), "PhaseError: ...inside of unsharded()..."
+    yield lambda: _inside(summon_full_params(model), lambda: offload_to_host(model)), "PhaseError: ...inside of summon_full_params()..."
     yield lambda: offload_to_host(model, model), "AnnotationError: ...takes the model's optimizers, got a Net..."
     yield lambda: _in_a_forward(model, lambda: offload_to_host(model)), "PhaseError: ...inside of the forward..."
     _train(model)
@@ -175,10 +175,10 @@ def what_cannot_leave_the_device() -> Refusals:
 @row(2)
 def copies_that_cannot_be() -> Refusals:
     model = _model()
-    yield lambda: _inside(unsharded(model, rank0_only=True), lambda: copy.deepcopy(model)), "PhaseError: copy.deepcopy of unit '...' inside of unsharded(rank0_only=True)..."
+    yield lambda: _inside(summon_full_params(model, rank0_only=True), lambda: copy.deepcopy(model)), "PhaseError: copy.deepcopy of unit '...' inside of summon_full_params(rank0_only=True)..."
     _train(copy.deepcopy(model))
     hooked = _model(replicate)
-    register_comm_hook(hooked, lambda state, bucket: bucket.buffer(), [dist.group.WORLD])
+    register_comm_hook(hooked, [dist.group.WORLD], lambda state, bucket: bucket.buffer())
     yield lambda: copy.deepcopy(hooked), "CommHookError: copy.deepcopy: the state of the communication hook '<lambda>' cannot be copied..."
     layers = nn.Sequential(nn.Linear(2, 2)).to(current_device())
     traced = fully_shard(torch.fx.symbolic_trace(layers))

@@ -298,17 +298,17 @@ def what_is_no_communication_hook() -> Refusals:
     x: Any = torch.ones(1, 6, device=current_device())
     nobody = "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module) or fully_shard(module) first. Of units without a module around them, each takes a hook of its own"
     of_fsdp1 = "AnnotationError: register_comm_hook: torch.distributed.algorithms._comm_hooks.default_hooks.{} is made for FSDP1, which calls it with a tensor and not with a bucket. Use the hooks of torch.distributed.algorithms.ddp_comm_hooks"
-    yield lambda: register(nn.Sequential(), noop_hook), nobody
-    yield lambda: register(nn.Sequential(model), noop_hook), nobody
-    yield lambda: register([model, replicate(model_of())], noop_hook), "NotAnnotatedError: register_comm_hook takes one module, or a list that was annotated as one, and Model was not annotated together with the first one. Register a hook for each, with a state of its own"
-    yield lambda: register(model, {}, noop_hook), "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and dict cannot be called. It stands before its state: register_comm_hook(module, hook, state)"  # type: ignore[arg-type]
-    yield lambda: register(model, lambda bucket: bucket), "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and <lambda> takes (bucket). Bind other arguments with functools.partial"  # type: ignore[arg-type,misc]
-    yield lambda: register(model, hooks_of_fsdp1.bf16_compress_hook), of_fsdp1.format("bf16_compress_hook")
-    yield lambda: register(fully_shard(model_of()), partial(hooks_of_fsdp1.reduce_scatter_hook, output=x)), of_fsdp1.format("reduce_scatter_hook")
+    yield lambda: register(nn.Sequential(), None, noop_hook), nobody
+    yield lambda: register(nn.Sequential(model), None, noop_hook), nobody
+    yield lambda: register([model, replicate(model_of())], None, noop_hook), "NotAnnotatedError: register_comm_hook takes one module, or a list that was annotated as one, and Model was not annotated together with the first one. Register a hook for each, with a state of its own"
+    yield lambda: register(model, noop_hook, {}), "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and dict cannot be called. It stands after its state: register_comm_hook(module, state, hook)"  # type: ignore[arg-type]
+    yield lambda: register(model, None, lambda bucket: bucket), "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and <lambda> takes (bucket). Bind other arguments with functools.partial"  # type: ignore[arg-type,misc]
+    yield lambda: register(model, None, hooks_of_fsdp1.bf16_compress_hook), of_fsdp1.format("bf16_compress_hook")
+    yield lambda: register(fully_shard(model_of()), None, partial(hooks_of_fsdp1.reduce_scatter_hook, output=x)), of_fsdp1.format("reduce_scatter_hook")
     for stage in ("all_gather", "reduce_scatter"):
-        yield lambda stage=stage: register(model, noop_hook, stage=stage), _OTHER_STAGE.format("all_reduce", stage)
-    register(model, noop_hook)
-    yield lambda: register(model, allreduce_hook), _HAS_ONE.format("(root)", "'noop_hook'")
+        yield lambda stage=stage: register(model, None, noop_hook, stage=stage), _OTHER_STAGE.format("all_reduce", stage)
+    register(model, None, noop_hook)
+    yield lambda: register(model, None, allreduce_hook), _HAS_ONE.format("(root)", "'noop_hook'")
 
 
 @row(2)
@@ -320,13 +320,13 @@ def communication_hooks_in_the_middle_of_a_step() -> Refusals:
     x = torch.ones(1, 6, device=current_device())
     model = replicate(model_of())
     output, said = model(x), _IN_A_STEP.format("register_comm_hook")
-    yield lambda: register_comm_hook(model, noop_hook), said
-    output.register_hook(lambda _: register_comm_hook(model, noop_hook))
+    yield lambda: register_comm_hook(model, None, noop_hook), said
+    output.register_hook(lambda _: register_comm_hook(model, None, noop_hook))
     yield output.sum().backward, said
     for kind in ("replicated", "sharded"):
         accumulated(model := KINDS[kind]())
-        yield lambda model=model: register_comm_hook(model, allreduce_hook), said
-    handle = register_comm_hook(model := replicate(model_of()), noop_hook)
+        yield lambda model=model: register_comm_hook(model, None, allreduce_hook), said
+    handle = register_comm_hook(model := replicate(model_of()), None, noop_hook)
     accumulated(model)
     yield handle.remove, _IN_A_STEP.format("remove a communication hook")
 
@@ -334,7 +334,7 @@ def communication_hooks_in_the_middle_of_a_step() -> Refusals:
 @row(2, pytest.mark.sparse)
 def a_communication_hook_for_sparse_gradients() -> Refusals:
     table = nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Linear(4, 1)).to(current_device())
-    yield lambda: register_comm_hook(replicate(table), noop_hook), "AnnotationError: register_comm_hook: the gradient of parameter '0.weight' of unit '(root)' is sparse, and hooks take dense ones. Make its embedding with sparse=False, or leave it to a unit without a hook"
+    yield lambda: register_comm_hook(replicate(table), None, noop_hook), "AnnotationError: register_comm_hook: the gradient of parameter '0.weight' of unit '(root)' is sparse, and hooks take dense ones. Make its embedding with sparse=False, or leave it to a unit without a hook"
 
 
 @row(4)
@@ -342,28 +342,28 @@ def communication_hooks_of_other_stages_of_shards() -> Refusals:
     sharded, within, hybrid = KINDS["sharded"](), model_of(), KINDS["hybrid"]()
     fully_shard(within.head)
     fully_shard(within, mesh=mesh_of())
-    yield lambda: register_comm_hook(sharded, allreduce_hook, stage="all_reduce"), _OTHER_STAGE.format("reduce_scatter", "all_reduce")
-    yield lambda: register_comm_hook(within, allreduce_hook, stage="reduce_scatter"), "MeshError: register_comm_hook: unit 'head' is on another mesh than the module that the hook is for. Register a hook for each, with a state of its own"
+    yield lambda: register_comm_hook(sharded, None, allreduce_hook, stage="all_reduce"), _OTHER_STAGE.format("reduce_scatter", "all_reduce")
+    yield lambda: register_comm_hook(within, None, allreduce_hook, stage="reduce_scatter"), "MeshError: register_comm_hook: unit 'head' is on another mesh than the module that the hook is for. Register a hook for each, with a state of its own"
     for stage in (None, "all_gather"):
-        yield lambda stage=stage: register_comm_hook(hybrid, allreduce_hook, stage=stage), _OTHER_STAGE.format("reduce_scatter and then by all_reduce", stage)
-    register_comm_hook(sharded.head, allreduce_hook)
-    yield lambda: register_comm_hook(sharded, allreduce_hook), _HAS_ONE.format("head", "'allreduce_hook'")
+        yield lambda stage=stage: register_comm_hook(hybrid, None, allreduce_hook, stage=stage), _OTHER_STAGE.format("reduce_scatter and then by all_reduce", stage)
+    register_comm_hook(sharded.head, None, allreduce_hook)
+    yield lambda: register_comm_hook(sharded, None, allreduce_hook), _HAS_ONE.format("head", "'allreduce_hook'")
     rank, other = dist.get_rank(), 0 if dist.get_rank() == 3 else 3
     mine, theirs = ("all_reduce" if each == 3 else "reduce_scatter" for each in (rank, other))
-    yield lambda: register_comm_hook(hybrid, allreduce_hook, stage=mine), f"RanksDisagreeError: register_comm_hook: rank {other} registers allreduce_hook for {theirs}, and rank {rank} registers allreduce_hook for {mine}; no rank registers a hook. All ranks register the same hooks, in the same order"
+    yield lambda: register_comm_hook(hybrid, None, allreduce_hook, stage=mine), f"RanksDisagreeError: register_comm_hook: rank {other} registers allreduce_hook for {theirs}, and rank {rank} registers allreduce_hook for {mine}; no rank registers a hook. All ranks register the same hooks, in the same order"
     for stage in BOTH:
-        register_comm_hook(hybrid.head, allreduce_hook, stage=stage)
-    yield lambda: register_comm_hook(hybrid, allreduce_hook, stage="all_reduce"), _HAS_ONE.format("head", "'allreduce_hook' for all_reduce")
+        register_comm_hook(hybrid.head, None, allreduce_hook, stage=stage)
+    yield lambda: register_comm_hook(hybrid, None, allreduce_hook, stage="all_reduce"), _HAS_ONE.format("head", "'allreduce_hook' for all_reduce")
 
 
 @row(2)
 def a_communication_hook_that_one_rank_refuses() -> Refusals:
     model, first = replicate(model_of()), dist.get_rank() == 0
     mine: Any = noop_hook if first else None
-    yield lambda: register_comm_hook(model, mine), "RanksDisagreeError: register_comm_hook: rank 1 refuses: register_comm_hook: a hook is called as..." if first else "AnnotationError: ..."
+    yield lambda: register_comm_hook(model, None, mine), "RanksDisagreeError: register_comm_hook: rank 1 refuses: register_comm_hook: a hook is called as..." if first else "AnnotationError: ..."
     names = ("allreduce_hook", "noop_hook") if first else ("noop_hook", "allreduce_hook")
-    yield lambda: register_comm_hook(model, noop_hook if first else allreduce_hook), f"RanksDisagreeError: register_comm_hook: rank {int(first)} registers {names[0]}, and rank {int(not first)} registers {names[1]}; no rank registers a hook. All ranks register the same hooks, in the same order"
-    register_comm_hook(model, allreduce_hook)
+    yield lambda: register_comm_hook(model, None, noop_hook if first else allreduce_hook), f"RanksDisagreeError: register_comm_hook: rank {int(first)} registers {names[0]}, and rank {int(not first)} registers {names[1]}; no rank registers a hook. All ranks register the same hooks, in the same order"
+    register_comm_hook(model, None, allreduce_hook)
     loss_of(model, 0).backward()
 
 
@@ -371,7 +371,7 @@ def a_communication_hook_that_one_rank_refuses() -> Refusals:
 def a_communication_hook_that_leaves_replicas_of_local_steps() -> Refusals:
     for plan in ("replicate", "hybrid"):
         model, _ = annotated(plan, 2)
-        register_comm_hook(model, allreduce_hook, stage="all_reduce")
+        register_comm_hook(model, None, allreduce_hook, stage="all_reduce")
         yield lambda model=model: local_steps(model, _sgd(model), every=2), "AnnotationError: local_steps: unit '...' has the communication hook 'allreduce_hook'..."
 
 
@@ -387,8 +387,8 @@ def averages_that_cannot_be() -> Refusals:
     yield lambda: average_parameters(hybrid, over="replicates"), "MeshError: ...has no dimension 'replicates'; did you mean 'replicate'?..."
     yield lambda: average_parameters(hybrid, over=given), "MeshError: ...over must be ... got DeviceMesh of 2 dimensions..."
     yield lambda: average_parameters(plain()), "NotAnnotatedError: average_parameters: no fully sharded or replicated module..."
-    yield lambda: PeriodicAverager(hybrid, 0), "AnnotationError: PeriodicAverager: period must be at least 1, got 0..."
-    yield lambda: PeriodicAverager(hybrid, 2, -1), "AnnotationError: PeriodicAverager: warmup_steps must not be negative, got -1..."
+    yield lambda: PeriodicAverager(hybrid, period=0), "AnnotationError: PeriodicAverager: period must be at least 1, got 0..."
+    yield lambda: PeriodicAverager(hybrid, period=2, warmup_steps=-1), "AnnotationError: PeriodicAverager: warmup_steps must not be negative, got -1..."
     model = replicate(plain())
     model.blocks[0].register_forward_hook(lambda *_: average_parameters(model))
     yield lambda: model(tokens(0)), "PhaseError: average_parameters was called inside of the forward..."
@@ -405,7 +405,7 @@ def averages_over_a_dimension_that_shards() -> Refusals:
         yield lambda given=given: average_parameters(model, over=given), f"MeshError: average_parameters: unit '(root)' is sharded over ranks {ranks} ..."
     if dist.get_rank() < 3:  # all ranks are to know as many groups
         dist.destroy_process_group(some)
-    yield lambda: PeriodicAverager(model, 2, over="shard"), "MeshError: PeriodicAverager: unit '(root)' is sharded..."
+    yield lambda: PeriodicAverager(model, period=2, over="shard"), "MeshError: PeriodicAverager: unit '(root)' is sharded..."
 
 
 @row(4)
@@ -417,7 +417,7 @@ def periods_and_sizes_that_do_not_divide() -> Refusals:
         ({2: 2}, "MeshError", "the largest group must have the 4 ranks that unit '(root)' is averaged over (over='replicate'), got sizes [2]"),
         ({2: 0, 4: 4}, "AnnotationError", "sizes and periods must be at least 1..."),
     ):
-        yield lambda periods=periods: HierarchicalAverager(model, periods), f"{error}: HierarchicalAverager: {said}"
+        yield lambda periods=periods: HierarchicalAverager(model, periods=periods), f"{error}: HierarchicalAverager: {said}"
 
 
 @row(2)
@@ -476,7 +476,7 @@ def steps_together_that_cannot_be() -> Refusals:
         (fully_shard(_layers().append(nn.SyncBatchNorm(1))), "is a SyncBatchNorm"),
     ):
         if "hook" in what:
-            register_comm_hook(model, lambda group, bucket: bucket.buffer())
+            register_comm_hook(model, None, lambda group, bucket: bucket.buffer())
         if "optimizer" in what:
             apply_optimizer_in_backward(optim.SGD, model.parameters(), {"lr": 0.1})
         yield lambda model=model: together(model), f"UnsupportedError: ...{what}..."
@@ -568,7 +568,7 @@ def what_cannot_be_watched() -> Refusals:
     model = replicate(nn.Linear(2, 2))
     yield lambda: watch(nn.Linear(2, 2)), "NotAnnotatedError: ...watch: no fully sharded or replicated module..."
     yield lambda: watch(model, every=0), "AnnotationError: ...every must be at least 1, got 0..."
-    yield lambda: watch(model, on="stop"), "AnnotationError: ...on must be 'warn' or 'raise', got 'stop'..."  # type: ignore[arg-type]
+    yield lambda: watch(model, action="stop"), "AnnotationError: ...action must be 'warn' or 'raise', got 'stop'..."  # type: ignore[arg-type]
     yield lambda: _enter(watch(model), act=lambda: watch(model)), "AlreadyAnnotatedError: ...'(root)' is watched already..."
 
 

@@ -26,7 +26,7 @@ from composable import (
     keep_unsharded,
     offload_to_host,
     replicate,
-    unsharded,
+    summon_full_params,
 )
 from composable.report.parameters import ParameterDescription
 from composable.torch_private import local_tensor
@@ -348,7 +348,7 @@ def test_rows_are_the_same_while_modules_hold_whole_parameters() -> None:
     with keep_unsharded(model), torch.no_grad():
         model(torch.ones(1, 5, device=current_device()))
         assert describe(model, by="parameter") == before
-    with unsharded(model):
+    with summon_full_params(model):
         assert describe(model, by="parameter") == before
     inside: list[ParameterDescription] = []
     model[1].register_forward_hook(lambda *_: inside.append(describe(model, by="parameter")))

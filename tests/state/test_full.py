@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable import export, full_state_dict, fully_shard, replicate, stream_full
+from composable import Streamed, export, full_state_dict, fully_shard, replicate, stream_full
 from composable.errors import RanksDisagreeError
 from composable.state import full
 from composable.state.full import SMALLEST_FILE, plan_files
@@ -54,7 +54,7 @@ def test_whole_tensors_are_those_of_one_process(plan: str) -> None:
 @spmd(ranks=2)
 def test_a_stream_since_a_mark_has_what_changed_on_any_rank(plan: str) -> None:
     model, expected = _annotated(plan), plain().state_dict()
-    seen: dict[str, int] = {}
+    seen = Streamed()
     assert [name for name, _ in stream_full(model, since=seen)] == list(expected)
     assert list(stream_full(model, since=seen)) == []
     last, written = next(
@@ -72,27 +72,27 @@ def test_a_stream_since_a_mark_has_what_changed_on_any_rank(plan: str) -> None:
     assert not torch.equal(changed[1].cpu(), expected[last].cpu())
     stream = stream_full(model, since=seen)
     assert list(stream) == []
-    before = dict(seen)
+    before = dict(seen.checksums)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.zero_grad()
     model(tokens(0)).square().sum().backward()
     optimizer.step()
     trained = [name for name, _ in stream_full(model, since=seen)]
     assert trained
-    assert {name for name in seen if seen[name] != before[name]} <= set(trained)
+    assert {name for name, now in seen.checksums.items() if now != before[name]} <= set(trained)
 
 
 @spmd(ranks=2)
 def test_what_an_interrupted_stream_did_not_yield_is_not_marked() -> None:
-    model, seen = _annotated("fully_shard"), dict[str, int]()
+    model, seen = _annotated("fully_shard"), Streamed()
     stream = stream_full(model, since=seen)
     first = next(stream)[0]
     del stream
-    assert first not in seen
+    assert first not in seen.checksums
     stream = stream_full(model, since=seen)
     assert next(stream)[0] == first
     next(stream)
-    assert list(seen) == [first]
+    assert list(seen.checksums) == [first]
 
 
 @pytest.mark.parametrize("plan", PLANS)

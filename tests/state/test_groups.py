@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composable import (
     EMA,
+    Streamed,
     declare_part,
     export,
     full_state_dict,
@@ -32,7 +33,7 @@ from tests.tensor_parallel.models import mesh_of
 _SAVING: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "full_state_dict": full_state_dict,
     "stream_full": lambda model: dict(stream_full(model)),
-    "stream_full since": lambda model: dict(stream_full(model, since={})),
+    "stream_full since": lambda model: dict(stream_full(model, since=Streamed())),
     "export": lambda model: export(model, _folder() / "out"),
 }
 
@@ -101,7 +102,7 @@ def test_a_state_dict_of_plain_experts_says_once_that_it_has_those_of_one_group(
     with logged() as lines:
         assert isinstance(model.expert.state_dict()["up.weight"], DTensor)
         full_state_dict(model.expert)
-        EMA(model.expert, 0.5).state_dict()
+        EMA(model.expert, decay=0.5).state_dict()
     assert not lines
     with logged() as lines:
         for _ in range(2):
@@ -111,7 +112,7 @@ def test_a_state_dict_of_plain_experts_says_once_that_it_has_those_of_one_group(
     assert "declare_part()" in line
     again, _ = mixture(sharded)
     with logged() as lines:
-        EMA(again, 0.5).state_dict()
+        EMA(again, decay=0.5).state_dict()
     assert len(lines) == 1
 
 

@@ -195,8 +195,8 @@ def test_a_sleeping_model_is_refused_by_name() -> None:
     with pytest.raises(OptimizerError, match=r"SGD.step: unit '.*' rests on the host since"):
         optimizer.step()
     assert set(model.state_dict()) == set(_model().state_dict())
-    handle.wake()
-    handle.wake()
+    handle.restore()
+    handle.restore()
     optimizer.step()
     _backward(model, 1)
     with keep_unsharded(model), torch.no_grad():

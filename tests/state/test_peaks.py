@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from composable import full_state_dict, fully_shard, load, materialize, stream_full, unsharded
+from composable import (
+    full_state_dict,
+    fully_shard,
+    load,
+    materialize,
+    stream_full,
+    summon_full_params,
+)
 from tests.helpers.world import spmd
 
 WIDTH, UNITS = 64, 16
@@ -72,7 +79,7 @@ def test_whole_parameters_come_one_unit_at_a_time() -> None:
         materialize(model)
     # Memory that the shards come from is given back when units are built around it.
     assert shards + UNIT <= peak.bytes <= 2 * shards + 1.5 * UNIT
-    with Peak() as peak, torch.no_grad(), unsharded(model, rank0_only=True):
+    with Peak() as peak, torch.no_grad(), summon_full_params(model, rank0_only=True):
         if dist.get_rank() == 0:
             for parameter in model.parameters():
                 parameter.mul_(2)

@@ -50,7 +50,7 @@ def _goes_on(plans: list[str], kind: str) -> None:
         if number > 1:
             _undo(model)
         PLANS[plan](model)
-        rebind_optimizer(optimizer, model)
+        rebind_optimizer(model, optimizer)
         losses += train(model, optimizer, range(2 * number, 2 * number + 2))
     torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
     for (name, parameter), other in zip(
@@ -133,7 +133,7 @@ def test_units_that_were_annotated_one_by_one_are_told_apart(verb: Any) -> None:
         for module in (model.first, model.second):
             remove(module, verb)
         _ANEW[anew](model)
-        rebind_optimizer(optimizer, model)
+        rebind_optimizer(model, optimizer)
         held = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
         assert held == [id(model.first.weight), id(model.second.weight)], anew
         train(1)
@@ -151,7 +151,7 @@ def test_state_is_cut_like_the_parameter() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, range(1))
     fully_shard(model, policy={Block})
-    rebind_optimizer(optimizer, model)
+    rebind_optimizer(model, optimizer)
     for parameter in model.parameters():
         average = optimizer.state[parameter]["exp_avg"]
         assert isinstance(parameter, DTensor)
@@ -161,7 +161,7 @@ def test_state_is_cut_like_the_parameter() -> None:
         assert average.to_local().untyped_storage().nbytes() == average.to_local().nbytes, (
             "the whole is freed"
         )
-    rebind_optimizer(optimizer, model)  # again: nothing to do
+    rebind_optimizer(model, optimizer)  # again: nothing to do
     train(model, optimizer, range(1))
 
 

@@ -23,7 +23,7 @@ from tests.tensor_parallel.models import (
 def _train(model: nn.Module, rank: int, algorithm: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     uneven = algorithm == "join"
-    with join(model, optimizer) if uneven else local_steps(model, optimizer, 2):
+    with join(model, optimizer) if uneven else local_steps(model, optimizer, every=2):
         for batch in batches(model, rank, 2, 3 + rank if uneven else 4):
             loss_of(model, batch).backward()
             optimizer.step()

@@ -27,7 +27,7 @@ from composable import (
     load,
     remove,
     replicate,
-    unsharded,
+    summon_full_params,
 )
 from composable.tensors.protocol import cut_along
 from composable.torch_private import cut_by
@@ -223,7 +223,7 @@ def test_a_folder_is_read() -> None:
 @spmd(ranks=4)
 def test_they_are_shown_edited_and_given_back(plan: str) -> None:
     model, *_ = _annotated(plan, (2, 2))
-    with unsharded(model):
+    with summon_full_params(model):
         up = model[1].up
         assert (up.device_mesh.mesh_dim_names, up.placements) == (
             ("tp",),

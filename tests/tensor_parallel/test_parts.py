@@ -21,7 +21,7 @@ from composable import (
     no_sync,
     rebind_optimizer,
     remove,
-    unsharded,
+    summon_full_params,
 )
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import assert_same_parameters, batches, full, mesh_of
@@ -141,7 +141,7 @@ def test_parts_train_as_the_whole_does_and_are_saved_as_the_whole() -> None:
         dcp.load(state, checkpoint_id=folder)
         target.load_state_dict(state)
         assert_same_parameters(target, alone)
-    with unsharded(model), torch.no_grad():
+    with summon_full_params(model), torch.no_grad():
         assert model[0].up.shape == before["0.up"].shape
         model[0].up.mul_(2.0)
         alone[0].up.mul_(2.0)
@@ -172,13 +172,13 @@ def test_an_optimizer_of_parts_follows_an_annotation_and_its_removal() -> None:
 
     step(batches(alone, -1, 1), batches(alone, -1, 1))
     fully_shard(model, mesh=mesh["dp"], policy={PartMLP})
-    rebind_optimizer(optimizer, model)
+    rebind_optimizer(model, optimizer)
     for index in range(2):
         step(batches(model, rank, 2, 2)[index:], batches(alone, -1, 2, 2)[index:])
     assert_same_parameters(model, alone)
     for module in (*model, model):
         remove(module, fully_shard)
-    rebind_optimizer(optimizer, model)
+    rebind_optimizer(model, optimizer)
     step(batches(alone, -1, 1), batches(alone, -1, 1))
     fully_shard(model, mesh=mesh["dp"], policy={PartMLP})
     assert_same_parameters(model, alone)
@@ -192,7 +192,7 @@ def test_one_rank_edits_a_part_and_its_gradient_for_the_ranks_that_share_it() ->
     batch = batches(model, 0, 1)[0]
     for each in (model, alone):
         each(batch).square().mean().backward()
-    with unsharded(model, rank0_only=True, with_grads=True), torch.no_grad():
+    with summon_full_params(model, rank0_only=True, with_grads=True), torch.no_grad():
         if mesh["dp"].get_local_rank() == 0:
             for parameter in model.parameters():
                 parameter.mul_(2.0)

@@ -20,7 +20,7 @@ from composable import (
     no_sync,
     remove,
     replicate,
-    unsharded,
+    summon_full_params,
 )
 from tests.helpers.world import spmd
 from tests.tensor_parallel.models import (
@@ -75,7 +75,7 @@ def test_gradients_are_accumulated_and_shown_reduced() -> None:
     for (name, parameter), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
         assert parameter.grad.placements == parameter.placements, name  # type: ignore[union-attr, attr-defined]
         torch.testing.assert_close(full(parameter.grad), plain.grad)  # type: ignore[arg-type]
-    with unsharded(model):
+    with summon_full_params(model):
         pass
     for found in (full_state_dict(model, rank0_only=False), model.state_dict()):
         torch.testing.assert_close({n: full(t) for n, t in found.items()}, dict(alone.state_dict()))

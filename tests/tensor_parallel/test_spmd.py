@@ -25,7 +25,7 @@ from composable import (
     no_sync,
     remove,
     replicate,
-    unsharded,
+    summon_full_params,
 )
 from composable.errors import AnnotationError, RanksDisagreeError
 from tests.helpers.world import spmd
@@ -139,12 +139,12 @@ def test_whole_parameters_of_replicas_are_read_and_edited(names: tuple[str, str]
     replicate(model, mesh=mesh, dp_mesh_dims=Dims(replicate="dp"))
     loss_of(model, batches(model, mesh["dp"].get_local_rank(), 2, 1)[0]).backward()
     loss_of(alone, batches(alone, -1, 2, 1)[0]).backward()
-    with unsharded(model, writeback=False, with_grads=True):
+    with summon_full_params(model, writeback=False, with_grads=True):
         assert_same_parameters(model, alone)
         for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(full(mine.grad), other.grad)  # type: ignore[arg-type]
     for rank0_only in (False, True):
-        with unsharded(model, rank0_only=rank0_only, with_grads=True), torch.no_grad():
+        with summon_full_params(model, rank0_only=rank0_only, with_grads=True), torch.no_grad():
             if not rank0_only or mesh["dp"].get_local_rank() == 0:
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
@@ -191,7 +191,7 @@ def test_what_else_an_annotation_does_works_and_remove_gives_back_what_was_given
     model.load_state_dict({name: 2 * value for name, value in state.items()})
     at_rest = dict(model.named_parameters())
     model.double()  # what the groups are built anew for
-    with unsharded(model), torch.no_grad():
+    with summon_full_params(model), torch.no_grad():
         assert model.up.weight.placements == placements["up.weight"]
         model.up.weight.mul_(0.5)
     loss_of(model, first).backward()

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable import (
     EMA,
+    Streamed,
     describe,
     export,
     full_state_dict,
@@ -27,7 +28,7 @@ from composable import (
     rebind_optimizer,
     remove,
     stream_full,
-    unsharded,
+    summon_full_params,
 )
 from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
@@ -176,7 +177,7 @@ def test_whole_tensors_are_streamed_and_exported() -> None:
 
 @spmd(ranks=4)
 def test_a_tensor_is_streamed_again_where_one_rank_changed_its_part() -> None:
-    mesh, seen = mesh_of(2, 2), {}
+    mesh, seen = mesh_of(2, 2), Streamed()
     model = _annotated(mesh)
     everything = [fqn for fqn, _ in stream_full(model, since=seen)]
     assert len(everything) == len(model.state_dict())
@@ -200,13 +201,13 @@ def test_an_export_that_fails_on_one_rank_fails_on_all() -> None:
 
 
 @spmd(ranks=4)
-def test_unsharded_shows_and_keeps_tensor_parallel_parameters() -> None:
+def test_summon_full_params_shows_and_keeps_tensor_parallel_parameters() -> None:
     mesh = mesh_of(2, 2)
     tp, rank = mesh["tp"], mesh["dp"].get_local_rank()
     model, alone = _annotated(mesh), made(GPT)
     for each, row in ((model, rank), (alone, -1)):
         loss_of(each, batches(each, row, 2, 1)[0]).backward()
-    with unsharded(model, with_grads=True):
+    with summon_full_params(model, with_grads=True):
         for (name, shown), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
             assert isinstance(shown, DTensor), name
             assert shown.device_mesh == tp
@@ -222,11 +223,11 @@ def test_unsharded_shows_and_keeps_tensor_parallel_parameters() -> None:
     assert_same_parameters(model, alone)
     for parameter, plain in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(full(parameter.grad), plain.grad)  # type: ignore[arg-type]
-    with unsharded(model, rank0_only=True):
+    with summon_full_params(model, rank0_only=True):
         if rank == 0:
             with torch.no_grad():
                 model.head.weight.add_(1.0)
-    with unsharded(model, writeback=False), torch.no_grad():
+    with summon_full_params(model, writeback=False), torch.no_grad():
         model.head.weight.add_(1.0)
     with torch.no_grad():
         alone.head.weight.add_(1.0)
@@ -359,9 +360,9 @@ def test_averages_follow_and_an_optimizer_made_before_is_rebound() -> None:
     parallelize_gpt(model, mesh["tp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     fully_shard(model, mesh=mesh["dp"], policy={Block})
-    rebind_optimizer(optimizer, model)
+    rebind_optimizer(model, optimizer)
     reference = torch.optim.AdamW(alone.parameters(), lr=0.01)
-    averages = [EMA(model, 0.5), EMA(alone, 0.5)]
+    averages = [EMA(model, decay=0.5), EMA(alone, decay=0.5)]
     for (each, row), stepper, average in zip(
         ((model, rank), (alone, -1)), (optimizer, reference), averages, strict=True
     ):
@@ -373,7 +374,7 @@ def test_averages_follow_and_an_optimizer_made_before_is_rebound() -> None:
     assert_same_parameters(model, alone)
     with averages[0].swap(), averages[1].swap():
         assert_same_parameters(model, alone)
-    fresh = EMA(model, 0.5)
+    fresh = EMA(model, decay=0.5)
     fresh.load_state_dict(averages[1].state_dict())
     with fresh.swap(), averages[1].swap():
         assert_same_parameters(model, alone)

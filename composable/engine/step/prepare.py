@@ -84,7 +84,7 @@ class Preparation:
         self._watched = None
         for unit in root.units:  # whose roots are planned anew, so that nothing is watched
             unit.refuse_asleep("forward")
-        # `unsharded` shows other tensors, in which ties are no news
+        # `summon_full_params` shows other tensors, in which ties are no news
         if not root.in_step and not any(unit.shown_by for unit in root.units):
             follow_ties(root.units, _left_alone(root.units))
         below = dict.fromkeys((*root.units, *units_below(root.modules)))

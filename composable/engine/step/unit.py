@@ -71,7 +71,7 @@ EXPLICIT: Final = "unshard()"
 # `Unit.given` of a unit that was not computed yet.
 UNKNOWN: Final = -1
 # `Unit.shown_by` of a scope in which ranks hold different things
-RANK0_ONLY: Final = "unsharded(rank0_only=True)"
+RANK0_ONLY: Final = "summon_full_params(rank0_only=True)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -858,7 +858,8 @@ class Unit:
     def refuse_asleep(self, what: str) -> None:
         if self.asleep:
             raise PhaseError(
-                f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call wake()"
+                f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call"
+                " restore()"
                 " on what that returned first, on all ranks"
             )
 
@@ -909,7 +910,7 @@ class Unit:
 def _refuse_in_step(what: str) -> NoReturn:
     raise PhaseError(
         f"{what} in the middle of a step: in a forward or backward, between them, with accumulated"
-        " gradients, or, for communication, inside of unsharded(). Do it between two steps"
+        " gradients, or, for communication, inside of summon_full_params(). Do it between two steps"
     )
 
 

@@ -183,8 +183,8 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
 
 
 @checked
-def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
-    """Replace the parameters of the units in `model` by their means over ranks that trained apart.
+def average_parameters(module: nn.Module, *, over: Over = REPLICAS) -> None:
+    """Replace the parameters of the units in `module` by their means over ranks that trained apart.
 
     Every parameter is averaged, with or without a gradient. Shards are averaged with the same
     shards of other ranks, where they are: one message per unit and dtype. Means are computed in the
@@ -192,13 +192,13 @@ def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
     stay as they are. All ranks call this together, outside of forward and backward.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         over: the ranks to average over: the name of a dimension of the units' meshes, a mesh of one
             dimension, or a process group. "replicate" is the dimension that replicates, whatever it
             is called; for a `replicate`d unit, its ranks.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         MeshError: a unit is sharded over these ranks, or its mesh has no dimension of this name.
         PhaseError: inside of a forward or backward.
 
@@ -211,7 +211,7 @@ def average_parameters(model: nn.Module, over: Over = REPLICAS) -> None:
     """
     _average(
         "average_parameters",
-        unwrapped(model),
+        unwrapped(module),
         lambda unit: comm_over("average_parameters", unit, over),
     )
 
@@ -226,8 +226,8 @@ class _Averager:
         step: how often `average_parameters` was called.
     """
 
-    def __init__(self, model: nn.Module, warmup_steps: int) -> None:
-        self._model = unwrapped(model)
+    def __init__(self, module: nn.Module, warmup_steps: int) -> None:
+        self._model = unwrapped(module)
         self._warmup = warmup_steps
         self.step = 0
 
@@ -268,7 +268,7 @@ class PeriodicAverager(_Averager):
     averager counts them: the first average is in step number `warmup_steps`, from 0.
 
     Args:
-        model: the annotated model.
+        module: the annotated model.
         period: steps from one average to the next.
         warmup_steps: steps before the first average, in which gradients are reduced as usual.
         over: as for `average_parameters`.
@@ -290,13 +290,13 @@ class PeriodicAverager(_Averager):
     @checked
     def __init__(
         self,
-        model: nn.Module,
+        module: nn.Module,
+        *,
         period: PositiveInt,
         warmup_steps: NonNegativeInt = 0,
-        *,
         over: Over = REPLICAS,
     ) -> None:
-        super().__init__(model, warmup_steps)
+        super().__init__(module, warmup_steps)
         self._period = period
         self._over = over
         for unit in units_in(self._model, caller="PeriodicAverager"):
@@ -317,7 +317,7 @@ class HierarchicalAverager(_Averager):
     `warmup_steps` are over.
 
     Args:
-        model: the annotated model.
+        module: the annotated model.
         periods: from the number of ranks in a group to the steps between its averages. Groups are
             consecutive ranks of `over`; the largest one has all of them. Each size divides the next
             one, and so does each period.
@@ -331,7 +331,7 @@ class HierarchicalAverager(_Averager):
 
     Example:
         >>> # 8 ranks of a host every 4 steps, all 64 every 32
-        >>> HierarchicalAverager(model, {8: 4, 64: 32})
+        >>> HierarchicalAverager(model, periods={8: 4, 64: 32})
 
     Source: torch's `HierarchicalModelAverager`, which takes sizes by period.
     """
@@ -339,13 +339,13 @@ class HierarchicalAverager(_Averager):
     @checked
     def __init__(
         self,
-        model: nn.Module,
-        periods: Mapping[int, int],
-        warmup_steps: NonNegativeInt = 0,
+        module: nn.Module,
         *,
+        periods: Mapping[int, int],
+        warmup_steps: int = 0,
         over: Over = REPLICAS,
     ) -> None:
-        super().__init__(model, warmup_steps)
+        super().__init__(module, warmup_steps)
         levels = sorted(periods.items())
         for (size, period), (larger, longer) in zip([(1, 1), *levels], levels, strict=False):
             if longer < 1 or larger < 1:

@@ -64,7 +64,7 @@ class EMA:
     are. Works for annotated and plain models alike.
 
     Args:
-        model: the annotated model. Make the average after the annotation.
+        module: the annotated model. Make the average after the annotation.
         decay: weight of the past, from 0 to 1.
 
     Raises:
@@ -84,8 +84,8 @@ class EMA:
     """
 
     @checked
-    def __init__(self, model: nn.Module, decay: Fraction) -> None:
-        self._model = unwrapped(model)
+    def __init__(self, module: nn.Module, *, decay: Fraction) -> None:
+        self._model = unwrapped(module)
         self._decay = decay
         with torch.no_grad():
             tensors = self._tensors()
@@ -123,8 +123,8 @@ class EMA:
         if changed:
             raise ForeignParameterError(
                 f"EMA: {few(list(map(repr, changed)))} was added, removed or sharded otherwise"
-                " since the average was made. Make a new EMA(model, decay) and load_state_dict()"
-                " the old one's state_dict()"
+                " since the average was made. Make a new EMA(model, decay=...) and"
+                " load_state_dict() the old one's state_dict()"
             )
         slow, copied = [], []
         for name, tensor in tensors.items():

@@ -191,14 +191,14 @@ class LocalSteps:
 
     def __init__(
         self,
-        model: nn.Module,
+        module: nn.Module,
         optimizers: Sequence[Optimizer],
         rounds: _Rounds,
         outer: Optimizer,
         messages: Sequence[_Message],
         infos: Mapping[Unit, MeshInfo],
     ) -> None:
-        self._model, self._units, self._rounds = model, list(infos), rounds
+        self._model, self._units, self._rounds = module, list(infos), rounds
         self._messages = list(messages)
         self._backups = {
             fqn: backup
@@ -312,7 +312,7 @@ class LocalSteps:
             if unit.mesh_info is not unit.spec.mesh_info:
                 unit.set_mesh_info(unit.spec.mesh_info)
         if units:
-            average_parameters(self._model, self._rounds.over)
+            average_parameters(self._model, over=self._rounds.over)
 
     def __enter__(self) -> LocalSteps:
         return self
@@ -461,10 +461,10 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
 @checked
 @torch.no_grad()
 def local_steps(
-    model: nn.Module,
+    module: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    every: PositiveInt,
     *,
+    every: PositiveInt,
     over: Over = REPLICAS,
     outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     delay: NonNegativeInt = 0,
@@ -484,7 +484,7 @@ def local_steps(
     Buffers stay a replica's until `remove()`. Parameters that are frozen here are not sent.
 
     Args:
-        model: a model that is replicated, or sharded over one dimension of a mesh of two.
+        module: a model that is replicated, or sharded over one dimension of a mesh of two.
         optimizer: the inner one, or a list of all that step the model. Steps are counted by hooks:
             one when each of them has stepped. Those of `apply_optimizer_in_backward` step at the
             end of a backward that reduces, together.
@@ -505,7 +505,7 @@ def local_steps(
         and makes training synchronous.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         AnnotationError: every is below 1; delay is not from 0 to every - 1; keep is not from 0 to
             1; nothing is trained; a communication hook makes the reduction over the replicas.
         AlreadyAnnotatedError: the replicas train apart already.
@@ -528,7 +528,7 @@ def local_steps(
 
     Source: DiLoCo, https://arxiv.org/abs/2311.08105; sent early: https://arxiv.org/abs/2501.18512.
     """
-    model = unwrapped(model)
+    module = unwrapped(module)
     if delay >= every:
         raise AnnotationError(
             f"{_CALLER}: delay must be from 0 to every - 1 = {every - 1}, got {delay}"
@@ -541,7 +541,7 @@ def local_steps(
         )
     infos: dict[Unit, MeshInfo] = {}
     comms: dict[Unit, Comm] = {}
-    for unit in units_in(model, caller=_CALLER):
+    for unit in units_in(module, caller=_CALLER):
         comms[unit] = comm_over(_CALLER, unit, over)
         infos[unit] = _info_inside(unit, comms[unit], over)
         if unit.mesh_info is not unit.spec.mesh_info:
@@ -558,13 +558,13 @@ def local_steps(
             )
         refuse_moment(_CALLER, unit)
     trained: dict[tuple[Unit, torch.dtype, torch.device], dict[str, Param]] = {}
-    for each in managed_in(_CALLER, model):
+    for each in managed_in(_CALLER, module):
         if each.param.at_rest.requires_grad:
             local = _local(each.param.at_rest)
             trained.setdefault((each.unit, local.dtype, local.device), {})[each.fqn] = each.param
     if not trained:
         raise AnnotationError(
-            f"{_CALLER}: no parameter of a unit in this {type(model).__name__} requires a gradient"
+            f"{_CALLER}: no parameter of a unit in this {type(module).__name__} requires a gradient"
         )
     messages = [
         _Message(unit, params, comms[unit], offload=offload)
@@ -572,5 +572,5 @@ def local_steps(
     ]
     stepper = (outer or _nesterov)([backup for message in messages for backup in message.backups])
     return LocalSteps(
-        model, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos
+        module, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos
     )

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from composable import ShardStepping
+from composable import step_on_shards
 from composable.checked import checked
 from composable.comm import Comm
 from composable.comm.launch import Launch
@@ -841,8 +841,8 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
         )
     if (kept := _kept_by(optimizer)) is not None:
         raise OptimizerError(_keeping(optimizer, kept))
-    if isinstance(stepping, ShardStepping):
-        stepping.remove()
+    if stepping is not None:
+        step_on_shards(optimizer, enabled=False)
     MatrixStepping(optimizer, _predicate(optimizer, which))
     return optimizer
 

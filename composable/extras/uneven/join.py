@@ -549,7 +549,7 @@ def _opens_scope(make: Callable[..., None]) -> Callable[..., None]:
     def made(
         join: Join,
         joinables: list[Joinable],
-        enable: bool = True,
+        enabled: bool = True,
         throw_on_early_termination: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -561,8 +561,8 @@ def _opens_scope(make: Callable[..., None]) -> Callable[..., None]:
             )
         if members:
             _refuse_several_meshes([unit for member in members for unit in member.units])
-        make(join, joinables, enable, throw_on_early_termination, **kwargs)
-        if not members or not enable:
+        make(join, joinables, enabled, throw_on_early_termination, **kwargs)
+        if not members or not enabled:
             return
         hooks = join_hooks(join)
         pairs = zip(joinables, hooks, strict=True)
@@ -617,7 +617,7 @@ def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
 
 
 @checked
-def joinable(model: nn.Module, *others: Any) -> Joinable:
+def joinable(module: nn.Module, *others: Any) -> Joinable:
     """Make a model known to torch's `Join`, so that ranks may have different numbers of batches.
 
     A rank that has left the scope takes part in what the others do: it gathers and reduces with
@@ -632,7 +632,7 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
     `divide_by_initial_world_size`, see `join`.
 
     Args:
-        model: annotated, all of it on the same ranks.
+        module: annotated, all of it on the same ranks.
         others: more models that run in the scope; the optimizers, which are needed for sharded
             models that are trained; and objects with `state_dict` and `load_state_dict`, such as a
             `GradScaler` or a scheduler, whose state is taken over from a rank that had data to the
@@ -650,7 +650,7 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
         ...         loss_of(model, batch).backward()
         ...         optimizer.step()
     """
-    models, optimizers, carried = [model], [], []
+    models, optimizers, carried = [module], [], []
     for other in others:
         if isinstance(other, nn.Module):
             models.append(other)
@@ -672,10 +672,10 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
 @checked
 @contextmanager
 def join(
-    model: nn.Module,
+    module: nn.Module,
     *others: Any,
     divide_by_initial_world_size: bool = True,
-    enable: bool = True,
+    enabled: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
     """Let ranks run out of data at different times: `Join([joinable(model, *others)], ...)`.
@@ -691,11 +691,11 @@ def join(
     ranks without data call, too.
 
     Args:
-        model: annotated, all of it on the same ranks.
+        module: annotated, all of it on the same ranks.
         others: as for `joinable`: more models, the optimizers, a `GradScaler`, schedulers.
         divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by
             the number of those that had data in the last forward.
-        enable: False if no rank can run out: nothing is exchanged.
+        enabled: False if no rank can run out: nothing is exchanged.
         throw_on_early_termination: raise on all ranks when one has run out.
 
     Raises:
@@ -716,8 +716,8 @@ def join(
         yield
         return
     scope = Join(
-        [joinable(model, *others)],
-        enable=enable,
+        [joinable(module, *others)],
+        enabled=enabled,
         throw_on_early_termination=throw_on_early_termination,
         divide_by_initial_world_size=divide_by_initial_world_size,
     )

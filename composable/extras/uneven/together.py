@@ -203,7 +203,7 @@ class together:
     with parameters frozen since. The other ranks wait for their timeout then.
 
     Args:
-        model: an annotated model.
+        module: an annotated model.
         give_up_after: how many steps in a row may be lost; the last of them is an error.
 
     Attributes:
@@ -211,7 +211,7 @@ class together:
         why: what ranks raised, and where; the same on all ranks.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         PhaseError: the scope is inside of another one, of `join`, or of a step; another annotated
             model is called in it; or an optimizer steps in it, or something else writes.
         UnsupportedError: the model has collectives that are not the library's, or what cannot be
@@ -232,11 +232,11 @@ class together:
     """
 
     @checked
-    def __init__(self, model: nn.Module, *, give_up_after: PositiveInt = 3) -> None:
+    def __init__(self, module: nn.Module, *, give_up_after: PositiveInt = 3) -> None:
         self.lost, self.why = False, ""
         self._refused: PhaseError | None = None  # what all ranks raise that come there
-        self._model, self._give_up_after = unwrapped(model), give_up_after
-        self._units = units_in(model, caller="together")
+        self._model, self._give_up_after = unwrapped(module), give_up_after
+        self._units = units_in(module, caller="together")
         self._comm = self._units[0].mesh_info.all
         self._refuse()
 

@@ -71,10 +71,10 @@ _ERRORS: Final[dict[str, type[RuntimeError]]] = {
 
 @checked
 def watch(
-    model: nn.Module,
-    every: PositiveInt = 1,
-    on: Literal["warn", "raise"] = "warn",
+    module: nn.Module,
     *,
+    every: PositiveInt = 1,
+    action: Literal["warn", "raise"] = "warn",
     agree: NonNegativeInt = AGREE,
     folder: str | os.PathLike[str] | None = None,
     repeat: bool = False,
@@ -103,14 +103,14 @@ def watch(
     that was never written to.
 
     All ranks call it, between two steps, when the model is annotated. `COMPOSABLE_WATCH=1` in the
-    environment of all ranks watches every annotated model, `COMPOSABLE_WATCH=raise` as `on="raise"`
-    does.
+    environment of all ranks watches every annotated model, `COMPOSABLE_WATCH=raise` as
+    `action="raise"` does.
 
     Args:
-        model: an annotated module, or one that contains some.
+        module: an annotated module, or one that contains some.
         every: look at one step in so many.
-        on: "warn" logs each finding once, "raise" also raises it on all ranks before the optimizer
-            steps. Hints are logged only.
+        action: "warn" logs each finding once, "raise" also raises it on all ranks before the
+            optimizer steps. Hints are logged only.
         agree: compare the ranks every so many steps; 0 for never.
         folder: where each rank writes what `python -m composable replay` needs to run the unit of
             a finding again, once for each kind of finding. Until the optimizer steps, the inputs
@@ -124,29 +124,30 @@ def watch(
             such as selective checkpointing.
 
     Returns:
-        The watch, with its `findings` and `hints`. `close()` ends it; it is also a context.
+        The watch, with its `findings` and `hints`. `remove()` ends it; as a context manager it ends
+        with its body.
 
     Raises:
-        NotAnnotatedError: no annotated module in `model`.
+        NotAnnotatedError: no annotated module in `module`.
         AlreadyAnnotatedError: it is watched already.
-        ArgumentError: `every` is less than 1, or `on` is unknown.
+        ArgumentError: `every` is less than 1, or `action` is unknown.
 
     Example:
         >>> fully_shard(model, policy={Block})
-        >>> watch(model, on="raise")
+        >>> watch(model, action="raise")
     """
-    model = unwrapped(model)
-    units = units_in(model, caller="watch")
+    module = unwrapped(module)
+    units = units_in(module, caller="watch")
     for unit in units:
         if events.watch_of(unit) is not None:
             raise AlreadyAnnotatedError(
-                f"watch: unit '{unit.name}' is watched already; call close() on what the first"
+                f"watch: unit '{unit.name}' is watched already; call remove() on what the first"
                 f" watch returned, or leave {VARIABLE} out of the environment"
             )
-    fqns = names_below(model)
+    fqns = names_below(module)
     names = {unit: fqns.get(id(unit.modules[0]), unit.name) for unit in units}
     observer = RankObserver(names, every, agree, keeps=folder is not None, repeat=repeat)
-    return Watch(names, observer, on, folder)
+    return Watch(names, observer, action, folder)
 
 
 class Watch:
@@ -155,7 +156,7 @@ class Watch:
     Args:
         names: the FQNs of the units that are watched.
         observer: what this rank sees of them.
-        on, folder: see `watch`.
+        action, folder: see `watch`.
 
     Attributes:
         findings: all of them, the same on every rank.
@@ -169,7 +170,7 @@ class Watch:
         self,
         names: Mapping[Unit, str],
         observer: RankObserver,
-        on: str,
+        action: str,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
@@ -179,7 +180,7 @@ class Watch:
         # also while `local_steps` keeps replicas apart
         units = list(names)
         self._comms = [units[0].spec.mesh_info.all, *comms_of_model(units)[1:]]
-        self._on = on
+        self._action = action
         self._folder = None if folder is None else Path(folder)
         self._written: set[str] = set()  # kinds of findings
         self._ranks: list[int] = []  # all that have a part of the model, from the last exchange
@@ -196,7 +197,7 @@ class Watch:
         """The number of the step that is under way: of steps of the optimizer since `watch`."""
         return self.observer.step
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """End it, on all ranks, between two steps."""
         events.end(self)
         self.observer.lose_step()
@@ -205,7 +206,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.remove()
 
     # --- what ends a step ------------------------------------------------------------------------
 
@@ -235,9 +236,10 @@ class Watch:
         Optimizers do before they step. Call it by hand where a step is given up.
 
         Raises:
-            NonFiniteError: a value is not finite, with `on="raise"`.
-            RanksDisagreeError: ranks differ, with `on="raise"`.
-            NotReproducedError: an operator that ran again computed other bits, with `on="raise"`.
+            NonFiniteError: a value is not finite, with `action="raise"`.
+            RanksDisagreeError: ranks differ, with `action="raise"`.
+            NotReproducedError: an operator that ran again computed other bits, with
+                `action="raise"`.
         """
         observer = self.observer
         if not observer.ran:
@@ -254,11 +256,19 @@ class Watch:
         self._report(found)
 
     def evaluate_again(self, step: int) -> None:
-        """An optimizer calls its closure once more in a step, whose number this was."""
+        """An optimizer calls its closure once more in a step.
+
+        Args:
+            step: the number of the step that the call before was in.
+        """
         self.observer.evaluate_again(step)
 
     def evaluated(self, step: int) -> None:
-        """It has called it."""
+        """The optimizer has called its closure once more.
+
+        Args:
+            step: as for `evaluate_again`.
+        """
         self.observer.evaluated(step)
 
     # --- the exchange ----------------------------------------------------------------------------
@@ -348,7 +358,7 @@ class Watch:
                 if all(comm.rank == 0 for comm in self._comms):  # of those that have the model
                     logger.warning("%s", finding)
         errors = [finding for finding in found if finding.kind in _ERRORS]
-        if errors and self._on == "raise":
+        if errors and self._action == "raise":
             raise _ERRORS[errors[0].kind](str(errors[0]))
 
 
@@ -359,11 +369,11 @@ def _rank() -> int:
 # --- the environment -----------------------------------------------------------------------------
 
 
-def _watch_units(units: Sequence[Unit], on: str) -> Watch:
+def _watch_units(units: Sequence[Unit], action: str) -> Watch:
     names = {unit: "" if unit.name == unit_name("") else unit.name for unit in units}
-    return Watch(names, RankObserver(names, 1, AGREE, keeps=False, repeat=False), on)
+    return Watch(names, RankObserver(names, 1, AGREE, keeps=False, repeat=False), action)
 
 
 if (_wanted := os.environ.get(VARIABLE, "0").strip()) not in ("", "0"):
-    _on = "raise" if _wanted == "raise" else "warn"
-    observe(events.WatchAll(lambda units: _watch_units(units, _on)))
+    _action = "raise" if _wanted == "raise" else "warn"
+    observe(events.WatchAll(lambda units: _watch_units(units, _action)))

@@ -114,7 +114,7 @@ def test_torchs_hooks_give_the_bits_that_they_give_under_ddp(name: str, unused: 
     )
     # As a function without a name: DistributedDataParallel takes bfloat16 on accelerators only.
     rival.register_comm_hook(state(), lambda state, bucket: hook(state, bucket))
-    register_comm_hook(replicate(annotated), hook, state())
+    register_comm_hook(replicate(annotated), state(), hook)
     optimizers = sgd(plain), sgd(annotated)
     for step in range(6):
         spare = not unused or step == 0 or (step == 1 and dist.get_rank() == 0)
@@ -166,7 +166,7 @@ def _same_as_without(kind: str, way: str, stages: tuple[str | None, ...], **opti
     calls = {stage: Calls(stage, _ranks_of(stage)) for stage in stages}
     handles = [
         register_comm_hook(
-            models[1], hook, groups[stage] if way == "accelerator" else None, stage=stage
+            models[1], groups[stage] if way == "accelerator" else None, hook, stage=stage
         )
         for stage, hook in calls.items()
     ]
@@ -278,7 +278,7 @@ def test_torchs_hooks_do_for_shards_what_they_do_for_replicas(name: str) -> None
     """A hook does the same arithmetic for shards as for replicas with the same buckets."""
     models = [replicate(model_of()), fully_shard(model_of())]
     for model in models:
-        register_comm_hook(model, _DTYPES[name][0])
+        register_comm_hook(model, None, _DTYPES[name][0])
     for step in range(5):
         for model in models:
             loss_of(model, step, spare=True).backward()
@@ -301,8 +301,8 @@ def test_a_hook_over_replicas_gets_the_means_of_its_replica_and_makes_means(name
     hook, dtype = _DTYPES[name]
     mesh = mesh_of()
     models = [KINDS["hybrid"](mesh=mesh) for _ in range(2)]
-    register_comm_hook(models[0], noop_hook, stage="all_reduce")
-    register_comm_hook(models[1], hook, stage="all_reduce")
+    register_comm_hook(models[0], None, noop_hook, stage="all_reduce")
+    register_comm_hook(models[1], None, hook, stage="all_reduce")
     plain = odd_model()
     for step in range(3):
         for model in (*models, plain):
@@ -334,7 +334,7 @@ def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(
     state = PowerSGDState(
         None, matrix_approximation_rank=7, start_powerSGD_iter=2, min_compression_rate=0.1
     )
-    register_comm_hook(models[1], powerSGD_hook, state, stage=stage)
+    register_comm_hook(models[1], state, powerSGD_hook, stage=stage)
     for step in range(5):
         for model in models:
             model.zero_grad()
@@ -354,7 +354,7 @@ def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(
 def test_without_a_group_hooks_communicate_among_the_ranks_of_their_mesh() -> None:
     mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("one", "other"))["other"]
     models = [replicate(model_of(), mesh=mesh) for _ in range(2)]
-    register_comm_hook(models[1], powerSGD_hook, _power())
+    register_comm_hook(models[1], _power(), powerSGD_hook)
     for step in range(2):
         for model in models:
             loss_of(model, step).backward()
@@ -371,7 +371,7 @@ def _plain(_: object, bucket: Any) -> Tensor:
 @spmd(ranks=2, everywhere=True)
 def test_a_hook_may_return_a_tensor_and_describe_names_it_until_it_is_removed() -> None:
     models = [KINDS["replicated"]() for _ in range(2)]
-    handle = register_comm_hook(models[1], _plain)
+    handle = register_comm_hook(models[1], None, _plain)
     for model in models:
         loss_of(model, 0).backward()
     assert_same(models, "of tensors", 1e-7)
@@ -388,7 +388,7 @@ def test_modules_that_are_one_unit_have_one_hook(verb: Any) -> None:
     verb(parts[1].head)
     verb(parts)
     calls = Calls(None, [0, 1])
-    handle = register_comm_hook(parts, calls)
+    handle = register_comm_hook(parts, None, calls)
     for step in range(2):  # the first one finds the order of buckets
         for part in parts:
             part.zero_grad()
@@ -406,7 +406,7 @@ def test_a_stage_of_one_rank_calls_no_hook() -> None:
         models = [KINDS["hybrid"](mesh=mesh_of(replicas), grad_reduce="sum") for _ in range(2)]
         calls = {stage: Calls(stage, [0, 1]) for stage in BOTH}
         for stage, hook in calls.items():
-            register_comm_hook(models[1], hook, stage=stage)
+            register_comm_hook(models[1], None, hook, stage=stage)
         for model in models:
             loss_of(model, 0, spare=True).backward()
         assert_same(models, replicas)
@@ -418,7 +418,7 @@ def test_a_stage_of_one_rank_calls_no_hook() -> None:
 def test_one_rank_calls_no_hook() -> None:
     for annotate in (fully_shard, replicate):
         model = annotate(model_of(), grad_reduce="sum")
-        with register_comm_hook(model, noop_hook):
+        with register_comm_hook(model, None, noop_hook):
             loss_of(model, 0, spare=True).backward()
         assert all(gradient is not None for gradient in full_gradients(model).values())
 
@@ -434,7 +434,7 @@ def test_the_last_bucket_is_said_to_be_the_last_also_after_a_part_was_removed(ve
         lasts[-1].append(bucket.is_last())
         return allreduce_hook(group, bucket)
 
-    register_comm_hook(model, hook)
+    register_comm_hook(model, None, hook)
     for parts in (3, 2):
         if parts == 2:
             remove(model[0], verb)

@@ -41,9 +41,9 @@ def _fails_and_goes_on(how: str, kind: str, failing: str | None) -> str:
     """
     models = [KINDS[kind]() for _ in range(2)]
     for stage in BOTH if kind == "hybrid" else (None,):
-        register_comm_hook(models[0], allreduce_hook, stage=stage)
+        register_comm_hook(models[0], None, allreduce_hook, stage=stage)
         hook = Fails(how) if stage == failing and how != "elsewhere" else allreduce_hook
-        register_comm_hook(models[1], hook, stage=stage)
+        register_comm_hook(models[1], None, hook, stage=stage)
     before = [full(parameter) for parameter in models[1].parameters()]
     loss = _spoiled(models[1]) if how == "elsewhere" else loss_of(models[1], 0, spare=True)
     said = ""
@@ -95,9 +95,9 @@ def test_a_part_gets_no_hook_while_another_part_whose_buckets_it_shares_accumula
     with no_sync(model[0]):
         model(x).sum().backward()
     with pytest.raises(PhaseError, match="unit '0' is in the middle of a step"):
-        register_comm_hook(model[1], allreduce_hook)
+        register_comm_hook(model[1], None, allreduce_hook)
     model(x).sum().backward()
-    register_comm_hook(model[1], allreduce_hook)
+    register_comm_hook(model[1], None, allreduce_hook)
     for parameter in model.parameters():  # all ranks had the same batch
         parameter.grad = None
     model(x).sum().backward()

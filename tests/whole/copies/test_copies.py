@@ -31,8 +31,8 @@ from composable import (
     remove,
     replicate,
     reshard,
+    summon_full_params,
     unshard,
-    unsharded,
 )
 from composable.comm import ledger_of
 from composable.errors import AnnotationError
@@ -187,7 +187,7 @@ def test_gradients_held_by_no_sync_stay_with_the_original(plan: str) -> None:
 @spmd(ranks=2)
 def test_a_copy_inside_of_unsharded_has_the_edits(plan: str) -> None:
     model, expected = _annotated(plan), _plain()
-    with unsharded(model), torch.no_grad():
+    with summon_full_params(model), torch.no_grad():
         model[0].weight += 1
         expected[0].weight += 1
         twin = copy.deepcopy(model)
@@ -498,7 +498,7 @@ def test_methods_and_communication_hooks_are_those_of_the_copy() -> None:
 
     model = fully_shard(_Generates().to(current_device()), sync_module_states="broadcast")
     register_forward_method(model, "generate")
-    register_comm_hook(model, hook, calls)
+    register_comm_hook(model, calls, hook)
     twin = copy.deepcopy(model)
     x = _batch(0, dist.get_rank())
     twin(x).sum().backward()

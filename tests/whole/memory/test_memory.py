@@ -28,8 +28,8 @@ from composable import (
     reset,
     reshard,
     stream_full,
+    summon_full_params,
     unshard,
-    unsharded,
 )
 from composable.engine.step.unit import units_below
 from composable.memory.elastic import idle_bytes
@@ -169,7 +169,7 @@ class Calls:
         self.model = model
         self.x = torch.ones(2, 64)
         self.optimizer = sgd(model)
-        self.ema = EMA(model, 0.9)
+        self.ema = EMA(model, decay=0.9)
         self.idle_within = 0  # a forward
 
     def train(self) -> None:
@@ -196,11 +196,11 @@ class Calls:
             self.evaluate()
 
     def look(self) -> None:
-        with unsharded(self.model, writeback=False):
+        with summon_full_params(self.model, writeback=False):
             assert self.model[0].weight.shape == (64, 64)
 
     def edit(self) -> None:
-        with unsharded(self.model, rank0_only=True), torch.no_grad():
+        with summon_full_params(self.model, rank0_only=True), torch.no_grad():
             if dist.get_rank() == 0:
                 self.model[0].weight.mul_(2.0)
 

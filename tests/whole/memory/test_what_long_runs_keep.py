@@ -87,7 +87,7 @@ def _watched(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
 
 
 def _averaged(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
-    average = composable.EMA(model, 0.9)
+    average = composable.EMA(model, decay=0.9)
     average.update()
     return average
 
@@ -101,7 +101,7 @@ def _on_matrices(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
 
 def _on_the_host(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
     asleep = composable.offload_to_host(model)
-    asleep.wake()
+    asleep.restore()
     return asleep
 
 
@@ -110,7 +110,7 @@ def _in_scopes(model: nn.Module, optimizer: torch.optim.Optimizer) -> object:
         _train(model)
     with composable.together(model):
         _train(model)
-    with composable.unsharded(model):
+    with composable.summon_full_params(model):
         next(model.parameters()).data.mul_(2)
     composable.full_state_dict(model)
     return None

@@ -178,7 +178,7 @@ def test_an_optimizer_of_a_parameter_that_was_assigned_trains_once_it_is_rebound
         assert model[0].weight is not assigned
         with pytest.raises(OptimizerError, match="The step would train nothing"):
             optimizer.step()
-        rebind_optimizer(optimizer, model)
+        rebind_optimizer(model, optimizer)
     before = full(model[0].weight.detach()).clone()
     optimizer.step()
     assert not torch.equal(full(model[0].weight.detach()), before)

@@ -63,7 +63,7 @@ _SPREAD_OF_LINES: Final[dict[str, Callable[[nn.Module], object]]] = {
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_unsharded_and_replicated_parameters_never_leave(
+def test_summon_full_params_and_replicated_parameters_never_leave(
     pool: Pool, ranks: int, device: str
 ) -> None:
     need_devices(device, ranks)

@@ -89,7 +89,7 @@ def test_gradients_add_up_wherever_they_live_between_backwards(views: bool) -> N
         model = Weights().to(current_device())
         replicate(model, gradient_as_bucket_view=views, grad_reduce=grad_reduce)
         if hook:
-            register_comm_hook(model, default_hooks.allreduce_hook)
+            register_comm_hook(model, None, default_hooks.allreduce_hook)
         expected = 0.0
         for step in range(6):
             waits = between == "no_sync" and step % 2 == 0

@@ -125,7 +125,7 @@ def test_gradients_may_be_other_tensors_over_the_memory_of_the_bucket(alias: str
 @spmd(ranks=2)
 def test_a_hook_gets_gradients_that_live_in_the_bucket_and_another_set_of_parameters_gets_another_bucket() -> None:  # fmt: skip  # noqa: E501
     plain, ours = twins(Parts, gradient_as_bucket_view=True)
-    register_comm_hook(ours, default_hooks.allreduce_hook)
+    register_comm_hook(ours, None, default_hooks.allreduce_hook)
     for step in range(5):
         for model in (plain, ours):
             model.layers[1].requires_grad_(step != 3)

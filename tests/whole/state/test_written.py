@@ -107,7 +107,7 @@ def _folder() -> Path:
 
 
 def _ema(scene: Scene) -> None:
-    ema = composable.EMA(scene.model, 0.5)
+    ema = composable.EMA(scene.model, decay=0.5)
     with torch.no_grad():
         for parameter in scene.rest:
             parameter.mul_(3.0)
@@ -125,17 +125,17 @@ def _average(scene: Scene) -> None:
 
 def _periodic(scene: Scene) -> None:
     scene.differ()
-    composable.PeriodicAverager(scene.model, 1).average_parameters()
+    composable.PeriodicAverager(scene.model, period=1).average_parameters()
 
 
 def _hierarchical(scene: Scene) -> None:
     scene.differ()
-    composable.HierarchicalAverager(scene.model, {2: 1}).average_parameters()
+    composable.HierarchicalAverager(scene.model, periods={2: 1}).average_parameters()
 
 
 def _local_steps(scene: Scene) -> None:
     scene.optimizer.zero_grad()
-    with composable.local_steps(scene.model, scene.optimizer, 1):
+    with composable.local_steps(scene.model, scene.optimizer, every=1):
         scene.train()
         scene.optimizer.step()
 
@@ -193,7 +193,7 @@ def _clipped(scene: Scene) -> None:
 
 
 def _rebound(scene: Scene) -> None:
-    composable.rebind_optimizer(scene.optimizer, scene.model)
+    composable.rebind_optimizer(scene.model, scene.optimizer)
     scene.train()
     scene.optimizer.step()
 
@@ -225,13 +225,13 @@ def _accumulated(scene: Scene) -> None:
 
 
 def _edited(scene: Scene) -> None:
-    with composable.unsharded(scene.model), torch.no_grad():
+    with composable.summon_full_params(scene.model), torch.no_grad():
         for parameter in scene.model.parameters():
             parameter.mul_(2.0)
 
 
 def _edited_on_rank_0(scene: Scene) -> None:
-    with composable.unsharded(scene.model, rank0_only=True), torch.no_grad():
+    with composable.summon_full_params(scene.model, rank0_only=True), torch.no_grad():
         if dist.get_rank() == 0:
             for parameter in scene.model.parameters():
                 parameter.mul_(2.0)
@@ -250,7 +250,6 @@ WRITES: Final[dict[str, Callable[[Scene], None]]] = {
     "LocalSteps": _local_steps,
     "OptimizerInBackward": _in_backward,
     "PeriodicAverager": _periodic,
-    "ShardStepping": _on_shards,
     "apply_optimizer_in_backward": _in_backward,
     "average_parameters": _average,
     "clip_grad_norm_": _clipped,
@@ -267,7 +266,7 @@ WRITES: Final[dict[str, Callable[[Scene], None]]] = {
     "step_on_matrices": _on_matrices,
     "step_on_shards": _on_shards,
     "together": _together,
-    "unsharded": _edited,
+    "summon_full_params": _edited,
     "watch": _watched,
 }
 
@@ -326,7 +325,7 @@ def _streamed(scene: Scene) -> None:
 
 
 def _averaged(scene: Scene) -> None:
-    composable.EMA(scene.model, 0.5).update()
+    composable.EMA(scene.model, decay=0.5).update()
 
 
 def _kept(scene: Scene) -> None:
@@ -335,7 +334,7 @@ def _kept(scene: Scene) -> None:
 
 
 def _looked_at(scene: Scene) -> None:
-    with composable.unsharded(scene.model, writeback=False):
+    with composable.summon_full_params(scene.model, writeback=False):
         assert type(scene.model[0].weight) is nn.Parameter
 
 
@@ -347,19 +346,20 @@ READS: Final[dict[str, Callable[[Scene], object]]] = {
     "registry": lambda scene: composable.registry(scene.model),
     "stream_full": _streamed,
     "traversal": lambda scene: composable.traversal.get_handles(scene.model),
-    "Watch": lambda scene: composable.watch(scene.model).close(),
+    "Watch": lambda scene: composable.watch(scene.model).remove(),
 }
 READS_OF_OTHERS: Final[dict[str, Callable[[Scene], object]]] = {
     "EMA.update": _averaged,
     "state_dict": lambda scene: scene.model.state_dict(),
-    "unsharded(writeback=False)": _looked_at,
+    "summon_full_params(writeback=False)": _looked_at,
 }
 
 # --- neither: no calls, or ones that change annotations, scopes and hooks ------------------------
 
 NEITHER: Final = [
     *("CPUOffloadPolicy", "CustomPolicy", "MixedPrecisionPolicy", "ModelPolicy"),
-    *("ModuleWrapPolicy", "NamePolicy", "Policy", "SizePolicy", "__version__", "errors"),
+    *("ModuleWrapPolicy", "NamePolicy", "Policy", "SizePolicy", "Streamed"),
+    *("__version__", "errors"),
     *("apply_tp_plan", "checkpoint", "contract", "declare_part", "fully_shard", "on_undo"),
     *("offload_activations", "remove", "replicate"),
     *("joinable", "register_comm_hook", "register_forward_method", "skipped"),

@@ -1,4 +1,4 @@
-"""`unsharded`: whole plain parameters inside the scope, and what becomes of edits."""
+"""`summon_full_params`: whole plain parameters inside the scope, and what becomes of edits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable import MixedPrecisionPolicy, full_state_dict, fully_shard, no_sync, unsharded
+from composable import (
+    MixedPrecisionPolicy,
+    full_state_dict,
+    fully_shard,
+    no_sync,
+    summon_full_params,
+)
 from composable.errors import (
     ForeignParameterError,
     PhaseError,
@@ -40,7 +46,7 @@ def _annotated(plan: str) -> Net:
 def test_edits_are_written_back(plan: str, choices: dict[str, bool]) -> None:
     model, expected = _annotated(plan), plain()
     edits = not choices.get("rank0_only") or dist.get_rank() == 0
-    with torch.no_grad(), unsharded(model, **choices):
+    with torch.no_grad(), summon_full_params(model, **choices):
         if edits:
             assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
             for (name, value), whole in zip(
@@ -64,12 +70,12 @@ def test_edits_are_written_back(plan: str, choices: dict[str, bool]) -> None:
 def test_edits_without_writeback_or_before_an_exception_are_dropped(plan: str) -> None:
     model = _annotated(plan)
     before = full_state_dict(model, rank0_only=False)
-    with torch.no_grad(), unsharded(model, writeback=False):
+    with torch.no_grad(), summon_full_params(model, writeback=False):
         for parameter in model.parameters():
             parameter.zero_()
 
     def edit_and_fail() -> None:
-        with torch.no_grad(), unsharded(model):
+        with torch.no_grad(), summon_full_params(model):
             model.blocks[0].up.weight.zero_()
             raise ZeroDivisionError
 
@@ -91,7 +97,7 @@ def test_gradients_are_read_and_written(plan: str) -> None:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    with torch.no_grad(), unsharded(model, with_grads=True, rank0_only=True):
+    with torch.no_grad(), summon_full_params(model, with_grads=True, rank0_only=True):
         if dist.get_rank() == 0:
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
@@ -103,7 +109,7 @@ def test_gradients_are_read_and_written(plan: str) -> None:
     assert (full(model.blocks[0].up.weight.grad) == 1).all()
     assert (full(model.blocks[0].up.bias.grad) == 2).all()
     assert model.blocks[0].scale.grad is None
-    with unsharded(model):
+    with summon_full_params(model):
         assert plan == "replicate" or all(
             parameter.grad is None for parameter in model.parameters()
         )
@@ -119,7 +125,7 @@ def test_freezing_and_attributes_are_kept(plan: str, choices: dict[str, bool]) -
     model.embed.weight.mark = ["before"]  # type: ignore[attr-defined]
     PLANS[plan](model)
     edits = not choices.get("rank0_only") or dist.get_rank() == 0
-    with unsharded(model, **choices):
+    with summon_full_params(model, **choices):
         assert model.head.weight.mark == ["before"]  # type: ignore[attr-defined]
         model.blocks[0].scale.mark = "inside"  # type: ignore[attr-defined]
         if edits:
@@ -137,7 +143,7 @@ def test_freezing_and_attributes_are_kept(plan: str, choices: dict[str, bool]) -
         assert (parameter.grad is None) == (other.grad is None), name
         if parameter.grad is not None:
             torch.testing.assert_close(full(parameter.grad), other.grad, msg=name)
-    with unsharded(model, writeback=False, **choices):
+    with summon_full_params(model, writeback=False, **choices):
         model.requires_grad_(True)
     # The user's own parameters, and shards of ranks that see no whole ones, are what is edited
     # there.
@@ -193,7 +199,7 @@ def test_what_shards_cannot_take_over_is_refused_at_the_end_on_all_ranks(
             model.blocks[2].up.weight.add_(1.0)
         edit(model)
 
-    with pytest.raises(error, match=said), unsharded(model, rank0_only=rank0_only):
+    with pytest.raises(error, match=said), summon_full_params(model, rank0_only=rank0_only):
         act() if first or not rank0_only else None
     if edit is not _tie_in_a_new_module:
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
@@ -207,7 +213,7 @@ def test_what_shards_cannot_take_over_is_refused_at_the_end_on_all_ranks(
 @spmd(ranks=2)
 def test_an_edit_of_a_tied_parameter_and_a_tie_to_a_parameter_of_the_users_own_are_kept() -> None:
     model = _annotated("replicate")
-    with torch.no_grad(), unsharded(model):
+    with torch.no_grad(), summon_full_params(model):
         model.head.weight[0] = 3.0
         model.blocks[1].scale = model.blocks[0].scale
     assert model.blocks[1].scale is model.blocks[0].scale
@@ -219,7 +225,7 @@ def test_an_edit_of_a_tied_parameter_and_a_tie_to_a_parameter_of_the_users_own_a
 def test_between_forward_and_backward_nothing_is_lost() -> None:
     model, expected = _annotated("fully_shard"), plain()
     loss = model(tokens(0)).square().sum()
-    with unsharded(model):
+    with summon_full_params(model):
         total = sum(parameter.detach().sum().item() for parameter in model.parameters())
     loss.backward()
     expected(tokens(0)).square().sum().backward()
@@ -234,8 +240,8 @@ def test_between_forward_and_backward_nothing_is_lost() -> None:
 @spmd(ranks=2)
 def test_scopes_nest_and_the_outer_one_decides() -> None:
     model = _annotated("fully_shard")
-    with torch.no_grad(), unsharded(model, writeback=False):
-        with unsharded(model.blocks[0]):
+    with torch.no_grad(), summon_full_params(model, writeback=False):
+        with summon_full_params(model.blocks[0]):
             model.blocks[0].scale.fill_(5.0)
         assert model.blocks[0].scale.item() == 5.0
     assert full(model.blocks[0].scale).item() != 5.0
@@ -244,7 +250,7 @@ def test_scopes_nest_and_the_outer_one_decides() -> None:
 @spmd(ranks=2)
 def test_without_recurse_units_below_stay_sharded() -> None:
     model = _annotated("fully_shard")
-    with unsharded(model, recurse=False):
+    with summon_full_params(model, recurse=False):
         assert not isinstance(model.embed.weight, DTensor)
         assert isinstance(model.blocks[0].up.weight, DTensor)
 
@@ -255,7 +261,10 @@ def test_a_step_inside_the_scope_is_refused_and_kept() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(tokens(0)).sum().backward()
     before = full(model.blocks[0].scale).item()
-    with pytest.raises(PhaseError, match="was written to inside the scope"), unsharded(model):
+    with (
+        pytest.raises(PhaseError, match="was written to inside the scope"),
+        summon_full_params(model),
+    ):
         optimizer.step()
     assert full(model.blocks[0].scale).item() != before
 
@@ -263,7 +272,7 @@ def test_a_step_inside_the_scope_is_refused_and_kept() -> None:
 @spmd(ranks=2)
 def test_a_parameter_registered_inside_the_scope_is_adopted_by_the_next_forward() -> None:
     model = _annotated("fully_shard")
-    with unsharded(model):
+    with summon_full_params(model):
         model.blocks[0].scale = nn.Parameter(torch.full((1,), 3.0, device=current_device()))
     model(tokens(0)).sum().backward()
     assert isinstance(model.blocks[0].scale, DTensor)
@@ -275,7 +284,7 @@ def test_accumulated_gradients_are_in_nobodys_way_unless_they_are_shown() -> Non
     model = _annotated("fully_shard")
     with no_sync(model):
         model(tokens(0)).sum().backward()
-    with torch.no_grad(), unsharded(model):
+    with torch.no_grad(), summon_full_params(model):
         model.blocks[0].scale.fill_(2.0)
     assert full_state_dict(model, rank0_only=False)["blocks.0.scale"].item() == 2.0
     model(tokens(0)).sum().backward()
@@ -287,7 +296,7 @@ def test_gradients_of_another_dtype_are_sent_in_it() -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, keep_grads_in_reduce_dtype=True)
     fully_shard(model, policy={Block}, mp_policy=policy)
     model(tokens(0)).sum().backward()
-    with torch.no_grad(), unsharded(model, with_grads=True, rank0_only=True):
+    with torch.no_grad(), summon_full_params(model, with_grads=True, rank0_only=True):
         if dist.get_rank() == 0:
             gradient = model.blocks[0].up.bias.grad
             assert gradient is not None

@@ -1,4 +1,4 @@
-"""`unsharded`: a scope in which modules hold whole plain parameters, to look at and to edit."""
+"""`summon_full_params`: a scope in which modules hold whole plain parameters, and may be edited."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from composable.torch_private import (
     local_tensor,
 )
 
-_SCOPE: Final = "unsharded()"
+_SCOPE: Final = "summon_full_params()"
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _Shown:
 
 @checked
 @contextmanager
-def unsharded(
+def summon_full_params(
     module: nn.Module,
     *,
     recurse: bool = True,
@@ -91,7 +91,7 @@ def unsharded(
             registered a hook on one.
 
     Example:
-        >>> with unsharded(model, rank0_only=True):
+        >>> with summon_full_params(model, rank0_only=True):
         ...     if rank == 0:
         ...         model.head.weight[:, :10].zero_()
 
@@ -99,13 +99,13 @@ def unsharded(
     https://github.com/pytorch/pytorch/issues/92297.
     """
     module = unwrapped(module)
-    units = units_in("unsharded", module)
+    units = units_in("summon_full_params", module)
     if not recurse:
         own = [annotation.state for annotation in registry(module).values()]
         units = [unit for unit in units if unit in own]
-    require_at_rest("unsharded", units)
+    require_at_rest("summon_full_params", units)
     mine = [unit for unit in units if not unit.shown_by]
-    managed = [each for each in managed_in("unsharded", module) if each.unit in mine]
+    managed = [each for each in managed_in("summon_full_params", module) if each.unit in mine]
     if with_grads:
         _refuse_accumulated(managed)
     shown: list[_Shown] = []
@@ -120,7 +120,7 @@ def unsharded(
     tied = _hide(module, managed, shown, mine)
     if writeback:
         comms = dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only)
-        all_or_none("unsharded", [*comms], partial(_check_edits, shown, tied))
+        all_or_none("summon_full_params", [*comms], partial(_check_edits, shown, tied))
         for each in shown:
             follow_whole(each.managed.param.at_rest, each.whole)
         copied = dict.fromkeys(each.managed.unit for each in shown)
@@ -139,9 +139,9 @@ def _refuse_accumulated(managed: list[Managed]) -> None:
     for each in managed:
         if holds_unreduced(each.param.at_rest):
             raise PhaseError(
-                f"unsharded: the gradient of '{each.fqn}' (unit '{each.unit.name}') was accumulated"
-                " under no_sync and is not reduced. Call reduce_gradients(model) first, on all"
-                " ranks, or zero_grad()"
+                f"summon_full_params: the gradient of '{each.fqn}' (unit"
+                f" '{each.unit.name}') was accumulated under no_sync and is not reduced. Call"
+                " reduce_gradients(model) first, on all ranks, or zero_grad()"
             )
 
 
@@ -207,9 +207,8 @@ def _version(at_rest: Tensor) -> int:
 def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
     if tied:
         raise ForeignParameterError(
-            f"unsharded: {few(tied)} inside the scope; whole parameters are there in the scope"
-            " only. Call remove() with the module and its verb, tie the parameters, and annotate"
-            " again"
+            f"summon_full_params: {few(tied)} inside the scope; whole parameters are there in the"
+            " scope only. Call remove(module), tie the parameters, and annotate again"
         )
     for each in shown:
         _check_edit(each)
@@ -219,22 +218,22 @@ def _check_edit(each: _Shown) -> None:
     managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
     if (whole.shape, whole.dtype) != (each.shape, at_rest.dtype):
         raise ForeignParameterError(
-            f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape"
-            f" {tuple(whole.shape)} and is {whole.dtype} after the scope; before it was"
+            f"summon_full_params: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the"
+            f" shape {tuple(whole.shape)} and is {whole.dtype} after the scope; before it was"
             f" {tuple(each.shape)} and {at_rest.dtype}. To change a shape, register a new"
             " parameter in its place; cast a model outside of the scope"
         )
     if whole is not at_rest and (gradient_hooks(whole) or hooks_after_accumulation(whole)):
         raise ForeignParameterError(
-            f"unsharded: a hook was registered on parameter '{managed.fqn}' of unit"
+            f"summon_full_params: a hook was registered on parameter '{managed.fqn}' of unit"
             f" '{managed.unit.name}' inside the scope, on its whole copy, whose gradient is not the"
             " one that lands. Register hooks on parameters outside of the scope"
         )
     if _version(at_rest) != each.version:
         raise PhaseError(
-            f"unsharded: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was written to"
-            " inside the scope, by an optimizer or load_state_dict, and the scope's edits would"
-            " replace that. Step and load outside of it"
+            f"summon_full_params: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was"
+            " written to inside the scope, by an optimizer or load_state_dict, and the scope's"
+            " edits would replace that. Step and load outside of it"
         )
 
 
