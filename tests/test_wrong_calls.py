@@ -256,7 +256,7 @@ _ELSEWHERE = {
     ("composable.on_undo", "callback"),
 }
 # Arguments in which anything may stand.
-_ANYTHING = {"state", "x", "args", "kwargs", "default", "dp_mesh_dims", "others"}
+_ANYTHING = {"checksums", "state", "x", "args", "kwargs", "default", "dp_mesh_dims", "others"}
 
 
 def _is_wrong(atoms: set[str], label: str, kinds: set[str]) -> bool:
