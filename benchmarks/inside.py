@@ -50,7 +50,7 @@ PIECES = (
     Piece("gradients into the message", ("engine.gradients.reduction:Plan.copy_in",), True),
     Piece("gradients taken from parameters", ("engine.gradients.grad_bucket:GradBucket._take",)),
     Piece("gradients onto parameters", ("engine.gradients.grad_bucket:GradBucket._deliver",)),
-    Piece("checks before forward", ("engine.step.prepare:Preparation.prepare",), True),
+    Piece("checks before forward", ("engine.step.prepare:Preparation.run",), True),
     Piece(
         "version counters",
         (

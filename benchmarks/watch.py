@@ -27,7 +27,7 @@ from publish import emit, rounded, table
 
 PLAIN: Final = "as it is"
 LIMIT: Final = 0.02
-EVENTS: Final = ("enters", "leaves", "comes_back", "ends_backward", "gradients_landed")
+EVENTS: Final = ("pre_forward", "post_forward", "pre_backward", "ends_backward", "gradients_landed")
 # What is watched, by `every`.
 WATCHED: Final = {"watched": 1, "watched, one step in 10": 10}
 VERBS: Final = {"fully_shard": "composable", "replicate": "composable-replicate"}
@@ -70,7 +70,11 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     if contender != PLAIN:
         for name in ("launching", *(name for name in vars(_StepObserver) if name in EVENTS)):
             inside.time(_StepObserver, name)
-        for kind, name in ((_Bracket, "enter"), (_Bracket, "leave"), (Watch, "end_step")):
+        for kind, name in (
+            (_Bracket, "pre_forward"),
+            (_Bracket, "post_forward"),
+            (Watch, "end_step"),
+        ):
             inside.time(kind, name)
         inside.time(RankObserver, "gradient_came")
         watch(model, every=WATCHED[contender])

@@ -151,7 +151,7 @@ class MixedPrecisionPolicy:
         for name in ("cast_forward_inputs", "keep_grads_in_reduce_dtype"):
             require_bool(f"MixedPrecisionPolicy: {name}", getattr(self, name))
         object.__setattr__(self, "full_precision_classes", _classes(self.full_precision_classes))
-        choose = self.param_dtype_override_fn
+        choose: Any = self.param_dtype_override_fn
         if choose is not None and (not callable(choose) or isinstance(choose, nn.Module)):
             raise AnnotationError(
                 "MixedPrecisionPolicy: param_dtype_override_fn must be a function or None, got"

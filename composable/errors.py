@@ -184,11 +184,11 @@ def few(names: Sequence[str], limit: int = 8) -> str:
     return f"{', '.join(names[:limit])} and {len(names) - limit} more"
 
 
-def still_on_meta(fqn: str, unit: str) -> str:
+def still_on_meta(fqn: str, unit_name: str) -> str:
     """Tell of a parameter that is to be computed with before it has values."""
     return (
-        f"parameter '{fqn}' of unit '{unit}' is still on the meta device: it has a shape, but no"
-        " values to compute with. Materialise the model before its first forward: call"
+        f"parameter '{fqn}' of unit '{unit_name}' is still on the meta device: it has a shape, but"
+        " no values to compute with. Materialise the model before its first forward: call"
         " model.to_empty(device=...) and initialise it, or model.load_state_dict(state_dict,"
         " assign=True)"
     )

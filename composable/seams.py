@@ -3,19 +3,19 @@
 An extra adds a capability that the core does not know. Besides this file it imports the ground
 (`comm`, `memory`, `contract`, ...) and what users have, from `composable`. An extra may
 read the attributes, and call the methods, that the protocols list; mypy checks its code by them. It
-hears of launches by `LAUNCHING` and `LAUNCHED` of `composable.comm.base`, with the `Launch`.
+is notified of launches and waits by `observe_launches` of `composable.comm`, with the `Launch`.
 
 | name                         | does, or is                                                       |
 |------------------------------|-------------------------------------------------------------------|
-| `Observer`                   | hears of steps what it overrides                                  |
-| `observe`                    | lets an observer hear from now on; returns what ends it           |
+| `Observer`                   | is notified of events of steps                                    |
+| `observe`                    | notifies an observer from now on; returns what ends it            |
 | `called`                     | tells that a function that all ranks call begins                  |
 | `values_exchanged`           | tells that all ranks exchange the values of parameters            |
 | `lose_step`                  | tells that all ranks have lost a step of some units               |
 | `follow_steps`               | opens a scope that follows steps for ranks without data, and      |
 |                              | answers for the engine                                            |
 | `open_scope`                 | is the scope that is open                                         |
-| `Driver`                     | takes part in steps of units that other ranks compute             |
+| `driver_of`                  | makes what takes part in steps of units that others compute       |
 | `Event`                      | what one unit does, to be driven elsewhere                        |
 | `unscale_gradients`          | unscales gradients as a scaler does that other ranks step         |
 | `Unit`                       | what a call of a verb left on its modules                         |
@@ -48,7 +48,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ from composable.engine.params import param as params
 from composable.engine.params.param import label_of as label_of
 from composable.engine.step import driver, observer, unit
 from composable.engine.step.driver import Event as Event
-from composable.engine.step.observer import HEARERS
+from composable.engine.step.observer import OBSERVERS
 from composable.engine.step.observer import Observer as Observer
 from composable.engine.step.observer import called as called
 from composable.engine.step.observer import follow_steps as follow_steps
@@ -84,6 +84,7 @@ from composable.state.writing import give_memory as give_memory
 
 if TYPE_CHECKING:
     from composable.engine.gradients import reduction
+    from composable.engine.gradients.unreduced import SyncMode
     from composable.engine.params import param_group
     from composable.engine.step import root
 
@@ -318,61 +319,99 @@ class _Managed(Protocol):
     def param(self) -> Param: ...
 
 
-class _Drivers(Protocol):
-    def __call__(self, units: Sequence[Unit]) -> driver.Driver:
-        """Units in an order that all ranks know."""
+class _Driver(Protocol):
+    """Takes part in steps of units that other ranks compute, see `engine/step/driver.py`."""
 
-    def pass_through(self, module: nn.Module, x: Any) -> Any:
-        """Take part in a forward of `module`, and give `x` back."""
+    @property
+    def modes(self) -> Sequence[SyncMode]: ...
+    def visit(self, index: int, event: Event, detail: int) -> None: ...
+    def backward(self, modes: Sequence[SyncMode], follow: Callable[[], None]) -> None: ...
+    def reduce(self, parameters: Sequence[Tensor]) -> None: ...
+    def reset(self) -> None: ...
+    def scale_gradients(
+        self, scaled: Callable[[Tensor], Tensor]
+    ) -> Sequence[Callable[[], object]]: ...
+    def take_buffers(self, source: int) -> None: ...
+    def pass_through(
+        self, module: nn.Module, x: Any, refuse_traced: Callable[[str], NoReturn]
+    ) -> Any: ...
 
 
 # --- functions, over these -----------------------------------------------------------------------
 
-# The engine's own functions, typed by the protocols. The checks at the end of this file show that
-# the engine's classes match them.
+# The checks at the end of this file show that the engine's classes match the protocols.
 
-# `observe(observer)`: it hears of steps from now on; returns what ends it.
-observe: Final[Callable[[Observer], Callable[[], None]]] = HEARERS.add
-# Takes part in steps of units that other ranks compute.
-Driver: Final[_Drivers] = cast("Any", driver.Driver)
-# Tell that all ranks have lost a step of these units.
-lose_step: Final[Callable[[Sequence[Unit]], None]] = cast("Any", observer.lose_step)
+# `observe(observer)`: it is notified of steps from now on; returns what ends it.
+observe: Final[Callable[[Observer], Callable[[], None]]] = OBSERVERS.add
 # The unit that manages a parameter, at rest or while modules compute; None if none does.
-unit_of: Final[Callable[[Tensor], Unit | None]] = cast("Any", unit.unit_of)
+unit_of: Final[Callable[[Tensor], Unit | None]] = unit.unit_of
 # The parameters of all units, with their names in the model, each once.
-managed_in: Final[Callable[[str, nn.Module], Iterator[_Managed]]] = cast("Any", whole.managed_in)
-# The comms over all ranks that have a part of the model.
-comms_of_model: Final[Callable[[Sequence[Unit]], list[Comm]]] = cast("Any", whole.comms_of_model)
-# Modules hold parameters at rest in the context, outside of forwards and backwards.
-at_rest: Final[Callable[[Sequence[Unit]], AbstractContextManager[None]]] = cast(
-    "Any", edits.at_rest
-)
-# The same from here on; raises in a forward or backward.
-require_at_rest: Final[Callable[[str, Sequence[Unit]], None]] = cast("Any", whole.require_at_rest)
-# Raise if a unit is not between two steps.
-refuse_moment: Final[Callable[[str, Unit], None]] = cast("Any", comm_hooks.refuse_moment)
-# Tell units that all ranks have written to their parameters at rest without operators, so that no
-# version has counted the write.
-written: Final[Callable[[Iterable[Unit]], None]] = cast("Any", edits.written)
-# Raise if parameters are gathered in a form of their own, and have no shard buffer.
-refuse_extended: Final[Callable[[str, Unit], None]] = cast("Any", extension.refuse_extended)
+managed_in: Final[Callable[[str, nn.Module], Iterator[_Managed]]] = whole.managed_in
+
+
+def _of_engine(units: Iterable[Unit]) -> list[unit.Unit]:
+    """The same: only the engine makes objects that are a `Unit`."""
+    found: list[Any] = [*units]
+    return found
+
+
+def driver_of(units: Sequence[Unit]) -> _Driver:
+    """What takes part in steps of these units, in an order that all ranks know."""
+    return driver.Driver(_of_engine(units))
+
+
+def lose_step(units: Sequence[Unit]) -> None:
+    """Tell that all ranks have lost a step of these units."""
+    observer.lose_step(_of_engine(units))
+
+
+def comms_of_model(units: Sequence[Unit]) -> list[Comm]:
+    """The comms over all ranks that have a part of the model."""
+    return whole.comms_of_model(_of_engine(units))
+
+
+def at_rest(units: Sequence[Unit]) -> AbstractContextManager[None]:
+    """Modules hold parameters at rest in the context, outside of forwards and backwards."""
+    return edits.at_rest(_of_engine(units))
+
+
+def require_at_rest(caller: str, units: Sequence[Unit]) -> None:
+    """The same from here on; raises in a forward or backward."""
+    whole.require_at_rest(caller, _of_engine(units))
+
+
+def refuse_moment(what: str, of: Unit) -> None:
+    """Raise if a unit is not between two steps."""
+    comm_hooks.refuse_moment(what, *_of_engine([of]))
+
+
+def written(units: Iterable[Unit]) -> None:
+    """Tell units that all ranks have written to their parameters at rest without operators, so that
+    no version has counted the write.
+    """
+    edits.written(_of_engine(units))
+
+
+def refuse_extended(what: str, of: Unit) -> None:
+    """Raise if parameters are gathered in a form of their own, and have no shard buffer."""
+    extension.refuse_extended(what, *_of_engine([of]))
 
 
 def units_in(*modules: nn.Module, caller: str = "") -> list[Unit]:
     """The units of modules and below, in `.modules()` order.
 
     Args:
-        caller: the name of a function that all ranks call with one module. Then observers are told
-            that it is called, and it raises if there are no units, or if one rests on the host.
+        caller: the name of a function that all ranks call with one module. Then observers are
+            notified that it is called, and it raises if there are no units, or if one rests on the
+            host.
     """
-    found: Any = scopes.units_in(caller, *modules) if caller else unit.units_below(modules)
-    return cast("list[Unit]", found)
+    return [*(scopes.units_in(caller, *modules) if caller else unit.units_below(modules))]
 
 
 def hooks_of(of: Unit) -> Mapping[str, hook_stages.CommHook]:
     """The communication hooks of a unit, by the collective that they replace."""
-    found: Any = of.gradients
-    return hook_stages.hooks_of(found)
+    (own,) = _of_engine([of])
+    return hook_stages.hooks_of(own.gradients)
 
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ Each name says why the public interface does not do. All of them exist in torch 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -277,7 +278,7 @@ class _NoCollectives(TorchDispatchMode):
 def up_to_collectives() -> Iterator[None]:
     """Run the body up to its first collective, which is not launched; then leave it.
 
-    There is no public call that hears of the collectives that a tensor subclass launches.
+    There is no public call that observes the collectives that a tensor subclass launches.
     """
     try:
         with _NoCollectives():  # type: ignore[no-untyped-call]
@@ -417,13 +418,13 @@ def placed_alike(tensors: Collection[Tensor], others: Collection[Tensor]) -> boo
     `_spec`, which is quicker.
     """
 
-    def told(name: str) -> list[list[Any]]:
+    def both(name: str) -> list[list[Any]]:
         return [list(map(getattr, each, repeat(name), repeat(None))) for each in (tensors, others)]
 
-    specs, others_specs = told("_spec")
+    specs, others_specs = both("_spec")
     if all(map(is_, specs, others_specs)):
         return True
-    placements, others_placements = told("placements")
+    placements, others_placements = both("placements")
     return placements == others_placements
 
 
@@ -789,7 +790,7 @@ def wrap_join(
 ) -> None:
     """Make `Join(...)` and `Join.notify_join_context` by what these make of torch's, from here on.
 
-    A joinable hears neither of the other joinables of its `Join`, nor of what they announce.
+    A joinable knows neither the other joinables of its `Join`, nor what they broadcast.
     """
     Join.__init__ = made(Join.__init__)  # type: ignore[method-assign]
     notifies: Any = staticmethod(notified(Join.notify_join_context))
@@ -797,22 +798,42 @@ def wrap_join(
 
 
 def on_zero_grad(
-    owner: nn.Module | Optimizer, hear: Callable[[bool], object]
+    owner: nn.Module | Optimizer, notify: Callable[[bool], object]
 ) -> Callable[[], None]:
-    """Call `hear(set_to_none)` after each `owner.zero_grad()`; returns what ends it.
+    """Call `notify(set_to_none)` after each `owner.zero_grad()`; returns what ends it.
 
     torch has no hook for it, and gradients that are zero may have been so before.
     """
-    before, of_instance = owner.zero_grad, "zero_grad" in vars(owner)
+    own = vars(owner)
+    before = own.get("zero_grad")
+    own["zero_grad"] = _ZeroGrad(owner, before or owner.zero_grad, notify)
 
-    def zero_grad(set_to_none: bool = True) -> None:
-        before(set_to_none)
-        hear(set_to_none)
+    def end() -> None:
+        if before is None:
+            del own["zero_grad"]
+        else:
+            own["zero_grad"] = before
 
-    owner.zero_grad = zero_grad  # type: ignore[method-assign]
-    if of_instance:
-        return partial(setattr, owner, "zero_grad", before)
-    return partial(delattr, owner, "zero_grad")
+    return end
+
+
+class _ZeroGrad:
+    """`zero_grad` of one module or optimizer. A copy of that has its own, which notifies nobody."""
+
+    def __init__(
+        self, owner: object, zero_grad: Callable[..., None], notify: Callable[[bool], object]
+    ) -> None:
+        self._owner, self._zero_grad, self._notify = owner, zero_grad, notify
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._zero_grad(set_to_none)
+        self._notify(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._zero_grad, memo)  # a method becomes that of the owner's copy
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, "zero_grad")
 
 
 def exchange_in_pipelining(name: str, torchs: object, ours: object) -> None:

@@ -7,19 +7,17 @@ that annotations are compared with it, and not with what the library reads in th
 from __future__ import annotations
 
 import inspect
-import itertools
 import pathlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -33,7 +31,6 @@ from composable.checked import (
     PositiveInt,
     RealDtype,
     Takes,
-    checked,
 )
 
 # --- what is called -------------------------------------------------------------------------------
@@ -48,13 +45,13 @@ _METHODS = {
     "PeriodicAverager": ["load_state_dict"],
     "HierarchicalAverager": ["load_state_dict"],
     "LocalSteps": ["load_state_dict"],
+    # the others have no effect, or take an object of the user's
     "FSDPModule": [
-        name
-        for name in vars(fsdp2.FSDPModule)
-        if name.startswith(("set_", "finalize", "unshard")) and name not in (
-            # the value is what the method takes, whatever it is, or nothing is read
-            "set_custom_all_gather", "set_custom_reduce_scatter",
-        ) and not list(inspect.signature(getattr(fsdp2.FSDPModule, name)).parameters)[1:2] == ["args"]
+        "unshard", "set_reshard_after_forward", "set_reshard_after_backward",
+        "set_requires_gradient_sync", "set_requires_all_reduce", "set_gradient_divide_factor",
+        "set_reduce_scatter_divide_factor", "set_manual_backward_finalization",
+        "finalize_backward", "set_modules_to_forward_prefetch",
+        "set_modules_to_backward_prefetch", "set_symm_mem_for_comm",
     ],
 }  # fmt: skip
 
@@ -112,7 +109,9 @@ class World:
         self.folder = folder / "new"
         self.model = nn.Sequential(Block(), Block())
         names = ("replicate", "shard")
-        composable.fully_shard(self.model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=names))
+        composable.fully_shard(
+            self.model, mesh=init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+        )
         self.plain = self.new()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.ema = composable.EMA(self.model, decay=0.9)
@@ -314,6 +313,72 @@ def test_every_wrong_argument_is_one_clear_error_and_changes_nothing(world: Worl
                     said.append(f"{case}: something was changed")
                     world.plain = right["module"] = world.new()
                     before = world.state()
-    open("/tmp/said.txt", "w").write("\n".join(said))
     assert not said, f"{len(said)} of {tried}:\n" + "\n".join(said)
-    assert tried > 1000
+    assert tried > 2000
+
+
+def test_the_nearest_right_arguments_are_taken(world: World) -> None:
+    model, optimizer = world.model, world.optimizer
+    compiled = torch.compile(model, backend="eager")
+    with composable.no_sync(compiled, enabled=np.bool_(True), level="replicate"):
+        pass
+    for limit in (1, np.float32(1.0), torch.tensor(1.0), float("inf")):
+        composable.clip_grad_norm_(model, limit, np.int64(2))
+        composable.clip_grad_norm_((p for p in model.parameters()), max_norm=limit)
+    composable.watch(module=model, every=np.int64(2), agree=0).remove()
+    composable.PeriodicAverager(model, period=np.int32(1))
+    composable.EMA(model, decay=1)
+    assert composable.full_state_dict(compiled, dtype=torch.float16, rank0_only=False)
+    composable.together(model, give_up_after=np.uint8(2))
+    for prefetch, after in ((np.int64(0), True), (1, 1), (2, None)):
+        composable.fully_shard(world.new(), prefetch=prefetch, reshard_after_forward=after)
+    for ignored in (None, "0.*", ["0.weight"], {*model[0].parameters()}, model[0],
+                    nn.Parameter(torch.ones(1)), (p for p in model.parameters())):  # fmt: skip
+        new = world.new()
+        composable.replicate(new, ignored_params=ignored, bucket_cap_mb=1)
+        composable.remove(new, "replicate")
+    composable.replicate([Block(), Block()], bucket_cap_mb=np.float64(0.5))
+    composable.checkpoint(world.new(), policy=lambda module, more=None: isinstance(module, Block))
+    composable.offload_activations(Block(), min_bytes=np.int64(0))
+    assert composable.step_on_matrices(optimizer, which=lambda *parameters: False) is optimizer
+    for flag in (True, 1, np.bool_(False)):  # as FSDP2
+        fsdp2.FSDPModule.set_requires_gradient_sync(model, flag)
+    fsdp2.FSDPModule.set_gradient_divide_factor(model, 2)
+    fsdp2.register_fsdp_forward_method(model[0], "generate")
+
+
+def test_paths_are_strings_and_what_has_a_path(world: World) -> None:
+    pytest.importorskip("safetensors")
+    composable.export(world.model, str(world.folder))
+    composable.load(world.model, world.folder)
+
+
+def test_what_is_missing_unknown_or_given_twice_is_said(world: World) -> None:
+    model = world.model
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: composable.no_sync(), "no_sync(): missing a required argument: 'module'"),
+        (lambda: composable.no_sync(model, enable=True), "did you mean 'enabled'?"),
+        (lambda: composable.no_sync(model, True), "no_sync(): too many positional arguments"),
+        (lambda: composable.reset(model, module=model), "multiple values for argument 'module'"),
+        (lambda: composable.EMA(model), "EMA(): missing a required argument: 'decay'"),
+        (lambda: composable.watch(model, action="rais"), "did you mean 'raise'?"),
+    ]
+    for call, text in calls:
+        with pytest.raises(errors.ArgumentError) as refusal:
+            call()
+        assert text in str(refusal.value)
+        assert isinstance(refusal.value, (TypeError, ValueError))
+
+
+def test_signatures_and_docstrings_are_those_of_the_function() -> None:
+    def function(module: nn.Module, *, every: PositiveInt = 1) -> int:
+        """Add nothing."""
+        return every
+
+    made = checked(function)
+    assert inspect.signature(made) == inspect.signature(function)
+    assert made.__doc__ == function.__doc__
+    assert made.__name__ == "function"
+    assert made.__module__ == __name__
+    # `untraced` marks the code of one function, not that of all
+    assert made.__code__ is not checked(function).__code__

@@ -14,7 +14,7 @@ from composable.api.scopes import units_in
 from composable.checked import checked
 from composable.compilation import untraced
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.step.observer import announce
+from composable.engine.step.observer import notify_communication
 from composable.engine.step.plan import launch_held
 from composable.engine.step.root import end_interrupted, land_held
 from composable.engine.step.unit import Unit
@@ -127,5 +127,5 @@ def reduce_held(units: Sequence[Unit]) -> Callable[[], None]:
     All ranks call it, outside of forward and backward, and what it returns: that lands the
     gradients.
     """
-    announce("reduce", [param.at_rest for unit in units for param in unit.params])
+    notify_communication("reduce", [param.at_rest for unit in units for param in unit.params])
     return partial(land_held, launch_held(units))

@@ -15,7 +15,7 @@ from composable.compilation import untraced
 from composable.contract.naming import find_fqn, modules_of
 from composable.contract.tree import SHARD, annotation_of, walk
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.unit import Unit, units_below
 from composable.errors import (
     AlreadyAnnotatedError,
@@ -281,8 +281,8 @@ def refuse_moment(what: str, unit: Unit) -> None:
     How its gradients are reduced may change only between two steps. Replicated units of a model
     share buckets, which are filled anew.
     """
-    around = () if unit.root is None or unit.kind is not Kind.ARRIVAL else unit.root.units
-    shares = [each for each in around if each.kind is Kind.ARRIVAL]
+    around = () if unit.root is None or unit.kind is not UnitKind.ARRIVAL else unit.root.units
+    shares = [each for each in around if each.kind is UnitKind.ARRIVAL]
     unit = next((each for each in shares if each.gradients.has_unreduced), unit)
     if unit.is_busy or unit.gradients.accumulation.now is not SyncMode.REDUCE:
         raise PhaseError(

@@ -298,8 +298,8 @@ def _refuse_different_dims(verb: str, mesh: DeviceMesh, named: dict[str, tuple[s
     launch = Launch(f"dp_mesh_dims of {verb}()")
     said = {repr(named): dist.get_rank()}  # by the first rank that says so
     for comm in comms_along(mesh, communication_device(mesh, _CPU)):
-        for told in comm.all_gather_objects(said, launch):
-            said |= {text: min(rank, said.get(text, rank)) for text, rank in told.items()}
+        for gathered in comm.all_gather_objects(said, launch):
+            said |= {text: min(rank, said.get(text, rank)) for text, rank in gathered.items()}
     if len(said) > 1:
         (rank, text), (other_rank, other), *_ = sorted((rank, text) for text, rank in said.items())
         raise RanksDisagreeError(
@@ -320,11 +320,11 @@ def _mesh_of_hosts(verb: str, modules: Sequence[nn.Module], kind: str | None) ->
     group = world_group()
     kind = kind or _device_type(verb, modules, group)
     device = _CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-    told: list[tuple[str, str]] = comm_of(group, device).all_gather_objects(
+    gathered: list[tuple[str, str]] = comm_of(group, device).all_gather_objects(
         (os.environ.get("LOCAL_WORLD_SIZE", ""), socket.gethostname()),
         launch=Launch(f"ranks of the hosts of {verb}()"),
     )
-    said, hosts = [list(each) for each in zip(*told, strict=True)]
+    said, hosts = [list(each) for each in zip(*gathered, strict=True)]
     if not any(said) and hosts == sorted(hosts, key=hosts.index):  # ranks of a host in a row
         said = [str(hosts.count(host)) for host in hosts]
     size = int(said[0]) if said[0].isdecimal() else 0
@@ -347,19 +347,19 @@ def _mesh_of_hosts(verb: str, modules: Sequence[nn.Module], kind: str | None) ->
 def _mesh_of_pair(
     verb: str, kind: str, shard: dist.ProcessGroup, replicate: dist.ProcessGroup
 ) -> DeviceMesh:
-    """The mesh of two dimensions, (replicate, shard), whose row and column through this rank are
-    two process groups.
+    """The mesh of two dimensions, (replicate, shard), whose groups of this rank are two process
+    groups.
     """
-    column, row = (
+    replicas, shards = (
         DeviceMesh.from_group(group, kind, mesh_dim_names=(role,))
         for group, role in zip((replicate, shard), _ROLES, strict=True)
     )
     refusal = (
         "the pair of process groups (shard, replicate) does not make a mesh: this rank shards with"
-        f" ranks {row.mesh.tolist()}, and ranks {column.mesh.tolist()} are to hold the same shards."
-        " Give every rank the group of its row and the group of its column."
+        f" ranks {shards.mesh.tolist()}, and ranks {replicas.mesh.tolist()} are to hold the same"
+        " shards. Give every rank its group of each of the two dimensions of one mesh."
     )
-    return joint_mesh(verb, column, Spread(row), _CPU, refusal)
+    return joint_mesh(verb, replicas, Spread(shards), _CPU, refusal)
 
 
 def comms_along(mesh: DeviceMesh, device: torch.device) -> list[Comm]:
@@ -387,10 +387,10 @@ def joint_mesh(
     # A rank knows the ranks of its own meshes only; those along `spread` know others'. In a grid
     # all have the same distances to them, so that a simulated comm can answer for the others.
     distances = (own.mesh - dist.get_rank()).tolist()
-    told = spread.comm_of_all(device).all_gather_objects(distances, launch)
+    gathered = spread.comm_of_all(device).all_gather_objects(distances, launch)
     known = {
         rank: (torch.tensor(each, device="cpu") + rank).tolist()
-        for rank, each in zip(sorted(ranks), told, strict=True)
+        for rank, each in zip(sorted(ranks), gathered, strict=True)
     }
     mine = [known[rank] for rank in ranks]
     said = [mine]

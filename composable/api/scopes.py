@@ -19,7 +19,7 @@ from composable.contract.naming import module_name
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.params.param_group import ShardedState
 from composable.engine.step.observer import called
-from composable.engine.step.plan import prepare
+from composable.engine.step.plan import prepare_roots
 from composable.engine.step.root import end_interrupted
 from composable.engine.step.root import reset as reset_steps
 from composable.engine.step.unit import EXPLICIT, Unit, units_below
@@ -107,7 +107,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
     if recurse:
         # replicated parameters next to shards are no plain ones either
         units = units_below([unwrapped(module)])
-    prepare(units)
+    prepare_roots(units)
     for unit in units:
         # in its own forward nothing changes: the end of that reshards as usual
         if not unit.step.calls:
@@ -133,6 +133,11 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
         PhaseError: inside of a forward of a unit.
+
+    Example:
+        >>> unshard(model)
+        >>> evaluate(model)
+        >>> reshard(model)
     """
     units = units_in("reshard", module, sharded=True, recurse=recurse)
     end_interrupted(units)
@@ -177,7 +182,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     units_in("keep_unsharded", module, sharded=True)
     # replicated parameters next to shards are no plain ones either
     units = units_below([unwrapped(module)])
-    prepare(units)
+    prepare_roots(units)
     scope = object()
     shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
     shown = [

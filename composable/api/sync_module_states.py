@@ -50,7 +50,7 @@ def refuse_unknown_mode(mode: str) -> None:
 
 
 @contextmanager
-def failures_told(verb: str, comm: Comm) -> Iterator[None]:
+def failures_shared(verb: str, comm: Comm) -> Iterator[None]:
     """Around the validation on this rank, before `synchronise`: an exception here is raised on all
     ranks.
 
@@ -130,7 +130,7 @@ def synchronise(
     values = fingerprints([entry.tensor for entry in together]) if mode == "check" else []
     on_meta = [entry.tensor.is_meta for entry in entries]
     treated = [f"for '{each.fqn}' {text}" for each, text in zip(parameters, treatment, strict=True)]
-    told = {
+    mine = {
         "verbs": [verb],
         "modes of sync_module_states": [mode],
         "parameters": list(map(_describe, entries[: len(parameters)])),
@@ -145,7 +145,7 @@ def synchronise(
             for entry, value in zip(together, values, strict=False)
         ],
     }
-    compared: dict[str, Sequence[Any]] = {**told, "devices": on_meta}
+    compared: dict[str, Sequence[Any]] = {**mine, "devices": on_meta}
     if mode == "off":  # meshes decide what is called next
         meshes = [
             text for each, text in zip(parameters, treated, strict=True) if id(each.tensor) in apart
@@ -155,7 +155,7 @@ def synchronise(
     topics = zip(("", *compared), lowest, highest, strict=True)
     differ = {topic for topic, low, high in topics if low != high}
     if differ - ({"devices"} if mode == "broadcast" else set()):
-        raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(told, _LAUNCH)))
+        raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(mine, _LAUNCH)))
     if mode == "broadcast":  # gives values to what is on the meta device
         _broadcast(verb, together, comm, some_on_meta="devices" in differ)
 

@@ -104,9 +104,9 @@ def _refuse_different_placements(
     mine = [(each.fqn, str(spread_of(each.tensor))) for each in parameters]
     launch = Launch(f"placements of parameters of {verb}()")
     for comm in comms_along(mesh, device):
-        told = comm.all_gather_objects(mine, launch)
-        for rank, other in enumerate(told):
-            for first, second in zip(told[0], other, strict=False):
+        gathered = comm.all_gather_objects(mine, launch)
+        for rank, other in enumerate(gathered):
+            for first, second in zip(gathered[0], other, strict=False):
                 if first != second:
                     raise RanksDisagreeError(
                         f"{verb}: of the ranks over which parameters are tensor parallel, rank 0"
@@ -124,18 +124,18 @@ def _whole_shape(verb: str, managed: Managed[nn.Parameter], device: torch.device
     shape = list(managed.tensor.shape)
     launch, comms = Launch(f"shapes of parts of {verb}()"), comms_along(mesh, device)
     for comm, placement in reversed([*zip(comms, placements, strict=True)]):  # innermost cut first
-        told = comm.all_gather_objects(tuple(shape), launch)
-        expected = [tuple(shape)] * len(told)
+        gathered = comm.all_gather_objects(tuple(shape), launch)
+        expected = [tuple(shape)] * len(gathered)
         if isinstance(placement, Shard):
             dim = placement.dim
-            shape[dim] = sum(each[dim] for each in told)
-            chunk = -(-shape[dim] // len(told))  # as DTensor cuts
-            cuts = [max(0, min(chunk, shape[dim] - chunk * rank)) for rank in range(len(told))]
+            shape[dim] = sum(each[dim] for each in gathered)
+            chunk = -(-shape[dim] // len(gathered))  # as DTensor cuts
+            cuts = [max(0, min(chunk, shape[dim] - chunk * rank)) for rank in range(len(gathered))]
             expected = [(*shape[:dim], cut, *shape[dim + 1 :]) for cut in cuts]
-        if told != expected:
+        if gathered != expected:
             raise AnnotationError(
                 f"parameter '{managed.fqn}' was declared to be a part with placements"
-                f" {tuple(placements)}, and its ranks have parts of the shapes {told}, which"
+                f" {tuple(placements)}, and its ranks have parts of the shapes {gathered}, which"
                 " torch.chunk does not give. Let every rank have as many rows, and the last ones"
                 " the rest"
             )
@@ -167,8 +167,8 @@ def declare_part(
             placements do not fit.
 
     Example:
-        >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))  # doctest: +SKIP
-        >>> declare_part(column, tp, [Shard(0)])  # doctest: +SKIP
+        >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))
+        >>> declare_part(column, tp, [Shard(0)])
     """
     if type(parameter) is not nn.Parameter:
         raise AnnotationError(

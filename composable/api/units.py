@@ -9,7 +9,7 @@ has a record of its own; that call finds its plan in `_planned`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,11 @@ from composable.api.selection import (
     picked_units,
     refuse_read_by_parent,
 )
-from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
+from composable.api.sync_module_states import (
+    failures_shared,
+    refuse_unknown_mode,
+    synchronise,
+)
 from composable.api.tensor_parallel import forms_of, told_across, told_to
 from composable.checked import check_arguments
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
@@ -56,13 +60,13 @@ from composable.engine.edits.loading import StateDictHooks
 from composable.engine.edits.removal import restore
 from composable.engine.edits.tree import settle
 from composable.engine.params.param import ParamInfo
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.unit import Unit, UnitSpec
-from composable.engine.step.visit import HEARS, Visit
+from composable.engine.step.visit import GRADIENT_HOOKS, Visit
 from composable.errors import unit_name
 from composable.features.exact import ExactModule
 from composable.features.grouping import GroupingByForm
-from composable.features.packed import is_packed, prepare
+from composable.features.packed import is_packed, prepare_packed
 from composable.policies import PolicyLike
 
 
@@ -106,6 +110,17 @@ class UnitPlan:
 # many tokens, and LayerDrop calls each layer on every rank.
 _MANAGED: Final = "_is_fsdp_managed_module"
 
+_OBSERVERS: Final[list[Callable[[str, Sequence[UnitPlan]], None]]] = []
+
+
+def observe_annotations(notify: Callable[[str, Sequence[UnitPlan]], None]) -> Callable[[], None]:
+    """Call this after each call of a verb, with its name and the plans of its units; returns what
+    ends it.
+    """
+    _OBSERVERS.append(notify)
+    return lambda: _OBSERVERS.remove(notify)
+
+
 # The plan for the call of a verb that is about to begin. A context variable: verbs may run in other
 # threads.
 _planned: Final[ContextVar[UnitPlan | None]] = ContextVar("composable_planned_unit", default=None)
@@ -137,7 +152,7 @@ def annotate(
     device = device_of(modules)
     comm = comm_of(None, device) if spread is None else spread.comm_of_all(device)
     with told_across(name, modules, ignored_params, comm.device):
-        with failures_told(name, comm):
+        with failures_shared(name, comm):
             refuse_unknown_mode(sync_module_states)
             check_arguments(verb, {**options, "ignored_params": ignored_params})
             plans, tied = _planned_units(verb, modules, policy, ignored_params, spread, options)
@@ -160,8 +175,10 @@ def annotate(
                 synchronise(name, over, sync_module_states, members, [], [""] * len(members))
     for plan in plans:
         _note_meshes(name, plan)
-    if name == SHARD and spread is not None:
-        checks.warn_of_gradients(parameters)
+    if spread is not None:
+        checks.warn_of_one_rank(name, modules[0], spread.mesh, parameters)
+        if name == SHARD:
+            checks.warn_of_gradients(parameters)
     for plan in reversed(plans[1:]):  # the innermost first
         token = _planned.set(plan)
         try:
@@ -175,6 +192,8 @@ def annotate(
     )
     if name == SHARD and any(plan.settings["grouping"].on_host for plan in plans):
         arguments.warn_of_no_offload(comm.device)
+    for notify in _OBSERVERS:
+        notify(name, plans)
 
 
 def _planned_units(
@@ -356,14 +375,14 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     )
     on_undo(partial(restore, unit))
     low, hooks = spec.mp_policy.param_dtype, StateDictHooks(unit)
-    unit.initialize(spec, HEARS, hooks.watch)
+    unit.initialize(spec, GRADIENT_HOOKS, hooks.watch)
     for exact in arguments.exact_modules(plan.modules, plan.precision):  # none, if nothing is cast
         assert low is not None
         on_undo(ExactModule(exact, low).remove)
     holders = dict.fromkeys(place.module for param in spec.params for place in param.places)
     # State dicts have buffers of modules without parameters, too.
     with_buffers = dict.fromkeys(each.module for each in spec.buffer_holders)
-    for undo in (step for each in holders for step in prepare(each, mesh_info.device)):
+    for undo in (step for each in holders for step in prepare_packed(each, mesh_info.device)):
         on_undo(undo)
     for undo in (*hooks.watch({**holders, **with_buffers}), *keep_attributes(holders)):
         on_undo(undo)
@@ -404,7 +423,7 @@ class _Gathers:
         unit = self._unit()
         if unit is None or not unit.modules or unit.kept_by or is_traced():
             return False
-        return unit.kind in (Kind.SHARDED, Kind.BESIDE)
+        return unit.kind in (UnitKind.SHARDED, UnitKind.BESIDE)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Gathers | bool:
         unit = self._unit()

@@ -22,13 +22,14 @@ tensor-parallel ones are redistributed, and those in the graphs of compiled auto
 """
 
 from composable.comm.accelerator import AcceleratorComm
-from composable.comm.base import Comm, Traits, Work, backend_of
+from composable.comm.base import Comm, Traits, Work, backend_of, observe_launches
 from composable.comm.choose import (
     comm_of,
     comms_wrapped_by,
     group_of_all,
     is_distributed,
     notification_sum,
+    ranks_of,
     reduce_numbers,
     subgroup_of,
     world_group,
@@ -63,6 +64,8 @@ __all__ = [
     "mesh_info_of_replicas",
     "mesh_info_of_shards",
     "notification_sum",
+    "observe_launches",
+    "ranks_of",
     "reduce_numbers",
     "subgroup_of",
     "with_symmetric_memory",

@@ -36,12 +36,51 @@ _AVERAGING: Final = ("nccl", "fake")
 _DESTROYED: Final = "this rank has destroyed its process group"
 
 
-# What hears of each launch of this process, before it and when it has been launched: the comm, the
-# launch, the collective (a key of `launchers`, "all_to_all", "broadcast" or "max"), its tensors,
-# and the scale of sums or the rank that sends a broadcast.
-Hears = list[Callable[["GroupComm", Launch, str, Columns, Any], None]]
-LAUNCHING: Final[Hears] = []
-LAUNCHED: Final[Hears] = []
+# Is given the comm, the launch, the collective (a key of `launchers`, "all_to_all", "broadcast" or
+# "max"), its tensors, and the scale of sums or the rank that sends a broadcast.
+LaunchObserver = Callable[["GroupComm", Launch, str, Columns, Any], None]
+WaitObserver = Callable[["GroupComm", Launch], None]
+_LAUNCHING: Final[list[LaunchObserver]] = []
+_LAUNCHED: Final[list[LaunchObserver]] = []
+_WAITING: Final[list[WaitObserver]] = []
+_WAITED: Final[list[WaitObserver]] = []
+
+
+def observe_launches(
+    *,
+    launching: LaunchObserver | None = None,
+    launched: LaunchObserver | None = None,
+    waiting: WaitObserver | None = None,
+    waited: WaitObserver | None = None,
+) -> Callable[[], None]:
+    """Call these for each collective of this process from now on; returns what ends it.
+
+    Args:
+        launching: before it is launched.
+        launched: when it has been launched. An exchange that blocks has its answer then.
+        waiting: before it is waited for, if it was launched while `waiting` or `waited` was there.
+        waited: when the wait has returned.
+    """
+    pairs: list[tuple[list[Any], Any]] = [
+        (_LAUNCHING, launching), (_LAUNCHED, launched), (_WAITING, waiting), (_WAITED, waited),
+    ]  # fmt: skip
+    added = [(observers, notify) for observers, notify in pairs if notify is not None]
+    for observers, notify in added:
+        observers.append(notify)
+
+    def end() -> None:
+        for observers, notify in added:
+            observers.remove(notify)
+
+    return end
+
+
+_WHEN: Final[list[Callable[[], str]]] = []
+
+
+def tell_when(tell: Callable[[], str]) -> None:
+    """Add this to errors of collectives: " in the backward of step 3", or nothing."""
+    _WHEN.append(tell)
 
 
 class Work(Protocol):
@@ -196,6 +235,20 @@ def cut_flat(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     ]
 
 
+class _ObservedWork:
+    """A work that tells observers when it is waited for."""
+
+    def __init__(self, comm: GroupComm, launch: Launch, work: Work) -> None:
+        self._comm, self._launch, self._work = comm, launch, work
+
+    def wait(self) -> None:
+        for notify in _WAITING:
+            notify(self._comm, self._launch)
+        self._work.wait()
+        for notify in _WAITED:
+            notify(self._comm, self._launch)
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that serves tensors on `device`, e.g. "gloo"; "undefined" where none does."""
     for entry in str(dist.get_backend_config(group)).split(","):
@@ -263,7 +316,7 @@ class GroupComm(ABC):
         sizes: Sequence[int],
         launch: Launch,
     ) -> Work:
-        # `_launch` is told of no tensors, since ranks send different amounts
+        # `_launch` is given no tensors, since ranks send different amounts
         start = partial(self._start_to_all, out, list(out_sizes), source, list(sizes))
         return self._launch(launch, "all_to_all", (), 1.0, start)
 
@@ -329,11 +382,11 @@ class GroupComm(ABC):
         option: Any,
         call: Callable[[Launch, str, Columns, Any], R],
     ) -> R:
-        """Call what launches a collective, with all that observers are told. All collectives go
+        """Call what launches a collective, and notify observers. All collectives go
         through here.
         """
-        for hear in LAUNCHING:
-            hear(self, launch, collective, tensors, option)
+        for notify in _LAUNCHING:
+            notify(self, launch, collective, tensors, option)
         self._ledger.note(launch, collective, tensors)
         try:
             if not profiled():  # a context that does nothing would be called, too
@@ -345,8 +398,11 @@ class GroupComm(ABC):
             raise  # of this rank alone
         except (RuntimeError, OSError) as error:
             raise self.failure(launch, error) from error
-        for hear in LAUNCHED:
-            hear(self, launch, collective, tensors, option)
+        for notify in _LAUNCHED:
+            notify(self, launch, collective, tensors, option)
+        if (_WAITING or _WAITED) and hasattr(launched, "wait"):
+            observed: Any = _ObservedWork(self, launch, launched)
+            return observed  # type: ignore[no-any-return]
         return launched
 
     def failure(self, launch: Launch, error: Exception) -> CommunicationError:
@@ -354,8 +410,9 @@ class GroupComm(ABC):
         the collective's name, what to do, and what every rank launched last.
         """
         said = first_line(error) or type(error).__name__
+        when = "".join(tell() for tell in _WHEN)
         return CommunicationError(
-            f"rank {self._name}: the {launch} failed:"
+            f"rank {self._name}: the {launch} failed{when}:"
             f" {said}\n{_cure(error)}\n{self._ledger.report()}"
         )
 

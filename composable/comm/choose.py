@@ -160,6 +160,13 @@ def world_group() -> dist.ProcessGroup:
     return group
 
 
+def ranks_of(comm: Comm) -> list[int]:
+    """The global ranks of a comm, in the order of its own."""
+    if comm.group is None:
+        return [dist.get_rank() if is_distributed() else 0]
+    return dist.get_process_group_ranks(comm.group)
+
+
 def subgroup_of(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
     """The group of `size` consecutive ranks of `group` that this rank belongs to. All ranks of
     `group` call it.

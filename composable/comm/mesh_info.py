@@ -95,10 +95,10 @@ def mesh_info_of_shards(
         near = subgroup_of(group, post_forward_ranks, device)
         post_forward = comm_of_messages(near, device)
     if mesh.ndim == 2 and mesh.size(1 - shard_dim) > 1:
-        column = mesh.get_group(1 - shard_dim)
-        replicate = comm_of_messages(column, device)
+        replicas = mesh.get_group(1 - shard_dim)
+        replicate = comm_of_messages(replicas, device)
         ranks = mesh.mesh.flatten().tolist()
-        every = comm_of(group_of_all([group, column], ranks, device), device)
+        every = comm_of(group_of_all([group, replicas], ranks, device), device)
     return MeshInfo(mesh, shard, every, replicate, post_forward, device, shard_dim)
 
 

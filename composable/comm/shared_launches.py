@@ -180,14 +180,14 @@ def _opened(store: object, key: str, rank: int, size: int) -> SharedLaunches | N
     memory = mmap.mmap(made, length)
     memory[:_KEY_BYTES] = os.urandom(_KEY_BYTES)
     mine = f"/proc/{os.getpid()}/fd/{made} {memory[:_KEY_BYTES].hex()}"
-    told = store.compare_set(key, "", mine).decode()  # type: ignore[attr-defined]
-    if told == mine:
+    stored = store.compare_set(key, "", mine).decode()  # type: ignore[attr-defined]
+    if stored == mine:
         launches = SharedLaunches(memory, rank, size)
         finalize(launches, os.close, made)  # until then others can open it
         return launches
     memory.close()
     os.close(made)
-    path, _, random = told.partition(" ")
+    path, _, random = stored.partition(" ")
     theirs = os.open(path, os.O_RDWR)
     try:
         # the first rank may have ended, and its number be another process's

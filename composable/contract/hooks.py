@@ -23,14 +23,16 @@ OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "offload_activations", "ch
 class Bracket(Protocol):
     """What one annotation does around a module's forward."""
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Called before forward; returns the inputs of forward."""
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Called after forward; returns the output that the caller gets."""
 
     def on_error(self, module: nn.Module) -> None:
-        """Called instead of `leave` if forward, `enter`, or a bracket inside this one raised."""
+        """Called instead of `post_forward` if forward, `pre_forward`, or a bracket inside this one
+        raised.
+        """
 
 
 # One call of a module: the brackets it has entered and not left, and the exception that was being
@@ -85,9 +87,9 @@ class Dispatcher:
         self._calls.append((entered, sys.exception()))
         for name, bracket in self.brackets.items():
             if name != without:
-                # before `enter`: a bracket whose `enter` fails cleans up in `on_error`
+                # before `pre_forward`: a bracket whose `pre_forward` fails cleans up in `on_error`
                 entered.append(bracket)
-                args, kwargs = bracket.enter(module, args, kwargs)
+                args, kwargs = bracket.pre_forward(module, args, kwargs)
         return args, kwargs
 
     @untraced
@@ -103,7 +105,7 @@ class Dispatcher:
             return None
         try:
             while entered:
-                output = entered.pop().leave(module, output)
+                output = entered.pop().post_forward(module, output)
         except Exception:
             self._fail(module)
             raise

@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from composable.compilation import untraced
-from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.observer import OBSERVERS, Observer
 from composable.errors import SavedTensorError
 from composable.memory.elastic import is_elastic
 from composable.memory.streams import Mark, Streams, any_has_streams, has_streams, streams_of
@@ -385,16 +385,16 @@ class OffloadBracket:
         self.name = name
 
     @untraced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         hooks = ExitStack()
-        _of_thread.open.append((self, hooks))  # first: `leave` and `on_error` expect it
+        _of_thread.open.append((self, hooks))  # first: `post_forward` and `on_error` expect it
         if (_SIMULATED or any_has_streams()) and not is_recomputed(module):
             save = partial(self._save, cache(partial(_storages_of, module)))
             hooks.enter_context(saved_tensors_hooks(save, methodcaller("unpack")))
         return args, kwargs
 
     @untraced
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         self.on_error(module)
         return output
 
@@ -445,4 +445,4 @@ class _Interrupts(Observer):
         close_interrupted()
 
 
-HEARERS.add(_Interrupts())
+OBSERVERS.add(_Interrupts())

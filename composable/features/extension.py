@@ -250,14 +250,14 @@ class ExtendedGather(Gather):
 
     def _on_all(self, call: Callable[[_Plain], Any]) -> list[list[Any]]:
         """What a call returns for each parameter, by rank. A failure on one rank is one on all."""
-        told: list[tuple[Any, str]] = []
+        mine: list[tuple[Any, str]] = []
         for param in self._params:
             try:
-                told.append((call(param), ""))
+                mine.append((call(param), ""))
             except Exception as error:
-                told.append((None, f"{type(error).__name__}: {first_line(error)}"))
+                mine.append((None, f"{type(error).__name__}: {first_line(error)}"))
         every = self._comm.all_gather_objects(
-            told, Launch("agreement on what parameters send in their own form")
+            mine, Launch("agreement on what parameters send in their own form")
         )
         for param, of_ranks in zip(self._params, zip(*every, strict=True), strict=True):
             for rank, (_, text) in enumerate(of_ranks):

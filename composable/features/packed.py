@@ -81,7 +81,7 @@ def form_of(parameter: nn.Parameter) -> ParamForm:
     return PackedForm(type(parameter)) if own else PLAIN
 
 
-def prepare(module: nn.Module, device: torch.device) -> list[Callable[[], object]]:
+def prepare_packed(module: nn.Module, device: torch.device) -> list[Callable[[], object]]:
     """Let a module compute on `device` with packed parameters that come and go, and a bias that
     does, and load what its state dict has of their scales; returns what undoes it.
     """
@@ -150,7 +150,7 @@ def _load_scales(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
             state: Any = parameter.quant_state  # type: ignore[attr-defined]
             entries = {key.removeprefix(f"{name}."): state_dict.pop(key) for key in keys}
             vars(state).update(vars(type(state).from_dict(entries, state.absmax.device)))
-            # what `prepare` has put there is of before
+            # what `prepare_packed` has put there is of before
             there = {
                 key.partition(".")[0]: each for key, each in state.as_dict(packed=True).items()
             }

@@ -43,7 +43,7 @@ class RecomputeBracket:
         return {**vars(self), "_open": [], "_recomputing": 0}
 
     @untraced_alone
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not self._recomputing:
             self._begin(module, args, kwargs, running_compiler())
         return args, kwargs
@@ -68,7 +68,7 @@ class RecomputeBracket:
                 norm._buffers[name] = buffer
             self._recomputing -= 1
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         if not self._recomputing:
             with suppress(StopIteration):
                 next(self._open.pop())

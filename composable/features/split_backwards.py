@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.observer import OBSERVERS, Observer
 from composable.engine.step.plan import planned_roots
 from composable.engine.step.root import Root
 from composable.engine.step.unit import BY_HAND, Unit, unit_of
@@ -113,4 +113,4 @@ def refuse_split(step: str, units: Sequence[Unit]) -> None:
             )
 
 
-HEARERS.add(_Schedules())
+OBSERVERS.add(_Schedules())

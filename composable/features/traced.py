@@ -24,8 +24,8 @@ from torch.distributed._functional_collectives import all_reduce
 from composable.compilation import backward_is_compiled, traceable
 from composable.engine.gradients.reduction import division_factors
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.param_group import Kind
 from composable.engine.params.param_hooks import DeferredHooks
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.observer import DECISIONS, open_scope
 from composable.engine.step.root import Root
 from composable.errors import DifferentiationError
@@ -101,7 +101,7 @@ def trace_reductions(root: Root) -> str:
 
 
 def _hooks_of(root: Root) -> Iterator[tuple[Unit, ParamGroup, DeferredHooks]]:
-    """Yield the hooks by which the engine hears of gradients, with the parameters' unit."""
+    """Yield the hooks by which the engine is notified of gradients, with the parameters' unit."""
     for unit in root.units:
         for group in unit.groups:
             for param in group.params:
@@ -114,7 +114,7 @@ def _obstacle(root: Root) -> str:
     if open_scope() is not None:
         return "a join scope is open, in which ranks without data follow the engine's reductions"
     for unit in root.units:
-        if unit.kind in (Kind.SHARDED, Kind.BESIDE):
+        if unit.kind in (UnitKind.SHARDED, UnitKind.BESIDE):
             return f"unit '{unit.name}' has shards, or is replicated beside some"
         if any(param.compute is not param.at_rest for param in unit.params):
             return f"unit '{unit.name}' has a mixed precision policy (torch.autocast works)"

@@ -26,7 +26,7 @@ from composable.contract.methods import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.param_group import ParamGroup
-from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.observer import OBSERVERS, Observer
 from composable.engine.step.root import roots_of
 from composable.engine.step.unit import Unit, units_below
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
@@ -80,7 +80,7 @@ class _EndOfKeeping(Observer):
         _ends_keeping.clear()
 
 
-HEARERS.add(_EndOfKeeping())
+OBSERVERS.add(_EndOfKeeping())
 
 
 def _set_reduction(unit: Unit, **changes: bool) -> None:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from composable.checked import checked
 from composable.compilation import untraced
 from composable.engine.params.param import STEPPED_BY, label_of
-from composable.engine.step.observer import DECISIONS, HEARERS, Observer
+from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer
 from composable.errors import OptimizerError, PhaseError, kind_of
 from composable.torch_private import in_backward
 
@@ -46,6 +46,13 @@ class OptimizerInBackward(Optimizer):
     Attributes:
         after_step: called at the end of each backward that has stepped any of the parameters; once,
             if several have it.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> optimizer = apply_optimizer_in_backward(
+        ...     torch.optim.AdamW, model.parameters(), {"lr": 1e-3}
+        ... )
+        >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
     """
 
     def __init__(self, stepper: Optimizer) -> None:
@@ -206,7 +213,7 @@ class _EndOfStep(Observer):
         _end_step()
 
 
-HEARERS.add(_EndOfStep())
+OBSERVERS.add(_EndOfStep())
 
 
 def counted_in_backward(parameters: Iterable[Tensor]) -> bool:

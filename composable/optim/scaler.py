@@ -3,7 +3,7 @@
 torch's scaler looks for infinities in the gradients that a rank has. Of DTensors it asks the ranks
 over which the *first* gradient in the list is sharded, and it refuses lists that hold DTensors and
 plain tensors. So behind a replicated gradient every rank would decide for itself, experts on meshes
-of their own would not hear of each other, and a rank without a gradient would not take part. Here
+of their own would not know of each other, and a rank without a gradient would not take part. Here
 every gradient is checked and unscaled where it lies, and then all process groups over which a
 parameter of the optimizer is sharded, or trained together (`model_group_of`), agree. Parameters
 alone decide which groups, so that all ranks run the same collectives.
@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable.contract.values import parameters_of
 from composable.engine.params.param import labels_of, model_group_of
-from composable.engine.step.observer import announce
+from composable.engine.step.observer import notify_communication
 from composable.errors import OptimizerError
 from composable.optim.in_backward import OptimizerInBackward
 from composable.optim.shared import alike, groups_sharded_over, reduce_over
@@ -120,7 +120,7 @@ def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:
         parameters = parameters_of(optimizer)
         if not any(labels_of(parameters)):  # other models are torch's
             return unscale(self, optimizer, inv_scale, found_inf, allow_fp16, *args)
-        announce("unscale", parameters, self, inv_scale, allow_fp16)
+        notify_communication("unscale", parameters, self, inv_scale, allow_fp16)
         return unscale_gradients(parameters, inv_scale, allow_fp16)
 
     return unscaled

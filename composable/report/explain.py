@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from composable.engine.step.observer import HEARERS, Observer
+from composable.engine.step.observer import OBSERVERS, Observer
 from composable.engine.step.root import Root
 from composable.engine.step.unit import Unit, UnitCall
 from composable.errors import few
@@ -85,4 +85,4 @@ def _explain(unit: Unit, units: Sequence[Unit], module: nn.Module, error: BaseEx
             )
 
 
-HEARERS.add(_Explainer())
+OBSERVERS.add(_Explainer())

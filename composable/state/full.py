@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
 from composable.checked import RealDtype, checked
+from composable.comm.choose import ranks_of
 from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
@@ -172,7 +172,7 @@ def _refuse_other_values(caller: str, model: nn.Module) -> None:
     around = max((each.comm for each in managed), key=lambda comm: comm.size, default=None)
     if around is None or around.group is None:
         return
-    ranks = set(dist.get_process_group_ranks(around.group))
+    ranks = set(ranks_of(around))
     # by name, and by the shape of the mesh and the place there
     apart: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Tensor] = {}
     for each in managed:

@@ -39,7 +39,7 @@ from composable import (
     together,
     unshard,
 )
-from composable.comm.base import LAUNCHING
+from composable.comm import observe_launches
 from composable.comm.launch import Launch
 from composable.engine.step.unit import units_below
 from composable.errors import CommunicationError, RanksDisagreeError
@@ -385,11 +385,11 @@ def _planned(fault: Fault) -> Iterator[None]:
         at(f"launch {seen}")
         seen += 1
 
-    LAUNCHING.append(hear)
+    end = observe_launches(launching=hear)
     try:
         yield
     finally:
-        LAUNCHING.remove(hear)
+        end()
         _Faults.fault = None
 
 

@@ -32,8 +32,8 @@ from composable import (
     together,
     watch,
 )
-from composable.comm.base import LAUNCHING
-from composable.engine.step.observer import HEARERS, Observer
+from composable.comm import base
+from composable.engine.step.observer import OBSERVERS, Observer
 from composable.torch_private import local_tensor
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -296,14 +296,14 @@ def test_a_unit_in_inference_mode_inside_of_a_training_forward() -> None:
 
 
 class _Collects(Observer):
-    def enters(self, root: Any, call: Any) -> None:
+    def pre_forward(self, root: Any, call: Any) -> None:
         gc.collect()
 
 
 class _Counts(Observer):
     heard = 0
 
-    def enters(self, root: Any, call: Any) -> None:
+    def pre_forward(self, root: Any, call: Any) -> None:
         self.heard += 1
 
 
@@ -312,7 +312,7 @@ def test_others_hear_of_everything_while_a_watched_model_is_collected() -> None:
     dropped = fully_shard(layers())
     watch(dropped)
     last = _Counts()
-    undo = [HEARERS.add(_Collects()), HEARERS.add(last)]
+    undo = [OBSERVERS.add(_Collects()), OBSERVERS.add(last)]
     del dropped
     fully_shard(layers(1))(batch())
     for each in undo:
@@ -344,7 +344,7 @@ def test_who_keeps_losses_does_not_keep_gradients(tmp_path: Path) -> None:
 
 
 def _told() -> list[int]:
-    return [len(LAUNCHING), *map(len, vars(HEARERS).values())]
+    return [len(base._LAUNCHING), *map(len, vars(OBSERVERS).values())]
 
 
 @spmd(ranks=1)

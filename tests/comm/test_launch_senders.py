@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, together
-from composable.comm.base import LAUNCHED
+from composable.comm import observe_launches
 from composable.comm.launch import Launch, LaunchKind
 from tests.helpers.world import spmd
 
@@ -33,16 +33,29 @@ class _TwoDtypes(nn.Module):
 def _launches_of_a_step(model: nn.Module) -> list[Launch]:
     heard: list[Launch] = []
 
+    waits: list[Launch] = []
+
     def hear(comm: object, launch: Launch, *_: Any) -> None:
         heard.append(launch)
 
-    LAUNCHED.append(hear)
+    def waiting(comm: object, launch: Launch) -> None:
+        assert launch in heard
+        waits.append(launch)
+
+    def waited(comm: object, launch: Launch) -> None:
+        assert waits[-1] is launch
+
+    end = observe_launches(launched=hear, waiting=waiting, waited=waited)
     try:
         with together(model) as step:
             model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
     finally:
-        LAUNCHED.remove(hear)
+        end()
     assert step.lost == bool(step.why)
+    kinds = LaunchKind.GATHER, LaunchKind.REDUCE
+    assert [each for each in heard if each.kind in kinds] == [
+        each for each in waits if each.kind in kinds
+    ]
     model.zero_grad()
     return heard
 

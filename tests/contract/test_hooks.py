@@ -35,11 +35,11 @@ class Noting:
         if self.fails == what:
             raise MemoryError(f"{self.name} fails to {what}")
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._note("enter")
         return args, kwargs
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         self._note("leave")
         return output
 
@@ -128,12 +128,12 @@ def test_the_hooks_run_before_earlier_hooks_of_the_user() -> None:
 
 
 class Changing(Noting):
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return tuple(arg + self.name for arg in args), {
             key: value + self.name for key, value in kwargs.items()
         }
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         return output + self.name.upper()
 
 

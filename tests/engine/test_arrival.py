@@ -22,7 +22,7 @@ from composable.engine.gradients.agreed_order import AgreedOrder
 from composable.engine.gradients.arrival import FIRST_BYTES, Buckets
 from composable.engine.params.param import ParamInfo
 from composable.engine.step.unit import Unit, UnitSpec
-from composable.engine.step.visit import HEARS
+from composable.engine.step.visit import GRADIENT_HOOKS
 from composable.errors import PhaseError
 from tests.engine.layouts import SETTINGS
 from tests.engine.ranks import CPU
@@ -41,7 +41,7 @@ def _unit(
     params = tuple(ParamInfo(name, (Place(module, name),)) for name in module._parameters)
     unit = Unit()
     spec = UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes)
-    unit.initialize(spec, HEARS, StateDictHooks(unit).watch)
+    unit.initialize(spec, GRADIENT_HOOKS, StateDictHooks(unit).watch)
     unit.build()
     return unit, Buckets([unit.gradients], AgreedOrder())
 

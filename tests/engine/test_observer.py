@@ -8,7 +8,7 @@ from torch import nn
 from typing_extensions import override
 
 from composable import clip_grad_norm_, fully_shard, replicate
-from composable.engine.step.observer import DECISIONS, HEARERS, Hearers, Observer
+from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer, Observers
 from composable.engine.step.root import Root
 from composable.engine.step.unit import UnitCall
 from tests.helpers.world import Pool, current_device
@@ -19,12 +19,12 @@ class _Noting(Observer):
         self.said: list[str] = []
 
     @override
-    def enters(self, root: Root, call: UnitCall) -> None:
+    def pre_forward(self, root: Root, call: UnitCall) -> None:
         again = "" if call.root is root else " again"
         self.said.append(f"enter {call.unit.name}{again}")
 
     @override
-    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+    def post_forward(self, root: Root, call: UnitCall, keep: bool) -> None:
         self.said.append(f"leave {call.unit.name}")
 
     @override
@@ -32,7 +32,7 @@ class _Noting(Observer):
         self.said.append("backward")
 
     @override
-    def comes_back(self, root: Root, call: UnitCall) -> None:
+    def pre_backward(self, root: Root, call: UnitCall) -> None:
         self.said.append(f"into {call.unit.name}")
 
     @override
@@ -56,7 +56,7 @@ def _events(verb: str) -> list[str]:
     else:
         replicate(model)
     noting = _Noting()
-    remove = HEARERS.add(noting)
+    remove = OBSERVERS.add(noting)
     try:
         model(torch.ones(2, 4, device=current_device())).sum().backward()
         clip_grad_norm_(model.parameters(), 1.0)
@@ -85,11 +85,11 @@ def test_an_observer_hears_a_step_in_its_order(pool: Pool, verb: str, expected: 
 
 
 def test_nothing_is_called_for_events_that_an_observer_leaves_alone() -> None:
-    hearers = Hearers()
-    remove = hearers.add(_Noting())
-    assert (len(hearers.enters), len(hearers.lands_backward)) == (1, 0)
+    observers = Observers()
+    remove = observers.add(_Noting())
+    assert (len(observers.pre_forward), len(observers.lands_backward)) == (1, 0)
     remove()
-    assert not hearers.enters
+    assert not observers.pre_forward
 
 
 def test_an_answer_is_taken_back() -> None:

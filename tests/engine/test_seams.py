@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from composable import (
     seams,
     unshard,
 )
-from composable.comm.base import LAUNCHING, GroupComm
+from composable.comm.base import GroupComm, observe_launches
 from composable.comm.launch import Launch, LaunchKind
 from composable.contract.values import parameters_of
 from composable.engine.step.observer import DECISIONS
@@ -185,7 +185,7 @@ class _Looking(seams.Observer):
                 self.read.add(f"{kind}.{name}")
 
     @override
-    def leaves(self, root: seams.Root, call: seams.Call, keep: bool) -> None:
+    def post_forward(self, root: seams.Root, call: seams.Call, keep: bool) -> None:
         for kind, value in (
             ("Root", root), ("Call", call), ("Unit", call.unit), ("_Spec", call.unit.spec),
             ("_Gradients", call.unit.gradients),
@@ -208,15 +208,14 @@ def _a_step_is_looked_at() -> set[str]:
     looking, numbers = _Looking(), list[int | None]()
     (unit,) = seams.units_in(model[0])
     model[0].register_forward_pre_hook(lambda *_: numbers.append(unit.forward_number))
-    end = seams.observe(looking)
-    LAUNCHING.append(looking.launching)
+    ends = seams.observe(looking), observe_launches(launching=looking.launching)
     try:
         model(torch.ones(2, 4, device=current_device())).sum().backward()
     finally:
-        LAUNCHING.remove(looking.launching)
-        end()
+        for end in ends:
+            end()
     looking.look("_Managed", next(seams.managed_in("test", model)))
-    looking.look("_Drivers", seams.Driver)
+    looking.look("_Driver", seams.driver_of([unit]))
     return {*looking.read, *("Unit.forward_number" for number in numbers if number is not None)}
 
 
@@ -300,6 +299,10 @@ def _reading_and_writing() -> None:
     fully_shard(inside)(torch.ones(1, device=current_device()))
 
 
+def _refuse(unit_name: str) -> NoReturn:
+    raise AssertionError(unit_name)
+
+
 class _Choosing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +312,11 @@ class _Choosing(nn.Module):
 
     @override
     def forward(self, x: Tensor, computes: bool = True) -> Tensor:
-        y = self.inner(x) if computes else seams.Driver.pass_through(self.inner, x)
+        y = (
+            self.inner(x)
+            if computes
+            else seams.driver_of(seams.units_in(self.inner)).pass_through(self.inner, x, _refuse)
+        )
         return self.outer(y)
 
 
@@ -319,7 +326,7 @@ def _driving() -> None:
     fully_shard(model)
     units, x = seams.units_in(model, caller="test"), torch.ones(2, 4, device=current_device())
     rank, device = torch.distributed.get_rank(), current_device()
-    driver = seams.Driver(units)
+    driver = seams.driver_of(units)
 
     model(x, computes=rank == 0).sum().backward()
     alone(x).sum().backward()

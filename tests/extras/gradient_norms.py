@@ -18,8 +18,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from composable import seams
-from composable.comm import Launch, LaunchKind, is_distributed, reduce_numbers, world_group
-from composable.comm.base import LAUNCHED, LAUNCHING
+from composable.comm import (
+    Launch,
+    LaunchKind,
+    is_distributed,
+    observe_launches,
+    reduce_numbers,
+    world_group,
+)
 
 
 class GradientNorms(seams.Observer):
@@ -31,14 +37,13 @@ class GradientNorms(seams.Observer):
     optimizer in backward are gone before, and it is refused.
 
     Slow is a launch by the host's time inside of the call that launches it, which for an exchange
-    that blocks includes its answer. What passes until a collective is waited for cannot be heard:
-    `LAUNCHED` does not tell its `Work`, and a comm that `comms_wrapped_by` puts around another one
-    has to be there when the model is annotated, and stays.
+    that blocks includes its answer. What the host waits for the others is summed up in `waited`.
 
     Attributes:
         step: how many were written.
         norms: of the last one, by the name of the unit; the same on all ranks.
         slowest: its launch and seconds, of this rank; None if there was none.
+        waited: seconds that this rank has waited for collectives.
     """
 
     def __init__(
@@ -58,23 +63,24 @@ class GradientNorms(seams.Observer):
         self.step = 0
         self.norms = dict[str, float]()
         self.slowest: tuple[str, float] | None = None
-        # a bound method is another object each time
-        self._hears: list[tuple[list[Any], Any]] = [
-            (LAUNCHING, self._launching),
-            (LAUNCHED, self._launched),
-        ]
-        for hearers, hear in self._hears:
-            hearers.append(hear)
+        self.waited, self._waits = 0.0, 0.0
         # of this optimizer: hooks for all of them are not called on ranks without data (`join`)
-        self._ends = [seams.observe(self), optimizer.register_step_pre_hook(self._steps).remove]
+        self._ends = [
+            seams.observe(self),
+            observe_launches(
+                launching=self._start,
+                launched=self._launched,
+                waiting=self._start,
+                waited=self._waited,
+            ),
+            optimizer.register_step_pre_hook(self._steps).remove,
+        ]
 
     def close(self) -> None:
         """Hear nothing from now on."""
-        for hearers, hear in self._hears:
-            hearers.remove(hear)
         for end in self._ends:
             end()
-        self._hears, self._ends = [], []
+        self._ends = []
 
     def __enter__(self) -> Self:
         return self
@@ -86,16 +92,22 @@ class GradientNorms(seams.Observer):
     def loses(self, units: Any) -> None:
         if not self._names.keys().isdisjoint(units):
             self._took.clear()
+            self._waits = 0.0
 
     # --- launches --------------------------------------------------------------------------------
 
-    def _launching(self, *_: object) -> None:
+    def _start(self, *_: object) -> None:
         self._began[threading.get_ident()] = time.perf_counter()
 
     def _launched(self, _: object, launch: Launch, *__: object) -> None:
         began = self._began.pop(threading.get_ident(), None)
         if began is not None and self._is_ours(launch):
             self._took.append((time.perf_counter() - began, launch))
+
+    def _waited(self, _: object, launch: Launch) -> None:
+        began = self._began.pop(threading.get_ident(), None)
+        if began is not None and self._is_ours(launch):
+            self._waits += time.perf_counter() - began
 
     def _is_ours(self, launch: Launch) -> bool:
         """Nothing says of an exchange what model it is for: it counts."""
@@ -124,10 +136,12 @@ class GradientNorms(seams.Observer):
                 if unit := self._unit_of(parameter):
                     of_units.setdefault(unit, []).append(parameter)
         took, self._took = self._took, []
+        self.waited, self._waits = self._waits, 0.0
         slowest = max(took, key=lambda each: each[0], default=None)
         self.slowest = slowest and (slowest[1].text, slowest[0])
         self.norms = {self._names[unit]: norm for unit, norm in _norms(of_units)}
         self._took.clear()  # of the norms themselves
+        self._waits = 0.0
         self.step += 1
         if not is_distributed() or world_group().rank() == 0:
             self._write(self._line())

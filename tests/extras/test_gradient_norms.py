@@ -23,8 +23,7 @@ from composable import (
     seams,
     step_on_shards,
 )
-from composable.comm import Launch, ledger_of, world_group
-from composable.comm.base import LAUNCHED, LAUNCHING
+from composable.comm import Launch, base, ledger_of, observe_launches, world_group
 from tests.extras.gradient_norms import GradientNorms
 from tests.helpers.world import current_device, spmd
 
@@ -168,7 +167,7 @@ def test_the_launch_that_takes_longest_is_named() -> None:
     for each in (model, other):
         each(_batch(0)).sum().backward()  # checks of the first step wait for the other rank
     with GradientNorms(model, optimizer, lambda _: None) as norms:
-        LAUNCHING.append(delay)  # after the logger has looked at the clock
+        end = observe_launches(launching=delay)  # after the logger has looked at the clock
         try:
             delays["gradient reduction of unit '0'"] = 0.2
             other(_batch(0)).sum().backward()  # of another model
@@ -176,11 +175,16 @@ def test_the_launch_that_takes_longest_is_named() -> None:
             delays["all-gather of unit '2'"] = 0.1
             _train(model, optimizer, _batch(0))
         finally:
-            LAUNCHING.remove(delay)
+            end()
+        assert norms.waited > 0.0
         text, seconds = norms.slowest or ("", 0.0)
         assert (text, seconds >= 0.1) == ("all-gather of unit '2'", True)
         _train(model, optimizer, _batch(0))
         assert norms.slowest != (text, seconds)  # the former step's are forgotten
+
+
+def _observers() -> list[list[Any]]:
+    return [[*each] for each in (base._LAUNCHING, base._LAUNCHED, base._WAITING, base._WAITED)]
 
 
 @spmd(ranks=2)
@@ -194,7 +198,7 @@ def test_a_closed_logger_leaves_nothing_behind() -> None:
         return ledger.count - before
 
     launches()  # checks of the first step
-    hearing = [*LAUNCHING], [*LAUNCHED]
+    observers = _observers()
     alone, lines = launches(), list[str]()
     norms: Any = GradientNorms(model, optimizer, lines.append)
     assert launches() == alone + 1  # one message for all units
@@ -203,7 +207,7 @@ def test_a_closed_logger_leaves_nothing_behind() -> None:
     del norms
     gc.collect()
     assert gone() is None
-    assert ([*LAUNCHING], [*LAUNCHED]) == hearing
+    assert _observers() == observers
     assert (launches(), len(lines)) == (alone, written)
 
 

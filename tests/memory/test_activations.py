@@ -41,13 +41,13 @@ def _a_cpu_that_tensors_leave() -> Iterator[None]:
 @contextmanager
 def _forward(bracket: OffloadBracket, module: nn.Module) -> Iterator[None]:
     """As forward hooks call a bracket: a KeyboardInterrupt does not reach them."""
-    bracket.enter(module, (), {})
+    bracket.pre_forward(module, (), {})
     try:
         yield
     except Exception:
         bracket.on_error(module)
         raise
-    bracket.leave(module, None)
+    bracket.post_forward(module, None)
 
 
 def _saves() -> bool:

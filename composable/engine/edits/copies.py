@@ -32,7 +32,7 @@ from composable.engine.edits.tree import choose_rest
 from composable.engine.params.form import ParamForm
 from composable.engine.params.param import STEPPED_BY, ManagedParam, ParamInfo, copy_attributes
 from composable.engine.step.unit import RANK0_ONLY, Unit
-from composable.engine.step.visit import HEARS
+from composable.engine.step.visit import GRADIENT_HOOKS
 from composable.errors import AnnotationError, PhaseError
 from composable.tensors.dtensors import dtensor_parameter
 from composable.tensors.protocol import cloned
@@ -118,7 +118,7 @@ def _fill(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> None:
     params = [other for _, other in pairs]
     spec = copy.deepcopy(replace(unit.spec, params=(), mesh_info=unit.mesh_info), memo)
     spec = replace(spec, params=tuple(param.info for param in params))
-    twin.initialize(spec, HEARS, copy.deepcopy(unit.watch, memo), params)
+    twin.initialize(spec, GRADIENT_HOOKS, copy.deepcopy(unit.watch, memo), params)
     for module in twin.modules:
         attach_copying(module)
     choose_rest(twin)

@@ -48,7 +48,7 @@ from composable.torch_private import local_of
 
 logger = logging.getLogger("composable")
 
-_TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `warn_of_other_groups` has told
+_WARNED: Final[WeakSet[nn.Module]] = WeakSet()  # models that `warn_of_other_groups` has named
 _SILENT: Final = ContextVar("_SILENT", default=False)
 
 
@@ -249,9 +249,9 @@ def warn_of_other_groups(module: nn.Module, prefix: str) -> None:
             continue
         number, model = dist.get_world_size(group), unit.relations.units_around()[-1].modules[0]
         alone = label.mesh_info is None and prefix.count(".") <= label.fqn.count(".")
-        if _SILENT.get() or alone or model in _TOLD or ranks.size() >= number:
+        if _SILENT.get() or alone or model in _WARNED or ranks.size() >= number:
             continue
-        _TOLD.add(model)
+        _WARNED.add(model)
         logger.warning(
             "a state dict was made with %s, which is on %d of the %d ranks of the model. If other"
             " ranks have other values of it (experts), a checkpoint has those of one group of ranks"

@@ -12,7 +12,7 @@ from torch import nn
 from composable.contract.contract import on_undo
 from composable.contract.tree import Place
 from composable.engine.params.param import ManagedParam, ParamInfo
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.unit import Unit, rename_below, units_below, without_shards
 
 
@@ -59,7 +59,7 @@ def leave_tree(unit: Unit) -> None:
 
 
 def choose_rest(unit: Unit) -> None:
-    """Decide the kind of a replicated unit and how its parameters rest, see `Kind`."""
+    """Decide the kind of a replicated unit and how its parameters rest, see `UnitKind`."""
     if unit.is_sharded or not unit.params or unit.mesh_info.mesh is None:
         return
     for to_unit in reversed(unit.relations.around.values()):
@@ -73,7 +73,7 @@ def choose_rest(unit: Unit) -> None:
         if mesh is not None:
             ranks = sorted(unit.mesh_info.mesh.mesh.tolist())
             unit.change_kind(
-                Kind.BESIDE, mesh if sorted(mesh.mesh.flatten().tolist()) == ranks else None
+                UnitKind.BESIDE, mesh if sorted(mesh.mesh.flatten().tolist()) == ranks else None
             )
             return
     unit.change_kind(without_shards(unit.mesh_info), None)

@@ -33,7 +33,7 @@ from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.params.layout import Slot
 from composable.engine.params.param import ManagedParam, gradient_of
 from composable.engine.params.param_group import ParamGroup
-from composable.engine.params.param_hooks import Arrival, hear_arrivals, ignore_arrivals
+from composable.engine.params.param_hooks import Arrival, ignore_arrivals, listen_to_arrivals
 from composable.errors import PhaseError
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
@@ -47,7 +47,7 @@ class ArrivalBucket(GradBucket):
     for each gradient would take the host longer than the bucket itself.
 
     Attributes:
-        missing: what autograd has not told of; None where it tells of the last one only.
+        missing: whose hooks autograd has not called; None where only the last one has a hook.
         silent: by what it would tell of the others.
         late: it is launched at the end of backward.
     """
@@ -63,7 +63,7 @@ class ArrivalBucket(GradBucket):
         mesh_info = unit.mesh_info
         super().__init__(
             members, group.precision, group.device, mesh_info,
-            text=_text_of(unit, [param for param, _ in members]), unit=unit.name,
+            text=_text_of(unit, [param for param, _ in members]), unit_name=unit.name,
             factor=unit.factor_of(mesh_info), keeps=unit.spec.keeps_buckets,
         )  # fmt: skip
         self.unit = unit
@@ -104,7 +104,7 @@ class ArrivalBucket(GradBucket):
 
     def close(self) -> None:
         """It has ended."""
-        hear_arrivals(self.silent)
+        listen_to_arrivals(self.silent)
         self.silent = []
 
 

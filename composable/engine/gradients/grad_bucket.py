@@ -81,7 +81,7 @@ class GradBucket:
         mesh_info: MeshInfo,
         *,
         text: str = "gradient reduction",
-        unit: str = "",
+        unit_name: str = "",
         factor: float = 1.0,
         to_rest: Callable[[list[Tensor]], list[Tensor]] = list,
         keeps: bool = False,
@@ -98,7 +98,7 @@ class GradBucket:
         keeps = keeps and self._are_whole
         self.reducer = Reducer(
             self.at_rest, slots, precision, device, mesh_info,
-            text=text, unit=unit, keeps=keeps,
+            text=text, unit_name=unit_name, keeps=keeps,
         )  # fmt: skip
         self.reduction: Reduction | None = None
         self._to_rest = to_rest
@@ -117,9 +117,9 @@ class GradBucket:
         self._post_accumulate_hooks = list(map(post_accumulate_hooks, self.at_rest))
         self.follow()
 
-    def rename(self, text: str, unit: str) -> None:
+    def rename(self, text: str, unit_name: str) -> None:
         """Name its messages, and its unit, so from now on."""
-        self.reducer.rename(text, unit)
+        self.reducer.rename(text, unit_name)
 
     def follow(self) -> None:
         """Parameters may have been frozen or unfrozen."""
@@ -380,7 +380,7 @@ class GradBucket:
                 reduction.wait()
         finally:
             local = self.in_place and (begun or reduction is not None)
-            # of what waits under no_sync, plain tensors are told by the mark alone
+            # of what waits under no_sync, plain tensors are known by the mark alone
             lost = local or (self.accumulated.marks and self.accumulated.backwards)
             self._undecided, self._hooks_due = [], {}
             for parameter in self.compute if not self.in_place else ():

@@ -40,7 +40,7 @@ from composable.engine.gradients.arrival import Buckets
 from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.unit_gradients import UnitGradients
 from composable.engine.gradients.unreduced import SyncMode
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.errors import ComposableError, RanksDisagreeError
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
@@ -83,7 +83,7 @@ class PostBackward:
         agreed: what all ranks have alike about `units`.
 
     Attributes:
-        beside: replicated units next to shards (`Kind.BESIDE`).
+        beside: replicated units next to shards (`UnitKind.BESIDE`).
         buckets: of units that are reduced by arrival.
     """
 
@@ -91,12 +91,12 @@ class PostBackward:
         self._units = list(units)
         self._agreed = agreed
         self._indices = {unit: index for index, unit in enumerate(units)}
-        self.beside = [unit for unit in units if unit.spec.kind is Kind.BESIDE]
+        self.beside = [unit for unit in units if unit.spec.kind is UnitKind.BESIDE]
         self.make_buckets()
 
     def make_buckets(self) -> None:
         """Anew when parameters of replicated units were replaced, or what reduces them."""
-        replicated = [unit for unit in self._units if unit.spec.kind is Kind.ARRIVAL]
+        replicated = [unit for unit in self._units if unit.spec.kind is UnitKind.ARRIVAL]
         self.buckets = Buckets(replicated, self._agreed)
 
     # --- in a backward ---------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class PostBackward:
         """Backward has come to the outputs of `unit`."""
         due.to_reduce.pop(unit, None)
         due.to_reduce[unit] = None
-        if unit.spec.kind is not Kind.ARRIVAL:
+        if unit.spec.kind is not UnitKind.ARRIVAL:
             # It will be reduced, whichever gradients come: autograd need not tell of them.
             unit.ignore()
 
@@ -137,7 +137,7 @@ class PostBackward:
         """Launch the reduction of what is on this rank now; under `no_sync` leave it there."""
         due.to_reduce.pop(unit, None)
         mode = unit.accumulation.now
-        unit.hear()
+        unit.listen()
         if unit.hooks_due and mode is SyncMode.REDUCE:
             unit.run_hooks()
         if due.builds_graph:
@@ -216,17 +216,17 @@ class PostBackward:
         """
         # The root is left last on all ranks: there is nothing to compare if it is the only one.
         beside = [] if self.beside == self._units[:1] else self.beside
-        comms = dict.fromkeys(unit.mesh_info.all for unit in beside)
-        in_one_order = len(comms) == 1
-        for comm in comms if in_one_order else ():
-            lowest, highest = comm.min_max(
+        comms = [*dict.fromkeys(unit.mesh_info.all for unit in beside)]
+        in_one_order = False
+        if len(comms) == 1:
+            lowest, highest = comms[0].min_max(
                 [checksum(str(due.left))], Launch("comparison of the order of units in backward")
             )
             in_one_order = lowest == highest
         if not in_one_order:
             self._agreed.agree_on_leaving(in_one_order=False)
             return
-        (comm,) = comms  # of all units beside shards
+        comm = comms[0]  # of all units beside shards
         left, waiting, before = due.left, list[int](), dict[int, tuple[int, ...]]()
         for number, index in enumerate(left, start=1):
             unit = self._units[index]

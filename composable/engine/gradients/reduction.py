@@ -236,7 +236,7 @@ class Reducer:
         mesh_info: MeshInfo,
         *,
         text: str,
-        unit: str,
+        unit_name: str,
         keeps: bool,
     ) -> None:
         self.at_rest = tuple(at_rest)
@@ -245,15 +245,15 @@ class Reducer:
         self.device = device
         self.mesh_info = mesh_info
         self.keeps = keeps
-        self.text, self.unit = text, unit
+        self.text, self.unit = text, unit_name
         self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
         self.is_alone = self.shard_comm is None and mesh_info.replicate is None
         self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
         self.simulated = mesh_info.all.traits.simulated
         self.make_stages(None, None)
 
-    def rename(self, text: str, unit: str) -> None:
-        self.text, self.unit = text, unit
+    def rename(self, text: str, unit_name: str) -> None:
+        self.text, self.unit = text, unit_name
         for plan in self.plans.values():
             plan.rename(self)
 

@@ -45,24 +45,24 @@ class SparseGradients:
     """
 
     def __init__(
-        self, params: Sequence[ManagedParam], precision: Precision, comm: Comm, unit: str
+        self, params: Sequence[ManagedParam], precision: Precision, comm: Comm, unit_name: str
     ) -> None:
         self.params = tuple(params)
         self.holds = False
-        self.rename(unit)
+        self.rename(unit_name)
         self._precision = precision
         self._comm = comm
         # those with a gradient of this rank's that was not reduced
         self._here: set[ManagedParam] = set()
 
-    def rename(self, unit: str) -> None:
-        self._exchange = Launch(f"exchange of the numbers of sparse rows of unit '{unit}'")
+    def rename(self, unit_name: str) -> None:
+        self._exchange = Launch(f"exchange of the numbers of sparse rows of unit '{unit_name}'")
         self._gathers = {
             param: Launch(
-                f"all-gather of the sparse gradient of unit '{unit}' ('{param.fqn}')",
+                f"all-gather of the sparse gradient of unit '{unit_name}' ('{param.fqn}')",
                 LaunchKind.GATHER_SPARSE,
                 param,
-                unit,
+                unit_name,
             )
             for param in self.params
         }

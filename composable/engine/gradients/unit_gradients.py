@@ -19,15 +19,16 @@ from composable.engine.gradients.grad_bucket import GradBucket
 from composable.engine.gradients.sparse import SparseGradients, only_looked_up
 from composable.engine.gradients.unreduced import Accumulation
 from composable.engine.params.param import ManagedParam, holds_unreduced
-from composable.engine.params.param_group import Kind, ParamGroup
+from composable.engine.params.param_group import ParamGroup
 from composable.engine.params.param_hooks import (
     Arrival,
     defer_hooks,
-    hear_arrivals,
     hook_gradients,
     ignore_arrivals,
+    listen_to_arrivals,
     run_post_accumulate_hooks,
 )
+from composable.engine.params.unit_kind import UnitKind
 from composable.errors import DifferentiationError
 from composable.torch_private import hooks_after_accumulation
 
@@ -44,7 +45,7 @@ class GradientSpec:
         is_read_apart: other units read parameters of this one.
     """
 
-    kind: Kind
+    kind: UnitKind
     mesh_info: MeshInfo
     divisor: float | None = None
     bucket_bytes: int = 0
@@ -126,7 +127,7 @@ class UnitGradients:
         for group in groups:
             self._build_group(group)
         for param in params:
-            self._hear_of(param)
+            self._listen_for(param)
         self.stages.attach(self, self.buckets)
 
     def _build_group(self, group: ParamGroup) -> None:
@@ -134,7 +135,7 @@ class UnitGradients:
         mesh_info = self.mesh_info_of(group.params[0])
         factor = self.factor_of(mesh_info)
         in_place = all(param.compute is param.at_rest for param in group.params)
-        sparse = kind is not Kind.SHARDED and only_looked_up(group.params[0].info)
+        sparse = kind is not UnitKind.SHARDED and only_looked_up(group.params[0].info)
         spread = [param for param in group.params if in_place and not param.info.form.is_whole]
         for param in spread:
             settle = traceable(param.info.form.settled)
@@ -149,11 +150,11 @@ class UnitGradients:
             self.sparse.append(
                 SparseGradients(group.params, group.precision, self.mesh_info.all, self.name)
             )
-        elif kind is not Kind.ARRIVAL:  # others are in buckets of all units
+        elif kind is not UnitKind.ARRIVAL:  # others are in buckets of all units
             bucket = GradBucket(
                 list(zip(group.params, group.slots, strict=True)),
                 group.precision, group.device, mesh_info,
-                text=f"gradient reduction of unit '{self.name}'", unit=self.name,
+                text=f"gradient reduction of unit '{self.name}'", unit_name=self.name,
                 factor=factor, to_rest=group.to_rest,
             )  # fmt: skip
             self.buckets.append(bucket)
@@ -166,7 +167,7 @@ class UnitGradients:
 
     @property
     def is_sharded(self) -> bool:
-        return self.spec.kind is Kind.SHARDED
+        return self.spec.kind is UnitKind.SHARDED
 
     def mesh_info_of(self, param: ManagedParam) -> MeshInfo:
         """The ranks over which gradients of `param` are reduced: the unit's, or its own."""
@@ -194,13 +195,13 @@ class UnitGradients:
 
     # --- when gradients arrive -------------------------------------------------------------------
 
-    def _hear_of(self, param: ManagedParam) -> None:
+    def _listen_for(self, param: ManagedParam) -> None:
         """Let autograd tell when it has accumulated a gradient.
 
         That is for gradients that are reduced by arrival, for those of parameters that are read
         outside of their module, and for users' hooks where one rank trains alone. A unit not of the
         kind ARRIVAL is reduced anyway once backward has entered it at its outputs: `ignore` lets
-        autograd call nothing, until `hear`.
+        autograd call nothing, until `listen`.
         """
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -251,9 +252,9 @@ class UnitGradients:
         """The unit will be reduced, whichever gradients come: autograd need not tell of them."""
         ignore_arrivals(self.arrivals.values())
 
-    def hear(self) -> None:
+    def listen(self) -> None:
         """The inverse of `ignore`. May be called twice."""
-        hear_arrivals(self.arrivals.values())
+        listen_to_arrivals(self.arrivals.values())
 
     def run_hooks(self) -> None:
         """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished
@@ -319,7 +320,7 @@ class UnitGradients:
     def drop_step(self) -> None:
         """The step is lost; buckets and sparse gradients are dropped by themselves."""
         self.hooks_due = {}
-        self.hear()
+        self.listen()
 
     def reduce_by(self, stages: Stages) -> None:
         """Let `stages` make the reductions. Between two steps."""

@@ -127,13 +127,13 @@ def labels_of(parameters: Sequence[Tensor]) -> list[ParamLabel | None]:
 
 
 def set_label(
-    parameter: nn.Parameter, param: ManagedParam, unit: str, form: str, owner: object = None
+    parameter: nn.Parameter, param: ManagedParam, unit_name: str, form: str, owner: object = None
 ) -> None:
     label, info = label_of(parameter), param.info
     if label is None:
         label = ParamLabel()
         setattr(parameter, _LABEL, label)
-    label.unit, label.fqn, label.form = unit, info.fqn, form
+    label.unit, label.fqn, label.form = unit_name, info.fqn, form
     label.mesh_info = info.mesh_info
     label.mesh = info.form.mesh_at_rest(None)
     label.places = param.places
@@ -237,7 +237,7 @@ class ManagedParam:
         at_rest, compute: see the table at the top of this file.
         grad_dtype: what the user has set `grad_dtype` of the parameter to; None if it is its dtype.
         sends: of a parameter that is gathered in a form of its own, what the largest rank sends,
-            as all ranks have told each other (`features/extension.py`).
+            as all ranks have exchanged (`features/extension.py`).
     """
 
     def __init__(self, info: ParamInfo) -> None:

@@ -104,20 +104,6 @@ class ShardedState(enum.Enum):
     SHARDED_POST_FORWARD = "a few neighbouring ranks have all of them together"
 
 
-class Kind(enum.Enum):
-    """How the parameters of a unit lie over the ranks, and when their gradients are reduced.
-
-    Those of BESIDE rest as `DTensor(Replicate)`, as optimizers and clipping expect next to shards,
-    if the unit has the ranks of the shards around it (`choose_rest`). Otherwise, and if they are
-    spread by users or have sparse gradients, they rest as users made them.
-    """
-
-    SHARDED = "each rank has a shard: gathered, and reduce-scattered where backward leaves the unit"
-    BESIDE = "replicated in a tree with shards: all-reduced before the next unit with shards"
-    ARRIVAL = "replicated: all-reduced in buckets of the root, as autograd accumulates gradients"
-    LOCAL = "one rank: autograd does everything, but for casts"
-
-
 class ParamGroup(ABC):
     """See the top of this file. How its parameters rest is the matter of `ShardedGroup`
     (`sharded.py`) and `ReplicatedGroup` (`replicated.py`).
@@ -336,10 +322,10 @@ class ParamGroup(ABC):
         for param in self.params:
             param.move(move)
 
-    def rename(self, unit: str) -> None:
-        self.unit = unit
-        text = f"all-gather of unit '{unit}'"
-        self._launch = Launch(text, LaunchKind.GATHER, self, unit)
+    def rename(self, unit_name: str) -> None:
+        self.unit = unit_name
+        text = f"all-gather of unit '{unit_name}'"
+        self._launch = Launch(text, LaunchKind.GATHER, self, unit_name)
 
     # --- unshard and reshard ---------------------------------------------------------------------
 
@@ -390,10 +376,10 @@ class ParamGroup(ABC):
             return
         behind = [
             param.compute
-            for param, stays, operated, told in zip(
+            for param, stays, operated, in_memory in zip(
                 self.params, self._stays, at_rest, memory, strict=True
             )
-            if stays and (isinstance(param.compute, DTensor) if told else operated)
+            if stays and (isinstance(param.compute, DTensor) if in_memory else operated)
         ]
         if behind:
             increment_version(behind)

@@ -35,7 +35,7 @@ def ignore_arrivals(arrivals: Iterable[Arrival]) -> None:
             pass  # it is ignored already
 
 
-def hear_arrivals(arrivals: Iterable[Arrival]) -> None:
+def listen_to_arrivals(arrivals: Iterable[Arrival]) -> None:
     """The inverse of `ignore_arrivals`. May be called twice."""
     for table, key, hook in arrivals:
         if type(table) is OrderedDict:

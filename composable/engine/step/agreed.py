@@ -3,16 +3,16 @@
 | field | decides | changes in |
 |-------|---------|------------|
 | `Unit.compared` | whether ranks compare where they are as they enter a unit | its first use |
-| `order` | which units forwards gather ahead | see below |
+| `recorded` | which units forwards gather ahead | see below |
 | `buckets` | the order of parameters in buckets | the first backward |
 | `late` | which parameters are in buckets that wait for the end | the first backward |
 | `in_one_order`, `before` | which replicated units precede which with shards | the first backward |
-| `Unit.given` | whether backward enters a frozen unit that this rank skips | forwards |
-| `patterns` | of which sets of training units `Unit.given` knows | forwards with gradients |
+| `Unit.input_grad_modes` | whether backward enters a frozen unit that a rank skips | forwards |
+| `patterns` | for which sets of training units there are modes | forwards with gradients |
 | `untraced` | whether the compiler may reduce gradients | a backward that it did not run |
 | `last_backward` | whether other roots take part in a backward | each backward |
 
-`order` is first that of the first forward, in which the ranks were compared. A backward that has
+`recorded` is first that of the first forward, in which the ranks were compared. A backward that has
 landed replaces it by the gathers of its own forward; forwards in scopes that keep parameters
 unsharded, evaluations and lost steps do not.
 
@@ -53,7 +53,7 @@ class Agreed:
     """
 
     members: tuple[ref[Any], ...]
-    order: tuple[int, ...] = ()
+    recorded: tuple[int, ...] = ()
     gradients: AgreedOrder = field(default_factory=AgreedOrder)
     untraced: str = ""
     last_backward: int = -1
@@ -65,7 +65,7 @@ class Agreed:
 
     def follow(self, order: tuple[int, ...]) -> None:
         """Forwards gather ahead in this order from now on."""
-        self.order = order
+        self.recorded = order
 
     def note_pattern(self, training: tuple[bool, ...]) -> tuple[bool, ...] | None:
         """A forward with gradients begins. Returns the oldest of too many patterns."""

@@ -2,24 +2,24 @@
 
 All ranks of a model launch the same collectives in the same order. Which ones a step launches is
 decided where a forward or a backward enters or leaves a unit (`root.py`, `order.py`,
-`post_backward.py`). A rank that does not
-compute a unit makes the same visits: it gathers, reduces and reshards.
+`post_backward.py`). A rank that does not compute a unit makes the same visits: it gathers, reduces
+and reshards.
 
 * `Driver.visit` makes one visit. A rank that computes says which ones it makes, in the order of
   `Event` (`join`): forward and backward are driven.
-* `Driver.pass_through` makes those of a forward of a module, for what lies below it in the order of
+* `Driver.pass_through` makes those of a forward of a module, for the units in it in the order of
   `.modules()` (`skipped`). Backward comes by itself, to nodes that it puts into the graph.
 
 Where a compiler reduces the gradients (`Root.eager_because` is empty) there are no visits in
-backward, so that a rank cannot take part in them: `pass_through` refuses it, and no root is reduced
-by a compiler while a scope of `join` is open.
+backward, so that a rank cannot take part in them: `pass_through` has this refused, and no root is
+reduced by a compiler while a scope of `join` is open.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,8 @@ from composable.engine.params.param_hooks import hook_gradients
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.plan import launch_held, root_of
 from composable.engine.step.root import land_held, reset
-from composable.engine.step.unit import UNKNOWN, Unit, UnitCall, unit_of, units_below
-from composable.engine.step.visit import Visit, come_back, end_call
-from composable.errors import PhaseError
+from composable.engine.step.unit import InputGradMode, Unit, UnitCall, unit_of
+from composable.engine.step.visit import Visit, end_call, pre_backward
 
 
 class Event(enum.IntEnum):
@@ -77,12 +76,12 @@ class Driver:
             case Event.OUTPUT:
                 unit.count(1)
             case Event.LEAVE:
-                end_call(unit.end(), keep=bool(detail))
+                end_call(unit.pop_call(), keep=bool(detail))
             case Event.OPEN:
                 root.open_backward()
             case Event.BACK:
                 unit.count(-detail)
-                come_back(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward
+                pre_backward(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward
             case Event.GRADIENT:
                 root.on_gradient(unit, unit.params[0])
             case Event.END:
@@ -127,13 +126,16 @@ class Driver:
         """Buffers of replicated units become those of a rank, as in forwards."""
         broadcast_buffers(self._units, source, saved=False)
 
-    @staticmethod
-    def pass_through(module: nn.Module, x: Any) -> Any:
-        """Make the visits of a forward of `module`, in which each annotated module below runs once.
-        Returns `x`, as other tensors of the graph where backward comes to units.
+    def pass_through(
+        self, module: nn.Module, x: Any, refuse_traced: Callable[[str], NoReturn]
+    ) -> Any:
+        """Make the visits of a forward of `module`, in which each unit below runs once. Returns
+        `x`, as other tensors of the graph where backward comes to units.
+
+        Args:
+            refuse_traced: raises, for a unit with this name whose gradients a compiler reduces.
         """
-        units = units_below([module])
-        return _pass(module, x, units, {}) if units else x
+        return _pass(module, x, [*self._units], {}, refuse_traced)
 
 
 class _Followed(torch.autograd.Function):
@@ -150,11 +152,17 @@ class _Followed(torch.autograd.Function):
 
 def _enter(unit: Unit, module: nn.Module) -> Visit:
     visit = Visit(unit)
-    visit.enter(module, (), {}, computes=False)
+    visit.pre_forward(module, (), {}, computes=False)
     return visit
 
 
-def _pass(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module, None]) -> Any:
+def _pass(
+    module: nn.Module,
+    x: Any,
+    units: list[Unit],
+    seen: dict[nn.Module, None],
+    refuse_traced: Callable[[str], NoReturn],
+) -> Any:
     """Visit the units of `module` and below that are still in `units`; take them out."""
     if module in seen:
         return x
@@ -162,32 +170,31 @@ def _pass(module: nn.Module, x: Any, units: list[Unit], seen: dict[nn.Module, No
     unit = next((unit for unit in units if module in unit.modules), None)
     if unit is None:
         for child in module.children():
-            x = _pass(child, x, units, seen)
+            x = _pass(child, x, units, seen, refuse_traced)
         return x
     units.remove(unit)
     visit = _enter(unit, module)
     try:
         root = root_of(unit)
         if not root.eager_because:
-            raise PhaseError(
-                "skipped: compiled autograd is on, and each rank's graph reduces the gradients"
-                f" that it has. This rank would have none for unit '{unit.name}', and the others"
-                " would wait. Run backwards of models that skip units without compiled autograd"
-            )
+            refuse_traced(unit.name)
         for child in module.children():
-            x = _pass(child, x, units, seen)
+            x = _pass(child, x, units, seen, refuse_traced)
         anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)
         # If the parameters train, backward comes to this unit on ranks that compute it. If they are
         # frozen, it does where inputs require gradients: an image tower's do not, though what this
         # rank passes through may.
-        given = root.order.known_given(unit)
-        enters = unit.trains or given in (UNKNOWN, 2)
+        mode = root.order.input_grad_mode(unit)
+        is_unknown = mode is InputGradMode.UNKNOWN
+        enters = unit.trains or is_unknown or mode.is_entered_by_backward
         y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor)) if enters else None
     except BaseException:
         visit.on_error(module)
         raise
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (unit.trains or given != 0)):
-        y = visit.leave(module, y)
+    with torch.set_grad_enabled(
+        torch.is_grad_enabled() and (unit.trains or mode is not InputGradMode.NO_GRAD)
+    ):
+        y = visit.post_forward(module, y)
     return y if enters else x
 
 

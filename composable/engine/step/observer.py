@@ -1,8 +1,8 @@
-"""Where others hear of steps, and answer for the engine: `join`, `together`, reductions that a
+"""Observers of steps, and who answers for the engine: `join`, `together`, reductions that a
 compiler makes, optimizers in backward, pipelines, notes on errors.
 
-An `Observer` hears what the engine is about to do. A decision has an ordinary answer, and may be
-answered by somebody else while a scope is open. Both are of the process.
+An `Observer` is notified of what the engine is about to do. A decision has an ordinary answer, and
+may be answered by somebody else while a scope is open. Both are of the process.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Hears what it overrides. Nothing is called for the rest: most events come for each unit.
+    """Is notified of what it overrides. Nothing is called for the rest: most events come for each
+    unit.
 
-    Names in the present tense are called before the engine acts on the event; `leaves`, `raises`,
-    `gradient_came`, `gradients_landed`, `loses` and `interrupted` when it has happened. A call that
-    is refused as it is entered has `enters` alone, without `leaves` or `raises`.
+    `pre_forward`, `pre_backward` and names in the present tense are called before the engine acts
+    on the event; `post_forward`, `raises`, `gradient_came`, `gradients_landed`, `loses` and
+    `interrupted` when it has happened. A call that is refused as it is entered has `pre_forward`
+    alone.
     """
 
     def begins_forward(self, root: Root) -> None:
         """The outermost forward of a root begins, with gradients."""
 
-    def enters(self, root: Root, call: UnitCall) -> None:
+    def pre_forward(self, root: Root, call: UnitCall) -> None:
         """A call of a unit gathers it, and computes or recomputes."""
 
-    def leaves(self, root: Root, call: UnitCall, keep: bool) -> None:
+    def post_forward(self, root: Root, call: UnitCall, keep: bool) -> None:
         """It has computed; `keep`: parameters outlive the forward."""
 
     def raises(self, root: Root, call: UnitCall, error: BaseException) -> None:
@@ -42,7 +44,7 @@ class Observer:
     def opens_backward(self, root: Root) -> None:
         """A backward begins in a root."""
 
-    def comes_back(self, root: Root, call: UnitCall) -> None:
+    def pre_backward(self, root: Root, call: UnitCall) -> None:
         """Backward has come to an output that `call` made: it enters the unit, or gathers it
         again.
         """
@@ -76,19 +78,19 @@ class Observer:
         """A step of these units was lost, and all ranks know it (`together`)."""
 
     def interrupted(self) -> None:
-        """A KeyboardInterrupt has ended the forwards of this thread, and told no hook of it."""
+        """A KeyboardInterrupt has ended the forwards of this thread, and called no hook."""
 
 
 @dataclass(eq=False)
-class Hearers:
+class Observers:
     """The observers' methods, by event."""
 
     begins_forward: list[Callable[[Root], None]] = field(default_factory=list)
-    enters: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
-    leaves: list[Callable[[Root, UnitCall, bool], None]] = field(default_factory=list)
+    pre_forward: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
+    post_forward: list[Callable[[Root, UnitCall, bool], None]] = field(default_factory=list)
     raises: list[Callable[[Root, UnitCall, BaseException], None]] = field(default_factory=list)
     opens_backward: list[Callable[[Root], None]] = field(default_factory=list)
-    comes_back: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
+    pre_backward: list[Callable[[Root, UnitCall], None]] = field(default_factory=list)
     gradient_came: list[Callable[[Unit], None]] = field(default_factory=list)
     ends_backward: list[Callable[[Root], None]] = field(default_factory=list)
     lands_backward: list[Callable[[Root], None]] = field(default_factory=list)
@@ -100,52 +102,52 @@ class Hearers:
     interrupted: list[Callable[[], None]] = field(default_factory=list)
 
     def add(self, observer: Observer) -> Callable[[], None]:
-        """Let `observer` hear from now on; returns what ends it."""
+        """Notify `observer` from now on; returns what ends it."""
         added: list[tuple[list[Any], Any]] = [
-            (hearers, getattr(observer, event))
-            for event, hearers in vars(self).items()
+            (observers, getattr(observer, event))
+            for event, observers in vars(self).items()
             if getattr(type(observer), event) is not getattr(Observer, event)
         ]
-        for hearers, hear in added:
-            hearers.append(hear)
+        for observers, notify in added:
+            observers.append(notify)
 
         def remove() -> None:
-            for hearers, hear in added:
-                hearers.remove(hear)
+            for observers, notify in added:
+                observers.remove(notify)
 
         return remove
 
 
-HEARERS: Final = Hearers()
+OBSERVERS: Final = Observers()
 
 
-def announce(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+def notify_communication(what: str, parameters: Sequence[Tensor], *args: Any) -> None:
     """A function is about to communicate over the gradients of `parameters`."""
-    for hear in HEARERS.communicates:
-        hear(what, parameters, *args)
+    for notify in OBSERVERS.communicates:
+        notify(what, parameters, *args)
 
 
 def called(what: str) -> None:
     """A function that all ranks call begins: before it does anything."""
-    for hear in HEARERS.calls:
-        hear(what)
+    for notify in OBSERVERS.calls:
+        notify(what)
 
 
 def values_exchanged(*, back: bool) -> None:
     """See `Observer.exchanges_values`."""
-    for hear in HEARERS.exchanges_values:
-        hear(back)
+    for notify in OBSERVERS.exchanges_values:
+        notify(back)
 
 
 def lose_step(units: Sequence[Unit]) -> None:
     """All ranks know that a step of these units was lost."""
-    for hear in HEARERS.loses:
-        hear(units)
+    for notify in OBSERVERS.loses:
+        notify(units)
 
 
 def gradients_landed() -> None:
-    for hear in HEARERS.gradients_landed:
-        hear()
+    for notify in OBSERVERS.gradients_landed:
+        notify()
 
 
 # The scope that is open and follows steps for ranks without data (`join`); weak, since one that

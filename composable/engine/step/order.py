@@ -2,10 +2,10 @@
 
 | question | answer | changes |
 |---|---|---|
-| what does a forward gather ahead? | what comes behind its `Forward.cursor` in `Order.recorded` | `Order.follow` |
-| which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `Order.learn`, `Order.end_backward` |
+| what does a forward gather ahead? | what comes behind its `Forward.cursor` in `GatherOrder.recorded` | `GatherOrder.follow` |
+| which order is that? | that of the first forward, in which the ranks were compared; then that of the last forward whose backward has landed | `GatherOrder.learn`, `GatherOrder.end_backward` |
 | when do ranks compare where they are? | where they enter a unit for the first time, and at the end of that forward | `Unit.compared` |
-| how do ranks compute a frozen unit that this one skips? | `Unit.given`, for the pattern of units that train | forwards with gradients, see `Order.enter` |
+| how do ranks compute a frozen unit that this one skips? | `Unit.input_grad_modes`, for the pattern of units that train | forwards with gradients, see `GatherOrder.enter` |
 
 Forwards without gradients follow the order and do not change it, except for the first. Where
 everything is gathered already (`keep_unsharded`) each rank may run what it likes: nothing is
@@ -26,9 +26,9 @@ from torch import nn
 
 from composable.comm.base import Comm
 from composable.comm.launch import COMPARISON_OF_FORWARDS, Launch
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.agreed import Agreed
-from composable.engine.step.unit import UNKNOWN, Unit, UnitCall
+from composable.engine.step.unit import InputGradMode, Unit, UnitCall
 from composable.errors import RanksDisagreeError
 
 # Entries at most of what remembers forwards and calls: forwards without a backward (rollouts with
@@ -37,6 +37,7 @@ REMEMBERED: Final = 4096
 
 CLOCK: Final = count()  # of forwards and ends of backwards
 _KEPT_BY: Final = attrgetter("kept_by")  # in C
+_UNKNOWN: Final = InputGradMode.UNKNOWN
 
 
 @dataclass(slots=True)
@@ -48,8 +49,8 @@ class Forward:
         with_gradients: autograd records it.
         number: when it began, on the clock of `CLOCK`.
         gathered: units whose gather was launched since it began, and that it has not entered since.
-        order: the units whose gather it has launched, as it has entered them.
-        cursor: in `Order.recorded`; what follows there is gathered ahead.
+        entered: the units whose gather it has launched, as it has entered them.
+        cursor: in `GatherOrder.recorded`; what follows there is gathered ahead.
         compared: units at which it has compared the ranks, for the first time.
     """
 
@@ -57,25 +58,25 @@ class Forward:
     with_gradients: bool
     number: int = field(default_factory=partial(next, CLOCK))
     gathered: dict[Unit, None] = field(default_factory=dict)
-    order: list[Unit] = field(default_factory=list)
+    entered: list[Unit] = field(default_factory=list)
     cursor: int = 0
     compared: list[Unit] = field(default_factory=list)
 
 
-class Order:
+class GatherOrder:
     """See the top of this file.
 
     Attributes:
         units: of the root.
         agreed: what all ranks have alike about these units.
-        recorded: `Agreed.order`. The next forward gathers ahead by it; a backward does by
+        recorded: `Agreed.recorded`. The next forward gathers ahead by it; a backward does by
             `Iteration.finished`.
         training: which units train, as of the last forward.
     """
 
     def __init__(self, units: Sequence[Unit], agreed: Agreed) -> None:
         self.units, self.agreed = units, agreed
-        self.recorded = [units[index] for index in agreed.order]
+        self.recorded = [units[index] for index in agreed.recorded]
         self.training: tuple[bool, ...] = ()
         # Numbers of forwards that began in training mode since a backward has landed, lost ones
         # too: in debug mode ranks compare how many there are.
@@ -91,7 +92,7 @@ class Order:
         """A forward with gradients begins."""
         if (oldest := self.agreed.note_pattern(self.training)) is not None:
             for unit in self.units:
-                unit.forget_given(self.agreed, oldest)
+                unit.forget_input_grad_mode(self.agreed, oldest)
         if forward.module.training:
             self._trained.append(forward.number)
 
@@ -114,17 +115,17 @@ class Order:
                 forward.cursor = self.recorded.index(unit, forward.cursor) + 1
             except ValueError:
                 pass  # it did not run there
-        given = UNKNOWN if unit.trains or inputs is None else unit.describe_inputs(inputs)
+        mode = _UNKNOWN if unit.trains or inputs is None else unit.input_grad_mode_of(inputs)
         if not (unit.compared or self._is_kept):
-            given = self._compare_place(unit.mesh_info.all, self.units.index(unit), given)
-            if given != UNKNOWN or unit.trains:  # otherwise no rank has computed it
+            mode = self._compare_place(unit.mesh_info.all, self.units.index(unit), mode)
+            if mode is not _UNKNOWN or unit.trains:  # otherwise no rank has computed it
                 forward.compared.append(unit)
-        if given != UNKNOWN and forward.with_gradients:
-            unit.note_given(self.agreed, self.training, given)
+        if mode is not _UNKNOWN and forward.with_gradients:
+            unit.note_input_grad_mode(self.agreed, self.training, mode)
         self.gather(unit, islice(self.recorded, forward.cursor, None), forward)
         if unit in forward.gathered:
             del forward.gathered[unit]
-            forward.order.append(unit)
+            forward.entered.append(unit)
 
     def gather(self, unit: Unit, following: Iterable[Unit], forward: Forward | None) -> None:
         """Have `unit` unshard. Before waiting, launch the gathers of units ahead, which travel
@@ -139,7 +140,7 @@ class Order:
         """
         ahead = [unit]
         comm, missing, is_first = unit.mesh_info.all, unit.spec.prefetch, True
-        if unit.kind is Kind.BESIDE and unit is not self.units[0]:
+        if unit.kind is UnitKind.BESIDE and unit is not self.units[0]:
             missing = 0
         for other in following:
             if not missing:
@@ -158,9 +159,9 @@ class Order:
         for group in unit.groups:
             group.wait_for_unshard()
 
-    def known_given(self, unit: Unit) -> int:
-        """See `Unit.given`; UNKNOWN if the unit was not computed while these units train."""
-        return unit.given.get((self.agreed, self.training), UNKNOWN)
+    def input_grad_mode(self, unit: Unit) -> InputGradMode:
+        """How ranks computed a frozen unit last, while these units trained."""
+        return unit.input_grad_modes.get((self.agreed, self.training), _UNKNOWN)
 
     def learn(self, forward: Forward) -> list[Unit]:
         """A forward ends. Returns its own order, if it says something of the next ones.
@@ -174,9 +175,9 @@ class Order:
             unit.pass_comparison()
         if self._is_kept:
             return []
-        if forward.order and not self.recorded:
-            self.follow(forward.order)
-        return forward.order
+        if forward.entered and not self.recorded:
+            self.follow(forward.entered)
+        return forward.entered
 
     def follow(self, order: Sequence[Unit]) -> None:
         """From now on gather ahead in this order."""
@@ -190,13 +191,15 @@ class Order:
 
     # --- comparisons of ranks --------------------------------------------------------------------
 
-    def _compare_place(self, comm: Comm, place: int, code: int = UNKNOWN) -> int:
+    def _compare_place(
+        self, comm: Comm, place: int, mode: InputGradMode = _UNKNOWN
+    ) -> InputGradMode:
         """In the first forward: all ranks enter the unit with this index, or end, which is one more
-        than the last. Returns the highest code of a rank.
+        than the last. Returns the highest mode of a rank.
         """
         name = [*(unit.name for unit in self.units), self.units[0].name][place]
-        (lowest, _), (highest, code) = comm.min_max(
-            [place, code], Launch(f"check of the order of units at unit '{name}'")
+        (lowest, _), (highest, most) = comm.min_max(
+            [place, mode], Launch(f"check of the order of units at unit '{name}'")
         )
         if lowest != highest:
             said = comm.all_gather_ints([place], Launch("exchange of the order of units"))
@@ -207,7 +210,7 @@ class Order:
                 " rank must run the same annotated modules in the same order. If data decides what"
                 " runs, annotate a module around it"
             )
-        return code
+        return InputGradMode(most)
 
     def compare_forwards(self, history: Iterable[UnitCall]) -> None:
         """`replicate` launches nothing in forward: no comparison of launches tells that a rank has
@@ -218,7 +221,7 @@ class Order:
         """
         waiting = [call.number for call in history if call.outermost and call.waits]
         mine = [len(self._trained), len({*waiting} & {*self._trained})]
-        replicas = [unit.mesh_info.all for unit in self.units if unit.kind is Kind.ARRIVAL]
+        replicas = [unit.mesh_info.all for unit in self.units if unit.kind is UnitKind.ARRIVAL]
         for comm in dict.fromkeys(replicas):
             said = comm.all_gather_ints(mine, COMPARISON_OF_FORWARDS)
             # a rank in evaluation mode counts none

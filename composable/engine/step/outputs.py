@@ -130,13 +130,10 @@ def _with_an_anchor(tensor: Tensor) -> Tensor:
 # --- what the caller keeps ----------------------------------------------------------------------
 
 
-def owned(output: Any, unit: str) -> Any:
+def owned(output: Any, unit_name: str) -> Any:
     """`output` of an outermost forward with copies of all that is, or views, compute parameters:
     their memory is freed, and filled again, while the caller has it. Copies are of what is viewed,
     so that a scalar holds no unit; with gradients autograd records them.
-
-    Args:
-        unit: its name, for messages.
 
     Raises:
         OutputError: one cannot be copied, or its copy cannot be put in its place.
@@ -150,9 +147,9 @@ def owned(output: Any, unit: str) -> Any:
         try:
             output = map_tensors(output, _copy, into_objects=True)
         except Exception as error:
-            raise OutputError(f"{_LEAVES % unit} not to be copied: {error}") from error
+            raise OutputError(f"{_LEAVES % unit_name} not to be copied: {error}") from error
     if any(map(_comes_and_goes, tensors_in(output))):
-        raise OutputError(f"{_LEAVES % unit} in an object where no copy can take its place")
+        raise OutputError(f"{_LEAVES % unit_name} in an object where no copy can take its place")
     return output
 
 

@@ -23,14 +23,14 @@ from traceback import walk_stack
 import torch
 from torch import nn
 
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.prepare import modules_calling
 from composable.engine.step.root import Phase, Root, Step, reset_interrupted, roots_of
 from composable.engine.step.unit import Unit, rename_below, unit_of, units_below
 from composable.torch_private import in_backward
 
 
-def plan(unit: Unit) -> Root:
+def plan_root(unit: Unit) -> Root:
     """Plan the modules of `unit` and what is below them as one tree.
 
     1. Find the units, as the table at the top of this file says, and name them below the modules.
@@ -48,7 +48,7 @@ def plan(unit: Unit) -> Root:
         if not known.issuperset(each.relations.around.keys() - {each.relations.number})
     ]
     owners = [unit_of(each) for module in unit.modules for each in module.parameters()]
-    units += [owner for owner in owners if owner is not None and owner.kind is Kind.BESIDE]
+    units += [owner for owner in owners if owner is not None and owner.kind is UnitKind.BESIDE]
     units = [each for each in dict.fromkeys(units) if each not in shared]
     rename_below(unit.modules, units)
     for former in roots_of(units):
@@ -68,7 +68,7 @@ def plan(unit: Unit) -> Root:
 
 def root_of(unit: Unit) -> Root:
     """The root that `unit` has, or gets."""
-    return unit.root or plan(unit)
+    return unit.root or plan_root(unit)
 
 
 def planned_roots(units: Sequence[Unit]) -> list[Root]:
@@ -104,7 +104,7 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
     """
     root = unit.root
     if root is None:
-        return plan(unit)
+        return plan_root(unit)
     if root.step.running:
         first = root.step.thread.get(None)
         if first != get_ident() and not in_backward():
@@ -124,12 +124,12 @@ def root_for_call(unit: Unit, module: nn.Module, *, computes: bool) -> Root:
             root.refuse_second_thread(first)
         root.give_up_backward()
     # from where it was planned, as on ranks whose modules are as before
-    if root.tree_changed() and plan(root.top) is not root:
+    if root.tree_changed() and plan_root(root.top) is not root:
         root.forget()
     return root_of(unit)
 
 
-def prepare(units: Sequence[Unit]) -> None:
+def prepare_roots(units: Sequence[Unit]) -> None:
     """These are about to be gathered outside of forwards. Follow what users have changed now, on
     all ranks: a forward of one rank alone would gather again what it finds changed.
     """

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("composable")
 _is_alive: Final = partial(is_not, None)
-_TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `_warn_of_unmanaged_around` has told
+_WARNED: Final[WeakSet[nn.Module]] = WeakSet()  # models that `_warn_of_unmanaged_around` has named
 _Row = tuple[Any, ...]  # what was found, by which function in C, and lists of its arguments
 
 
@@ -62,7 +62,7 @@ class Preparation:
         self._at_rest: list[nn.Parameter] = []
         self._trained: list[bool] = []  # which of these train, as units know it
 
-    def prepare(self) -> None:
+    def run(self) -> None:
         """Raise for what cannot be computed with; rebuild the groups of units whose parameters
         changed.
         """
@@ -280,9 +280,9 @@ def _warn_of_unmanaged_around(root: Root) -> None:
     Blocks do not know the model; it is the outermost module whose forward is on the stack.
     """
     model = [root.modules[0], *modules_calling("_call_impl", "forward")][-1]
-    if model in root.modules or model in _TOLD:
+    if model in root.modules or model in _WARNED:
         return
-    _TOLD.add(model)
+    _WARNED.add(model)
     ignored = _left_alone(units_below([model]))
     names = [
         f"'{place.fqn}'"

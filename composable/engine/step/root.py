@@ -64,12 +64,12 @@ from composable.contract.hooks import drop_calls
 from composable.contract.tree import TreeWatch
 from composable.engine.gradients.post_backward import Due, PostBackward
 from composable.engine.params.param import ManagedParam
-from composable.engine.params.param_group import Kind
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.agreed import agreed_by
 from composable.engine.step.buffers import broadcast_buffers
 from composable.engine.step.compiled import NOT_ON, refuse_compiled, why_not
-from composable.engine.step.observer import DECISIONS, HEARERS, gradients_landed
-from composable.engine.step.order import CLOCK, REMEMBERED, Forward, Order
+from composable.engine.step.observer import DECISIONS, OBSERVERS, gradients_landed
+from composable.engine.step.order import CLOCK, REMEMBERED, Forward, GatherOrder
 from composable.engine.step.prepare import Preparation, is_called
 from composable.engine.step.unit import (
     BACKWARD,
@@ -118,7 +118,7 @@ class Iteration:
         in_forward: `Forward.number` of the one that backward is in.
         read_at_rest: by forward, a parameter whose at-rest form autograd accumulated on while
             backward was in that forward.
-        order: `Forward.order` of its last forward with gradients.
+        entered: `Forward.entered` of its last forward with gradients.
         finished: units that gather and whose forward has ended, newest last. Backward will probably
             enter them in reverse, and gathers ahead by it.
         last: units that `reshard_after_forward=None` keeps until a forward enters another unit over
@@ -133,7 +133,7 @@ class Iteration:
     began: int = field(default_factory=partial(next, CLOCK))
     in_forward: int | None = None
     read_at_rest: dict[int | None, tuple[Unit, ManagedParam]] = field(default_factory=dict)
-    order: list[Unit] = field(default_factory=list)
+    entered: list[Unit] = field(default_factory=list)
     finished: deque[Unit] = field(default_factory=partial(deque, maxlen=REMEMBERED))
     last: dict[Unit, None] = field(default_factory=dict)
     end: ref[BackwardEnd] | None = None
@@ -251,7 +251,7 @@ class Root:
         self.top, self.modules = top, top.modules
         self.agreed = agreed_by(units)  # the first forward fills it, and all ranks alike change it
         self.units: list[Unit] = self.agreed.units()
-        self.order = Order(self.units, self.agreed)
+        self.order = GatherOrder(self.units, self.agreed)
         self.step = Step()
         self._root_of = root_of
         self._streams = streams_of(self.units[0].mesh_info.device)  # which one computes here
@@ -259,7 +259,7 @@ class Root:
             [unit.gradients for unit in self.units], self.agreed.gradients
         )
         # replicated units next to shards
-        self.beside = [unit for unit in self.units if unit.kind is Kind.BESIDE]
+        self.beside = [unit for unit in self.units if unit.kind is UnitKind.BESIDE]
         self.watch_tree(shared)
         ROOTS.add(self)
 
@@ -333,7 +333,7 @@ class Root:
         1. The outermost one begins the forward (`_begin`).
         2. With gradients, the units around note that this one ran inside: backward asks.
         3. Units that were kept after forward are freed, as memory is about to be taken.
-        4. The unit is gathered, and others ahead (`Order.enter`). This may compare the ranks.
+        4. The unit is gathered, and others ahead (`GatherOrder.enter`). This may compare the ranks.
         5. The call notes whether backward must enter it on all ranks or on none: inside of another
            call. Buckets by arrival go without an entrance, unless roots share the unit.
 
@@ -357,7 +357,7 @@ class Root:
             # a module may call itself
             if outer is not unit and unit not in outer.relations.ran_inside:
                 outer.relations.note_inside(unit)
-        inside = not outermost and unit.kind is not Kind.ARRIVAL
+        inside = not outermost and unit.kind is not UnitKind.ARRIVAL
         if unit.relations.is_shared:
             inside = inside or self._is_called_by_another(unit)
         step.running.append(unit)
@@ -368,7 +368,7 @@ class Root:
         except BaseException:
             self.on_error(unit)
             raise
-        enters = inside and (unit.trains or self.order.known_given(unit) == 2)
+        enters = inside and (unit.trains or self.order.input_grad_mode(unit).is_entered_by_backward)
         call.take_place(forward.number, outermost=outermost, is_entered=enters)
         if torch.is_grad_enabled():
             step.history.append(call)
@@ -395,8 +395,8 @@ class Root:
         self._give_up_kept(grad=grad)
         explicit = self._hide()
         try:
-            for hear in HEARERS.begins_forward if grad else ():
-                hear(self)
+            for notify in OBSERVERS.begins_forward if grad else ():
+                notify(self)
             self.prepare()
         except BaseException:
             for unit in explicit if not grad else ():  # what is refused here ends no `unshard()`
@@ -453,7 +453,7 @@ class Root:
 
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
-        self._preparation.prepare()
+        self._preparation.run()
         self.order.note_training()
 
     def _free_last(self, unit: Unit, iteration: Iteration) -> None:
@@ -477,7 +477,7 @@ class Root:
         self.step.running.pop()
         if grad:
             # A frozen unit is gathered ahead in backward only if an output of it is watched.
-            # (`pending` is right on ranks without data, too, which do as they are told: `join`.)
+            # (`pending` is right on ranks without data, too, which follow others: `join`.)
             if unit.gathers and (unit.trains or unit.step.pending > 0):
                 iteration.finished.append(unit)
             if keep:
@@ -528,8 +528,8 @@ class Root:
         """
         forward = self.step.forward
         assert forward is not None
-        if (order := self.order.learn(forward)) and grad:
-            iteration.order = order
+        if (entered := self.order.learn(forward)) and grad:
+            iteration.entered = entered
         self.step.forward = None
         waits = any(unit.step.pending > 0 or UNSEEN in unit.step.needed_by for unit in self.units)
         if not waits and iteration.end is None:
@@ -570,8 +570,8 @@ class Root:
         if self.runs_elsewhere and self._streams.here() is None:  # a device's backward is in others
             self.refuse_second_thread(self.step.thread.get(None))
         land_held([self])
-        for hear in HEARERS.opens_backward:
-            hear(self)
+        for notify in OBSERVERS.opens_backward:
+            notify(self)
         # buckets may be launched while gradients arrive
         by_arrival = DECISIONS.by_arrival() and self._takes_part_alone()
         if iteration is None:
@@ -591,7 +591,7 @@ class Root:
             # On all ranks: its buckets go out also if this rank's batch did not come to it, and a
             # recomputation is told from a forward only while its root is in a step. One with shards
             # that has no root was not computed since the tree changed.
-            if unit.root is not None or unit.kind is Kind.ARRIVAL:
+            if unit.root is not None or unit.kind is UnitKind.ARRIVAL:
                 self._root_of(unit).open_backward()
         return iteration
 
@@ -628,9 +628,9 @@ class Root:
             if call.number in iteration.read_at_rest:
                 self._refuse_read_at_rest(*iteration.read_at_rest[call.number])
             iteration.in_forward = call.number
-        for hear in HEARERS.comes_back:
-            hear(self, call)
-        call.come_back()
+        for notify in OBSERVERS.pre_backward:
+            notify(self, call)
+        call.note_backward()
         following: Iterable[Unit] = ()
         if unit not in iteration.active:
             following = self._enter(unit, iteration)
@@ -659,7 +659,7 @@ class Root:
             if other in ran_inside or unit in other.relations.ran_inside:
                 continue
             fewer_run = unit.mesh_info.all.size < other.mesh_info.all.size
-            if other.step.pending > 0 and (fewer_run or unit.kind is Kind.BESIDE):
+            if other.step.pending > 0 and (fewer_run or unit.kind is UnitKind.BESIDE):
                 continue
             self._leave_backward(other, iteration)
             if other.step.pending <= 0 and UNSEEN not in other.step.needed_by:
@@ -677,15 +677,15 @@ class Root:
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
         due = self.open_backward().due
-        if unit.kind is Kind.ARRIVAL:
+        if unit.kind is UnitKind.ARRIVAL:
             self.post_backward.buckets.arrived(
                 param, builds_graph=due.builds_graph
             )  # may launch a bucket
         elif unit.gradients not in due.to_reduce:
             # a parameter that was read outside of its module, or after the unit was left
             due.come_again(unit.gradients)
-            for hear in HEARERS.gradient_came:
-                hear(unit)
+            for notify in OBSERVERS.gradient_came:
+                notify(unit)
 
     def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated on an at-rest parameter, and not on the form that modules
@@ -722,8 +722,8 @@ class Root:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it
         (first stages of hybrid meshes).
         """
-        for hear in HEARERS.ends_backward:
-            hear(self)
+        for notify in OBSERVERS.ends_backward:
+            notify(self)
         iteration = self._backward_iteration()
         if iteration is None:
             return  # a forward inside of this backward has given up the step
@@ -739,8 +739,8 @@ class Root:
         """Land everything and end the iteration. What an open forward or a new graph still needs
         passes to a new one.
         """
-        for hear in HEARERS.lands_backward:
-            hear(self)
+        for notify in OBSERVERS.lands_backward:
+            notify(self)
         iteration = self._backward_iteration()
         if iteration is None:
             return  # see `launch_remaining`
@@ -759,7 +759,7 @@ class Root:
 
     def _conclude(self, iteration: Iteration) -> None:
         following = None
-        self.order.end_backward(iteration.order)
+        self.order.end_backward(iteration.entered)
         if self.step.running or iteration.due.builds_graph:
             following = Iteration(iteration.stream)
             following.finished, following.last = iteration.finished, iteration.last
@@ -857,10 +857,11 @@ class Root:
         for unit in self.units:
             unit.drop_step()
             unit.swap_out()
-            try:
-                unit.free()
-            except CommunicationError as error:
-                self._warn(error)  # what failed in flight must not keep the rest
+            for group in unit.groups if not unit.must_stay else ():
+                try:
+                    group.reshard()
+                except CommunicationError as error:
+                    self._warn(error)  # what failed in flight must not keep the rest
             if EXPLICIT in unit.kept_by:  # `unshard()` outlives a lost step
                 unit.show()
         for unit in self.shared:  # of several modules, of which the lost forward has called some
@@ -907,8 +908,8 @@ def reset_interrupted(root: Root, why: str = "", entering: nn.Module | None = No
     root.reset(why)
     for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))  # of the module's forward hooks
-    for hear in HEARERS.interrupted:
-        hear()
+    for notify in OBSERVERS.interrupted:
+        notify()
 
 
 def end_interrupted(units: Iterable[Unit]) -> None:

@@ -4,10 +4,11 @@
 parameters are sharded and gradients summed) and, for a model that is only replicated, in when
 gradients are reduced (`arrival.py`).
 
-In this file: the values that a unit is made of (`UnitSpec`, `UnitCall`, `UnitStep`, `Relations`),
-and `Unit`: construction, which parameters modules hold, unshard and reshard, what a step does to
-it, gradients. It is passive: `visit.py`, `root.py` and `order.py` say what happens in a step, and
-`engine/edits/` between steps (state dicts, removal, copies, rest on the host).
+In this file: the values that a unit is made of (`InputGradMode`, `UnitSpec`, `UnitCall`,
+`UnitStep`, `Relations`), and `Unit`: construction, which parameters modules hold, unshard and
+reshard, what a step does to it, gradients. It is passive: `visit.py`, `root.py` and `order.py` say
+what happens in a step, and `engine/edits/` between steps (state dicts, removal, copies, rest on the
+host).
 
 Why parameters stay gathered (`must_stay`), and why modules hold compute parameters
 (`hold_at_rest`):
@@ -28,6 +29,7 @@ Why parameters stay gathered (`must_stay`), and why modules hold compute paramet
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,10 +56,11 @@ from composable.engine.params.param import (
     owner_of,
     set_label,
 )
-from composable.engine.params.param_group import Kind, ParamGroup, ShardedState
+from composable.engine.params.param_group import ParamGroup, ShardedState
 from composable.engine.params.precision import BufferCasts, BufferHolder, Precision, resolve
 from composable.engine.params.replicated import ReplicatedGroup
 from composable.engine.params.sharded import Grouping
+from composable.engine.params.unit_kind import UnitKind
 from composable.engine.step.agreed import Agreed
 from composable.errors import PhaseError, unit_name
 from composable.torch_private import in_backward, locals_of
@@ -68,10 +71,22 @@ if TYPE_CHECKING:
 # The reason for modules to hold whole parameters outside of forwards, after `unshard` or in
 # `keep_unsharded`: until `reshard`, the end of the scope, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
-# `Unit.given` of a unit that was not computed yet.
-UNKNOWN: Final = -1
 # `Unit.shown_by` of a scope in which ranks hold different things
 RANK0_ONLY: Final = "summon_full_params(rank0_only=True)"
+
+
+class InputGradMode(enum.IntEnum):
+    """Whether the inputs of a frozen unit require gradients: backward enters it if they do."""
+
+    UNKNOWN = -1  # it was not computed yet
+    NO_GRAD = 0  # it was computed without autograd
+    NOT_REQUIRED = 1
+    REQUIRED = 2
+
+    @property
+    def is_entered_by_backward(self) -> bool:
+        """Whether backward enters a frozen unit that was computed so."""
+        return self is InputGradMode.REQUIRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +139,7 @@ class UnitCall:
         outermost: of the root.
         anchors: outputs get a node also where this rank used no parameter, because other ranks may
             have. A recomputation repeats what its forward did.
-        watched: backward comes to its outputs, and is heard there.
+        watched: backward comes to its outputs, where a hook is called.
         waits: backward has not come to them yet. Several outputs count once.
         number: `Forward.number` of the root's; None for a recomputation, which does not count.
     """
@@ -155,7 +170,7 @@ class UnitCall:
         self.watched = self.waits = True
         self.step.pending += 1
 
-    def come_back(self) -> None:
+    def note_backward(self) -> None:
         """Backward has come to an output."""
         if self.waits:
             self.waits = False
@@ -280,8 +295,8 @@ class Unit:
         self.params: list[ManagedParam] = []
         self.name = unit_name("")  # the FQN below the root, for messages
         # how its parameters lie over the ranks, and when their gradients are reduced
-        self.kind = Kind.LOCAL
-        # of the kind BESIDE: the mesh on which its parameters rest as DTensors, see `Kind`
+        self.kind = UnitKind.LOCAL
+        # of the kind BESIDE: the mesh on which its parameters rest as DTensors, see `UnitKind`
         self.rest_mesh: DeviceMesh | None = None
         self.relations = Relations()  # to other units
 
@@ -298,12 +313,11 @@ class Unit:
         # --- a step
         self.root: Root | None = None  # of the last forward; None after the tree changed
         self.step = UnitStep()  # dropped if it is lost
-        # Of a frozen unit, how it was last computed while these units of the root trained
-        # (`Order.training`): 0 without autograd, 1 with inputs that require no gradients, 2 with
-        # inputs that do. Backward enters it in case 2 only, and must do so on all ranks. A rank
-        # that skips the unit (`skipped`) has no inputs to tell by, so ranks that compute it tell
-        # the others in the first forward (`Order.enter`).
-        self.given: dict[tuple[Agreed, tuple[bool, ...]], int] = {}
+        # How a frozen unit was last computed while these units of the root trained
+        # (`GatherOrder.training`). Backward must enter it on all ranks or on none. A rank that
+        # skips the unit (`skipped`) has no inputs to go by, so ranks that compute it send it their
+        # mode in the first forward (`GatherOrder.enter`).
+        self.input_grad_modes: dict[tuple[Agreed, tuple[bool, ...]], InputGradMode] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
 
@@ -321,25 +335,25 @@ class Unit:
     def initialize(
         self,
         spec: UnitSpec,
-        hears: Sequence[Callable[[Unit, ManagedParam], None]],
+        gradient_hooks: Sequence[Callable[[Unit, ManagedParam], None]],
         watch: Callable[[Iterable[nn.Module]], list[Callable[[], object]]],
         params: Sequence[ManagedParam] | None = None,
     ) -> None:
         """Take charge of the parameters that `spec` names; `build` follows.
 
         Args:
-            hears: told of gradients that autograd has accumulated on what modules compute with,
-                and at rest.
+            gradient_hooks: called when autograd has accumulated a gradient on what modules compute
+                with, and at rest.
             params: of a copy, which were copied.
         """
         self.spec, self.watch = spec, watch
-        self.gradients.tell(*(partial(hear, self) for hear in hears))
+        self.gradients.tell(*(partial(hook, self) for hook in gradient_hooks))
         self.modules = spec.modules
         self.mesh_info = spec.mesh_info
         self.params = list(map(ManagedParam, spec.params) if params is None else params)
         self.kind = without_shards(spec.mesh_info)  # `change_kind` looks for shards around it
         if spec.verb == SHARD and spec.mesh_info.mesh is not None:
-            self.kind = Kind.SHARDED
+            self.kind = UnitKind.SHARDED
         self._buffers = (BufferCasts(spec.buffer_holders),) if spec.buffer_holders else ()
         self.agree_anew()
 
@@ -356,8 +370,8 @@ class Unit:
         """Others manage these from now on; `build` follows."""
         self.params = [param for param in self.params if param not in params]
 
-    def change_kind(self, kind: Kind, mesh: DeviceMesh | None) -> None:
-        """Units with shards came around it, or went: how its parameters rest, see `Kind`."""
+    def change_kind(self, kind: UnitKind, mesh: DeviceMesh | None) -> None:
+        """Units with shards came around it, or went: how its parameters rest, see `UnitKind`."""
         if (kind, mesh) != (self.kind, self.rest_mesh):
             self.kind, self.rest_mesh = kind, mesh
             self.build()
@@ -400,7 +414,7 @@ class Unit:
                     members, precision, device, mesh_info,
                     rest_mesh=None if sparse or spread else self.rest_mesh,
                     # the root shows those next to shards as long as it computes
-                    read_apart=bool(self.relations.readers) and self.kind is not Kind.BESIDE,
+                    read_apart=bool(self.relations.readers) and self.kind is not UnitKind.BESIDE,
                 )
             )  # fmt: skip
         self.gathers = any(group.gathers for group in self.groups)
@@ -423,13 +437,15 @@ class Unit:
     def note_agreement(self, made: Agreed) -> None:
         alive = [each for each in self.agreements if None not in each.units()]
         self.agreements = [*alive, made]  # those of dropped models go
-        self.given = {key: value for key, value in self.given.items() if key[0] in alive}
+        self.input_grad_modes = {
+            key: mode for key, mode in self.input_grad_modes.items() if key[0] in alive
+        }
 
     def agree_anew(self) -> None:
         """All ranks have changed it alike: they agree on everything again."""
         # without shards, or other ranks, there is nothing to compare
         self.compared = not self.is_sharded or self.mesh_info.all.size == 1
-        self.agreements, self.given = [], {}
+        self.agreements, self.input_grad_modes = [], {}
         if any(group.extended for group in self.groups):
             for param in self.params:
                 param.agree(None)
@@ -437,7 +453,7 @@ class Unit:
 
     @property
     def is_sharded(self) -> bool:
-        return self.kind is Kind.SHARDED
+        return self.kind is UnitKind.SHARDED
 
     @property
     def on_one_mesh(self) -> bool:
@@ -686,7 +702,7 @@ class Unit:
 
     # --- a step (`visit.py`, `root.py` and `order.py` say what happens) --------------------------
 
-    def compute(self, call: UnitCall) -> None:
+    def push_call(self, call: UnitCall) -> None:
         """The unit is gathered, and the module computes."""
         step = self.step
         if not step.to_run and len(self.modules) > 1:
@@ -694,7 +710,7 @@ class Unit:
         step.calls.append(call)
         self.swap_in()
 
-    def end(self) -> UnitCall:
+    def pop_call(self) -> UnitCall:
         """The innermost call has computed, or raised."""
         call = self.step.calls.pop()
         self.step.to_run.pop(call.module, None)
@@ -748,7 +764,7 @@ class Unit:
     def lose_backward(self) -> None:
         """The backward raised: nothing needs the parameters. Modules hold at-rest ones."""
         self.step.needed_by = {}
-        self.gradients.hear()
+        self.gradients.listen()
         if not self.step.calls:
             self.swap_out()
 
@@ -760,26 +776,30 @@ class Unit:
         self.swap_in()
 
     def follow_root(self, root: Root | None) -> None:
-        """`root` is told of changes from now on."""
+        """`root` is notified of changes from now on."""
         self.root = root
 
-    def note_given(self, agreed: Agreed, training: tuple[bool, ...], given: int) -> None:
-        """What ranks have agreed on in a forward, see `given`."""
-        self.given[agreed, training] = given
+    def note_input_grad_mode(
+        self, agreed: Agreed, training: tuple[bool, ...], mode: InputGradMode
+    ) -> None:
+        """What ranks have agreed on in a forward, see `input_grad_modes`."""
+        self.input_grad_modes[agreed, training] = mode
 
-    def forget_given(self, agreed: Agreed, training: tuple[bool, ...]) -> None:
+    def forget_input_grad_mode(self, agreed: Agreed, training: tuple[bool, ...]) -> None:
         """No rank looks for it any more, see `Agreed.patterns`."""
-        self.given.pop((agreed, training), None)
+        self.input_grad_modes.pop((agreed, training), None)
 
     def pass_comparison(self) -> None:
         """All ranks were seen to enter it in one place."""
         self.compared = True
 
-    def describe_inputs(self, inputs: object) -> int:
-        """What `given` says of a forward with these inputs."""
+    def input_grad_mode_of(self, inputs: object) -> InputGradMode:
+        """That of a forward with these inputs."""
         if not torch.is_grad_enabled():
-            return 0
-        return 1 + any(tensor.requires_grad for tensor in tensors_in(inputs))
+            return InputGradMode.NO_GRAD
+        if any(tensor.requires_grad for tensor in tensors_in(inputs)):
+            return InputGradMode.REQUIRED
+        return InputGradMode.NOT_REQUIRED
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
@@ -809,7 +829,7 @@ class Unit:
         Between two steps.
         """
         self.mesh_info = mesh_info
-        if self.kind in (Kind.ARRIVAL, Kind.LOCAL):
+        if self.kind in (UnitKind.ARRIVAL, UnitKind.LOCAL):
             self.kind = without_shards(mesh_info)
         self._build_gradients()
         self.rename(self.name)
@@ -914,8 +934,8 @@ def _refuse_in_step(what: str) -> NoReturn:
     )
 
 
-def without_shards(mesh_info: MeshInfo) -> Kind:
-    return Kind.ARRIVAL if mesh_info.all.size > 1 else Kind.LOCAL
+def without_shards(mesh_info: MeshInfo) -> UnitKind:
+    return UnitKind.ARRIVAL if mesh_info.all.size > 1 else UnitKind.LOCAL
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:

@@ -22,9 +22,9 @@ from composable.compilation import untraced
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import cast, moved
 from composable.engine.step.compiled import guarded, runs_again
-from composable.engine.step.observer import HEARERS
+from composable.engine.step.observer import OBSERVERS
 from composable.engine.step.outputs import lends, owned, watch
-from composable.engine.step.plan import plan, root_for_call
+from composable.engine.step.plan import plan_root, root_for_call
 from composable.engine.step.root import Root
 from composable.engine.step.unit import BY_HAND, Unit, UnitCall
 from composable.errors import OutputError, PhaseError
@@ -32,24 +32,25 @@ from composable.torch_private import current_node, in_backward, next_node
 
 logger = logging.getLogger("composable")
 
-_TOLD: Final[WeakSet[Unit]] = WeakSet()  # units whose gradients at rest were told of
+_WARNED: Final[WeakSet[Unit]] = WeakSet()  # units whose gradients at rest were warned of
 
 
 class Visit:
     """The bracket around forwards of one unit's modules (`composable.contract.hooks`)."""
 
-    __slots__ = ("_enters", "unit")
+    __slots__ = ("_is_entering", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self._enters = False  # `enter` runs, or has raised, and nothing is to be taken back
+        # `pre_forward` runs, or has raised, and nothing is to be taken back
+        self._is_entering = False
 
     @untraced
-    def enter(
+    def pre_forward(
         self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True
     ) -> tuple[Any, Any]:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
-        unit, self._enters = self.unit, True
+        unit, self._is_entering = self.unit, True
         root = unit.root
         if root is not None and _recomputes(unit, root):
             # Checkpointing runs this forward again: no order is recorded and nothing resharded,
@@ -59,20 +60,22 @@ class Visit:
                 before = _before_recomputation(root, call)
                 # so that it repeats what its forward did
                 inside = before is None or before.anchors
-                enters = inside and (unit.trains or root.order.known_given(unit) == 2)
+                enters = inside and (
+                    unit.trains or root.order.input_grad_mode(unit).is_entered_by_backward
+                )
                 call.take_place(None, outermost=False, is_entered=enters)
-                for hear in HEARERS.enters:
-                    hear(root, call)
+                for notify in OBSERVERS.pre_forward:
+                    notify(root, call)
             unit.unshard()
             unit.wait_for_unshard()
         else:
             root = root_for_call(unit, module, computes=computes)  # may reset: forget all calls
             call = UnitCall(unit, unit.step, module, next_node(), root)
-            for hear in HEARERS.enters:
-                hear(root, call)
+            for notify in OBSERVERS.pre_forward:
+                notify(root, call)
             root.enter_forward(call, (args, kwargs) if computes else None)
-        self._enters = False
-        unit.compute(call)
+        self._is_entering = False
+        unit.push_call(call)
         policy, device = unit.spec.mp_policy, unit.mesh_info.device
         # also where torch's checkpoint around the root runs it again
         if (call.outermost or unit is root.top) and device.type not in ("cpu", "meta"):
@@ -81,12 +84,12 @@ class Visit:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
         return args, kwargs
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Post-forward."""
         unit = self.unit
         call, grad = unit.step.calls[-1], torch.is_grad_enabled()
         try:
-            unit.end()
+            unit.pop_call()
             if unit.spec.mp_policy.output_dtype is not None:
                 output = cast(output, unit.spec.mp_policy.output_dtype)
             if grad:
@@ -103,9 +106,9 @@ class Visit:
         return output
 
     def _watch(self, output: Any, call: UnitCall) -> tuple[Any, bool]:
-        """Let `come_back` be called before backward goes through `output`, at the nodes that this
-        call made; at one node, for the outer call first. Returns it, and whether parameters must
-        outlive forward.
+        """Let `pre_backward` be called before backward goes through `output`, at the nodes that
+        this call made; at one node, for the outer call first. Returns it, and whether parameters
+        must outlive forward.
         """
         unit = self.unit
         root = call.root
@@ -113,7 +116,7 @@ class Visit:
             return owned(output, unit.name) if call.outermost else output, False
         counted = root is not None and bool(unit.params)
         output, found, aliases, opaque = watch(
-            output, call.since, partial(come_back, call), unit.aliases,
+            output, call.since, partial(pre_backward, call), unit.aliases,
             counted=counted, anchors=call.anchors, leaves=unit.name if call.outermost else "",
         )  # fmt: skip
         if not found:
@@ -133,22 +136,22 @@ class Visit:
     def on_error(self, module: nn.Module) -> None:
         """Forward, or a hook around it, raised. Called for the innermost module first."""
         unit = self.unit
-        raised, self._enters = self._enters, False
+        raised, self._is_entering = self._is_entering, False
         calls = unit.step.calls
         if unit.root is not None and unit.root.runs_elsewhere and not in_backward():
             return  # this call was refused, and is not the one under way
-        # `enter` raised, and what it called has cleaned up; or a reset has forgotten the call
+        # `pre_forward` raised, and what it called has cleaned up; or a reset has forgotten the call
         if raised or not calls or calls[-1].module is not module:
             return
         root = calls[-1].root
         if root is None:  # checkpointing stops a recomputation by an exception, when it has enough
-            end_call(unit.end(), keep=False)
+            end_call(unit.pop_call(), keep=False)
         else:
             error = sys.exception()
             assert error is not None
-            for hear in HEARERS.raises:
-                hear(root, calls[-1], error)
-            unit.end()
+            for notify in OBSERVERS.raises:
+                notify(root, calls[-1], error)
+            unit.pop_call()
             unit.end_forward()
             root.on_error(unit)
 
@@ -168,8 +171,8 @@ def end_call(call: UnitCall, *, keep: bool) -> None:
     """A call has computed. `keep`: parameters must outlive forward."""
     root = call.root or call.unit.root
     if root is not None:  # a part that runs again may have none since the tree changed
-        for hear in HEARERS.leaves:
-            hear(root, call, keep)
+        for notify in OBSERVERS.post_forward:
+            notify(root, call, keep)
         if call.root is root:  # otherwise it recomputes, and backward needs the unit next
             root.leave_forward(call, keep=keep)
 
@@ -178,12 +181,12 @@ def end_call(call: UnitCall, *, keep: bool) -> None:
 
 
 @untraced
-def come_back(call: UnitCall, *_: object) -> None:
+def pre_backward(call: UnitCall, *_: object) -> None:
     """Backward is about to go through an output that `call` made."""
     unit = call.unit
     if unit.modules:
         # anew, if a unit came or went since the forward
-        root = unit.root or plan(unit)
+        root = unit.root or plan_root(unit)
         root.enter_backward(call)
     elif unit.is_sharded and unit.spec.params:
         raise PhaseError(
@@ -211,14 +214,14 @@ def _before_recomputation(root: Root, again: UnitCall) -> UnitCall | None:
         if call.unit is again.unit:
             with torch.no_grad():  # of the backward; recomputations have gradients
                 for each in reversed(entered):
-                    come_back(each)
+                    pre_backward(each)
             return call
     return None
 
 
 def _gradient_arrived(unit: Unit, param: ManagedParam) -> None:
     """Autograd has accumulated a gradient on what modules compute with."""
-    (unit.root or plan(unit)).on_gradient(unit, param)
+    (unit.root or plan_root(unit)).on_gradient(unit, param)
 
 
 def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
@@ -227,8 +230,8 @@ def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
     if root is not None:  # none before the first forward: a penalty alone
         root.on_gradient_at_rest(unit, param)
     # Shards are DTensors there, which torch does not mix with a batch.
-    if not isinstance(param.at_rest, DTensor) and unit not in _TOLD:
-        _TOLD.add(unit)
+    if not isinstance(param.at_rest, DTensor) and unit not in _WARNED:
+        _WARNED.add(unit)
         logger.warning(
             "unit '%s': a gradient came to parameter '%s' outside of the unit's forward, where it"
             " has its own dtype and its gradient is this rank's alone. A penalty on parameters is"
@@ -239,4 +242,7 @@ def _gradient_arrived_at_rest(unit: Unit, param: ManagedParam) -> None:
         )
 
 
-HEARS: Final = (_gradient_arrived, _gradient_arrived_at_rest)  # what `Unit.initialize` takes
+GRADIENT_HOOKS: Final = (
+    _gradient_arrived,
+    _gradient_arrived_at_rest,
+)  # what `Unit.initialize` takes

@@ -24,7 +24,6 @@ from typing import Any, Final
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
@@ -33,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable import OptimizerInBackward
 from composable.checked import Fraction, NonNegativeInt, PositiveInt, checked
-from composable.comm import Comm, MeshInfo
+from composable.comm import Comm, MeshInfo, ranks_of
 from composable.comm.base import DONE, Work, cut_flat
 from composable.comm.launch import Launch
 from composable.compilation import untraced, unwrapped
@@ -187,6 +186,11 @@ class LocalSteps:
     Attributes:
         outer: the outer optimizer. Schedules may change its learning rate.
         steps: of the inner optimizers so far.
+
+    Example:
+        >>> rounds = local_steps(model, optimizer, every=50)
+        >>> rounds.outer.param_groups[0]["lr"] = 0.5
+        >>> rounds.remove()
     """
 
     def __init__(
@@ -439,11 +443,10 @@ def _like(value: Any, backup: nn.Parameter) -> Any:
 def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
     """The mesh info of a unit whose gradients are not reduced over the replicas in `comm`."""
     around, own = unit.replicas_info, unit.spec.mesh_info
-    if comm.size == 1 or comm.group is None or own.mesh is None:
+    if comm.size == 1 or own.mesh is None:
         return own
-    ranks = dist.get_process_group_ranks(comm.group)
-    replicas = around.replicate.group if around.replicate is not None else None
-    if replicas is not None and dist.get_process_group_ranks(replicas) == ranks:
+    ranks = ranks_of(comm)
+    if around.replicate is not None and ranks_of(around.replicate) == ranks:
         within = around.shard
         reduces = around is not own and within.size > 1  # a replicated unit next to hybrid shards
         return replace(own, all=within, replicate=within if reduces else None)

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from composable import step_on_shards
 from composable.checked import checked
-from composable.comm import Comm
+from composable.comm import Comm, ranks_of
 from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.values import parameters_of
@@ -732,9 +732,7 @@ def _difference(comm: Comm, texts: Sequence[str]) -> str:
     for row in zip_longest(*every, fillvalue="nothing"):
         rank = next((rank for rank, text in enumerate(row) if text != row[0]), None)
         if rank is not None:
-            names = (
-                [0, *([rank])] if comm.group is None else dist.get_process_group_ranks(comm.group)
-            )
+            names = ranks_of(comm)
             return (
                 f"{_CALLER}: the ranks step other matrices: rank {names[0]} {row[0]}; rank"
                 f" {names[rank]} {row[rank]}. Nothing was written. Give all ranks the same"

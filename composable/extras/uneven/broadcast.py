@@ -19,13 +19,13 @@ class Broadcaster(Observer):
     """Tells the scope that is open."""
 
     @override
-    def enters(self, root: Root, call: Call) -> None:
+    def pre_forward(self, root: Root, call: Call) -> None:
         if call.root is root and not root.running:
             open_scope().begin(root)
         open_scope().tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
 
     @override
-    def leaves(self, root: Root, call: Call, keep: bool) -> None:
+    def post_forward(self, root: Root, call: Call, keep: bool) -> None:
         if call.waits:
             open_scope().tell(Event.OUTPUT, call.unit)
         outermost = call.root is root and len(root.running) == 1
@@ -36,7 +36,7 @@ class Broadcaster(Observer):
         open_scope().open(root)
 
     @override
-    def comes_back(self, root: Root, call: Call) -> None:
+    def pre_backward(self, root: Root, call: Call) -> None:
         unit = call.unit
         if call.waits or not unit.is_in_backward or not unit.is_unsharded:
             open_scope().tell(Event.BACK, unit, call.waits, now=True)

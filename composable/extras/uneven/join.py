@@ -38,16 +38,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable import clip_grad_norm_
 from composable.checked import checked
-from composable.comm import Comm, is_distributed, notification_sum
+from composable.comm import is_distributed, notification_sum, ranks_of
 from composable.comm.launch import Launch
 from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.extras.uneven.broadcast import Broadcaster
 from composable.seams import (
-    Driver,
     Event,
     Root,
     Unit,
+    driver_of,
     follow_steps,
     observe,
     open_scope,
@@ -98,9 +98,9 @@ class ModelJoinable(Joinable):
 
 
 def _refuse_several_meshes(units: Sequence[Unit]) -> None:
-    first, device = _ranks_of(units[0].mesh_info.all), units[0].mesh_info.device
+    first, device = ranks_of(units[0].mesh_info.all), units[0].mesh_info.device
     for unit in units:
-        ranks = _ranks_of(unit.mesh_info.all)
+        ranks = ranks_of(unit.mesh_info.all)
         if ranks != first or not unit.on_one_mesh or unit.mesh_info.device != device:
             raise MeshError(
                 f"joinable: unit '{unit.name}' is on ranks"
@@ -109,12 +109,6 @@ def _refuse_several_meshes(units: Sequence[Unit]) -> None:
                 " stand in for units on the same ranks and device only; annotate the models on one"
                 " mesh, or open a scope for each"
             )
-
-
-def _ranks_of(comm: Comm) -> list[int]:
-    if comm.group is None:
-        return [dist.get_rank() if is_distributed() else 0]
-    return dist.get_process_group_ranks(comm.group)
 
 
 class _Scope(JoinHook):
@@ -147,7 +141,7 @@ class _Scope(JoinHook):
         self._optimizers = [each for member in members for each in member.optimizers]
         self._carried = [each for member in members for each in member.carried]
         self._units = list(dict.fromkeys(unit for member in members for unit in member.units))
-        self._driver = Driver(self._units)
+        self._driver = driver_of(self._units)
         self._indices = {unit: index for index, unit in enumerate(self._units)}
         self._phase = ""  # what the source does now: "forward", "backward" or nothing
         self._said: list[tuple[int, int, int, bool]] = []  # and was not sent yet

@@ -25,11 +25,10 @@ from typing import Any, Final, NamedTuple
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composable.comm import Comm
+from composable.comm import Comm, ranks_of
 from composable.comm.launch import Launch
 from composable.contract.tree import managed_buffers
 from composable.errors import few
@@ -179,7 +178,7 @@ class Agreement:
         for comm, table in tables.items():
             hashes = [zlib.crc32(repr(sorted(table[topic].items())).encode()) for topic in _TOPICS]
             lowest, highest = comm.min_max([*hashes, self._draws if drew else 0], _LAUNCH)
-            ranks = _ranks_of(comm)
+            ranks = ranks_of(comm)
             for topic, low, high in zip(_TOPICS, lowest, highest, strict=False):
                 finding = None
                 if low != high:
@@ -314,10 +313,6 @@ def _text_of(value: Any) -> str | None:
 def _replicas_of(unit: Unit, group: Group) -> Comm | None:
     """The ranks over which gradients of `group` are means now: `local_steps` ends that."""
     return (group.params[0].own_mesh_info or unit.mesh_info).replicate
-
-
-def _ranks_of(comm: Comm) -> list[int]:
-    return [0] if comm.group is None else dist.get_process_group_ranks(comm.group)
 
 
 _SAME_MASKS: Final = (

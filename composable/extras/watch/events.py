@@ -2,7 +2,7 @@
 
 | event                                      | told by                       | to               |
 |--------------------------------------------|-------------------------------|------------------|
-| a forward begins, units are entered, left  | `_StepObserver`, of `HEARERS` | `RankObserver`   |
+| a forward begins, units are entered, left  | `_StepObserver`, of `OBSERVERS` | `RankObserver`   |
 | a module is about to compute, has computed | `_Bracket`                    | `RankObserver`   |
 | backward comes to a unit, and ends         | `_StepObserver`               | `RankObserver`   |
 | a message is launched                      | `_StepObserver.launching`     | `RankObserver`   |
@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Final, Protocol
 from weakref import ReferenceType, WeakSet, ref
 
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from composable.comm.base import LAUNCHING, Columns, GroupComm
+from composable.comm.base import Columns, GroupComm, observe_launches
 from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.hooks import detach, dispatcher_of
@@ -136,14 +136,14 @@ class _Bracket:
         return unit if unit in self._watch.observer.places else None
 
     @untraced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
             return self._watch.observer.entered(unit, module, args, kwargs)
         detach(module, _NAME)
         return args, kwargs
 
-    def leave(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
             self._watch.observer.left(unit, output)
@@ -159,19 +159,19 @@ class _StepObserver(Observer):
     """Hears of steps for all watches, and keeps no model alive."""
 
     @override
-    def enters(self, root: Root, call: Call) -> None:
+    def pre_forward(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
             watch.observer.checks.advance()
             if call.root is root and not root.running:
                 watch.observer.begin_forward(root)
 
     @override
-    def leaves(self, root: Root, call: Call, keep: bool) -> None:
+    def post_forward(self, root: Root, call: Call, keep: bool) -> None:
         if (watch := watch_of(call.unit)) is not None:
             watch.observer.checks.advance()
 
     @override
-    def comes_back(self, root: Root, call: Call) -> None:
+    def pre_backward(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
             watch.observer.checks.come_back(call.number)
 
@@ -213,8 +213,7 @@ def _listen() -> None:
     """Until the last watch is closed: models that nobody watches pay for it, too."""
     if not _LISTENING:
         observer = _StepObserver()
-        LAUNCHING.append(observer.launching)
-        _LISTENING.extend((observe(observer), partial(LAUNCHING.remove, observer.launching)))
+        _LISTENING.extend((observe(observer), observe_launches(launching=observer.launching)))
 
 
 def _units_of(parameters: Sequence[Tensor]) -> list[Unit]:
@@ -293,7 +292,7 @@ class WatchAll(Observer):
         self._watch = watch
 
     @override
-    def enters(self, root: Root, call: Call) -> None:
+    def pre_forward(self, root: Root, call: Call) -> None:
         if call.root is root and not root.running and torch.is_grad_enabled():
             fresh = [unit for unit in root.units if watch_of(unit) is None]
             if fresh:

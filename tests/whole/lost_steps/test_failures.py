@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable import (
+    MixedPrecisionPolicy,
     checkpoint,
     describe,
     fully_shard,
@@ -27,7 +28,9 @@ from composable import (
     replicate,
     reset,
 )
-from composable.comm import ledger
+from composable.comm import Work, ledger
+from composable.engine.params.param_group import ShardedState
+from composable.engine.step.unit import units_below
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers import world
 from tests.helpers.compare import assert_mean_gradients
@@ -151,6 +154,41 @@ def test_reset_frees_and_drops_everything_at_once(where: str, verb: str) -> None
     assert lines == [], "nothing is left to reset"
 
 
+@spmd(ranks=2)
+def test_a_gather_that_fails_in_a_reset_keeps_no_other_group_of_its_unit() -> None:
+    class Failed:
+        def __init__(self, work: Work) -> None:
+            self._work = work
+
+        def wait(self) -> None:
+            self._work.wait()
+            raise CommunicationError("as planned")
+
+    model = nn.Sequential(*(nn.Sequential(Block(), nn.LayerNorm(WIDTH)) for _ in range(2)))
+    mixed = MixedPrecisionPolicy(torch.bfloat16, full_precision_classes=(nn.LayerNorm,))
+    for part in model:
+        fully_shard(part, mp_policy=mixed)
+    fully_shard(model, mp_policy=mixed)
+    _loss(model).backward()  # the next forward gathers ahead
+    (ahead,) = units_below([model[1]])
+    first, second = ahead.groups
+
+    def fail() -> None:
+        assert [group.state for group in ahead.groups] == [ShardedState.UNSHARDING] * 2
+        first._work = Failed(first._work)
+        raise MemoryError("as planned")
+
+    block: Any = model[0][0]
+    block.in_forward = fail
+    with logged() as lines, pytest.raises(MemoryError):
+        _loss(model)
+    assert [group.state for group in (first, second)] == [ShardedState.SHARDED] * 2
+    assert len(lines) == 2
+    assert "was reset: as planned" in lines[1]
+    block.in_forward = None
+    _loss(model).backward()
+
+
 @pytest.mark.parametrize(
     ("where", "what"),
     [("forward", "its forward raised MemoryError"), ("backward", "its backward did not finish")],
@@ -237,7 +275,8 @@ def test_when_one_rank_ends_the_others_are_told_what_they_waited_for(
     assert texts["1"].startswith(f"died with exit code {3 if how == 'ends' else -9}")
     for rank in "02":
         said = re.search(
-            rf"^rank {rank}: the [a-z -]* of unit '[\w.()]+'.* failed: \S",
+            rf"^rank {rank}: the [a-z -]* of unit '[\w.()]+'.* failed in the (forward|backward) of"
+            r" step \d+: \S",
             texts[rank],
             re.MULTILINE,
         )
@@ -246,7 +285,7 @@ def test_when_one_rank_ends_the_others_are_told_what_they_waited_for(
         assert "look for the first error among all ranks" in cure
         assert re.match(rf"Last launches of rank {rank} \(\d+ in all\): ", mine)
         assert re.search(
-            r"rank (0, |)1(, 2|): no report within 1 s: ended, or did not fail so far",
+            r"rank (0, |)1(, 2|) has ended: its process is gone, killed or ended by os\._exit",
             "".join(rest),
         ), texts[rank]
 
