@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Union
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from composable.checked import (
     PositiveInt,
     RealDtype,
     Takes,
+    checked,
 )
 
 # --- what is called -------------------------------------------------------------------------------
