@@ -273,7 +273,7 @@ def a_third_dtype() -> Refusals:
 @row()
 def what_is_no_offload_policy() -> Refusals:
     model, given = _layers(), {True: True, "'cpu'": "cpu"}
-    for shown, wrong in given.items():
+    for _, wrong in given.items():
         said = "ArgumentError: fully_shard: offload_policy must be a CPUOffloadPolicy (composable's or torch's), or None for parameters that rest on the mesh's device, got..."
         yield annotating(fully_shard, model, offload_policy=wrong), said
         yield annotating(fully_shard, model, policy={"0": {"offload_policy": wrong}}), said
