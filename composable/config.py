@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from torch import nn
@@ -151,8 +151,8 @@ class MixedPrecisionPolicy:
         for name in ("cast_forward_inputs", "keep_grads_in_reduce_dtype"):
             require_bool(f"MixedPrecisionPolicy: {name}", getattr(self, name))
         object.__setattr__(self, "full_precision_classes", _classes(self.full_precision_classes))
-        choose = self.param_dtype_override_fn
-        if choose is not None and not callable(choose):
+        choose: Any = self.param_dtype_override_fn
+        if choose is not None and (not callable(choose) or isinstance(choose, nn.Module)):
             raise AnnotationError(
                 "MixedPrecisionPolicy: param_dtype_override_fn must be a function or None, got"
                 f" {choose!r}"

@@ -41,7 +41,11 @@ class PolicyError(AnnotationError):
     """The policy's author's: a policy picks nothing, is not one, or returns what is no answer."""
 
 
-class UnknownArgumentError(AnnotationError, TypeError):
+class ArgumentError(AnnotationError, TypeError):
+    """The caller's: an argument is of another kind, or out of its range; nothing is changed."""
+
+
+class UnknownArgumentError(ArgumentError):
     """The caller's: the function has no such argument, or takes it by keyword only."""
 
 
@@ -138,6 +142,26 @@ def describe_module(module: object, fqn: str | None = None) -> str:
     """
     kind = type(module).__name__
     return f"{kind} '{fqn}'" if fqn else kind
+
+
+def with_article(noun: str) -> str:
+    """Put `a` or `an` before a noun, or the name of a class."""
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
+def kind_of(value: object) -> str:
+    """Name what a value is, for a message; never its repr, unless that is short for certain."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return f"the str '{value}'" if len(value) <= 40 else "a str"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value).__name__
+    if isinstance(value, list | tuple):
+        members = list(dict.fromkeys(type(each).__name__ for each in value))
+        return f"a {kind} of {few(members, limit=3)}" if value else f"an empty {kind}"
+    return with_article(kind)
 
 
 def unit_name(fqn: str) -> str:

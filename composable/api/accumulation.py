@@ -11,23 +11,25 @@ import torch
 from torch import nn
 
 from composable.api.scopes import units_in
+from composable.checked import checked
 from composable.compilation import untraced
 from composable.engine.gradients.unreduced import SyncMode
 from composable.engine.step.observer import notify_communication
 from composable.engine.step.plan import launch_held
 from composable.engine.step.root import end_interrupted, land_held
 from composable.engine.step.unit import Unit
-from composable.errors import AnnotationError, PhaseError, did_you_mean
+from composable.errors import PhaseError
 from composable.torch_private import in_backward
 
+Level = Literal["all", "replicate"]
+
 # for sharded units; replicated ones always hold
-_LEVELS: Final = {"all": SyncMode.HOLD, "replicate": SyncMode.HOLD_SHARDS}
+_LEVELS: Final[dict[Level, SyncMode]] = {"all": SyncMode.HOLD, "replicate": SyncMode.HOLD_SHARDS}
 
 
+@checked
 @contextmanager
-def no_sync(
-    module: nn.Module, *, enabled: bool = True, level: Literal["all", "replicate"] = "all"
-) -> Iterator[None]:
+def no_sync(module: nn.Module, *, enabled: bool = True, level: Level = "all") -> Iterator[None]:
     """Let backwards inside the scope accumulate gradients on each rank.
 
     The first backward outside of the scope reduces the sum. Gradients of several micro-batches are
@@ -51,7 +53,7 @@ def no_sync(
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
-        AnnotationError: there is no such level.
+        ArgumentError: there is no such level.
 
     Example:
         >>> for number, batch in enumerate(batches, start=1):
@@ -61,9 +63,6 @@ def no_sync(
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    if level not in _LEVELS:
-        near = did_you_mean(level, _LEVELS)
-        raise AnnotationError(f"no_sync: level must be 'all' or 'replicate', got {level!r}{near}")
     units = units_in("no_sync", module)
     scope = object()
     try:
@@ -77,6 +76,7 @@ def no_sync(
 
 
 @untraced
+@checked
 def reduce_gradients(module: nn.Module) -> None:
     """Reduce the gradients accumulated on each rank under `no_sync`, without another backward.
 

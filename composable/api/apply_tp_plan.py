@@ -15,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.api.mesh import device_of
-from composable.api.sync_module_states import failures_shared, refuse_unknown_mode, synchronise
+from composable.api.sync_module_states import (
+    failures_shared,
+    refuse_unknown_mode,
+    synchronise,
+)
+from composable.checked import checked
 from composable.comm import comm_of
 from composable.comm.mesh_info import communication_device
 from composable.config import StateSync
@@ -29,6 +34,7 @@ _NAME: Final = "apply_tp_plan"
 M = TypeVar("M", bound=nn.Module)
 
 
+@checked
 def apply_tp_plan(
     module: M,
     mesh: DeviceMesh,
@@ -65,9 +71,10 @@ def apply_tp_plan(
 
     After `transformers.distributed`.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:  # type: ignore[redundant-expr]
+    if mesh.ndim != 1:
         raise AnnotationError(
-            f"apply_tp_plan: {mesh!r} is no DeviceMesh of one dimension. Pass a slice, mesh['tp']"
+            f"apply_tp_plan: mesh must have one dimension, and {mesh!r} has {mesh.ndim}. Pass a"
+            " slice, mesh['tp']"
         )
     comm = comm_of(mesh.get_group(), communication_device(mesh, device_of((module,))))
     with failures_shared(_NAME, comm):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
 from torch import nn
@@ -22,13 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable.api.mesh import Spread
+from composable.checked import Takes
 from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
-from composable.errors import AnnotationError, MeshError, what_is_there
+from composable.errors import AnnotationError, MeshError, kind_of, what_is_there
 from composable.features.spread import spread_of
 from composable.memory.streams import has_streams
-from composable.policies.base import by_all_names, kind_of
+from composable.policies.base import by_all_names
 
 logger = logging.getLogger("composable")
 
@@ -36,8 +37,20 @@ logger = logging.getLogger("composable")
 # of small ones are not worth the copies that it costs.
 PADDING: Final = 1 << 20
 
-MixedPrecision = MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | torch.dtype | str | None
-Offload = CPUOffloadPolicy | fsdp.OffloadPolicy | None
+MixedPrecision = Annotated[
+    MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | torch.dtype | str | None,
+    Takes(
+        "a MixedPrecisionPolicy (composable's or torch's), or a floating-point dtype or its name,"
+        " e.g. 'bf16'"
+    ),
+]
+Offload = Annotated[
+    CPUOffloadPolicy | fsdp.OffloadPolicy | None,
+    Takes(
+        "a CPUOffloadPolicy (composable's or torch's), or None for parameters that rest on the"
+        " mesh's device"
+    ),
+]
 # What `shard_placement_fn` returns may name a mesh for the parameter; `Any`: torch's
 # `ShardPlacementResult`.
 Placement = Callable[[nn.Parameter], Shard | tuple[Shard | None, DeviceMesh] | Any | None]
@@ -77,12 +90,8 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
         value = MixedPrecisionPolicy(param_dtype=value)
     elif value is None:
         value = MixedPrecisionPolicy()
-    if not isinstance(value, MixedPrecisionPolicy):
-        raise AnnotationError(
-            f"{verb}: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a"
-            f" floating-point dtype or its name, e.g. 'bf16'; got {value!r}"
-        )
-    return value
+    policy: MixedPrecisionPolicy = value
+    return policy
 
 
 def exact_modules(
@@ -180,11 +189,7 @@ def offload_policy_of(
         return None
     if isinstance(value, fsdp.CPUOffloadPolicy):
         value = CPUOffloadPolicy(**_known_fields(verb, "offload_policy", value, ("pin_memory",)))
-    if not isinstance(value, CPUOffloadPolicy):
-        raise AnnotationError(
-            f"{verb}: offload_policy must be a CPUOffloadPolicy (composable's or torch's), or None"
-            f" for parameters that rest on the mesh's device; got {value!r}"
-        )
+    policy: CPUOffloadPolicy = value
     if local_device is not None and has_streams(local_device):
         raise AnnotationError(
             f"{verb}: offload_policy needs a process group. Without one nothing is sharded, and"
@@ -192,7 +197,7 @@ def offload_policy_of(
             " torch.distributed.init_process_group first, for one process alone, too; or leave"
             " offload_policy out"
         )
-    return value
+    return policy
 
 
 def warn_of_no_offload(device: torch.device) -> None:
@@ -208,15 +213,8 @@ def ranks_after_forward(value: bool | int | None) -> int | None:
     return None if isinstance(value, bool) else value
 
 
-def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
-    """Raise unless it is None, True, False, or a number that divides that of the ranks that shard
-    together.
-    """
-    if not isinstance(value, int | None):
-        raise AnnotationError(
-            "reshard_after_forward must be None, True, False or a number of ranks, got"
-            f" {kind_of(value)}"
-        )
+def check_reshard_after_forward(spread: Spread | None, value: bool | int | None) -> None:
+    """Raise for a number that does not divide that of the ranks that shard together."""
     ranks = ranks_after_forward(value)
     if spread is not None and ranks is not None and (ranks < 1 or spread.num_shards % ranks):
         raise MeshError(
@@ -225,16 +223,8 @@ def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
         )
 
 
-def bucket_bytes_of(mib: Any) -> int:
-    if type(mib) not in (int, float) or mib <= 0:
-        raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {mib!r}")
+def bucket_bytes_of(mib: float) -> int:
     return max(1, int(mib * (1 << 20)))
-
-
-def prefetch_of(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise AnnotationError(f"prefetch must be a number of units, 0 or more, got {value!r}")
-    return value
 
 
 def dim_without_padding(

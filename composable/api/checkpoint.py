@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from composable.api.brackets import annotate_each
+from composable.checked import checked
 from composable.contract.contract import Target, contract
 from composable.errors import AnnotationError
 from composable.features.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.policies import PolicyLike
 
-_CHECKS: Final = ("default", "none")
 _EQUIVALENTS: Final = {
     "use_reentrant": (
         "checkpointing is never reentrant here; leave it out, or use"
@@ -22,6 +22,7 @@ _EQUIVALENTS: Final = {
 
 
 @contract(equivalents=_EQUIVALENTS, only_submodules_with="policy")
+@checked
 def checkpoint(
     module: Target,
     *,
@@ -67,10 +68,6 @@ def checkpoint(
 
     After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
     """
-    if determinism_check not in _CHECKS:
-        raise AnnotationError(
-            f"determinism_check must be one of {', '.join(_CHECKS)}, got {determinism_check!r}"
-        )
     if debug and context_fn is not None:
         raise AnnotationError(
             "checkpoint: debug=True records with contexts of its own and cannot be given with"

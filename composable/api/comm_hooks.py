@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from composable.checked import checked
 from composable.comm.launch import Launch
 from composable.compilation import untraced
 from composable.contract.naming import find_fqn, modules_of
@@ -76,6 +77,7 @@ class CommHookHandle:
 
 
 @untraced
+@checked
 def register_comm_hook(
     module: nn.Module | Sequence[nn.Module],
     state: Any,

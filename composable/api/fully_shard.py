@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 from composable.api.arguments import MixedPrecision, Offload, Placement
 from composable.api.mesh import Mesh, MeshDims, spread_of_dims
+from composable.api.selection import Ignored
 from composable.api.units import annotate
+from composable.checked import NonNegativeInt
 from composable.config import GradReduce, StateSync
 from composable.contract.contract import Target, contract
 from composable.engine.edits.removal import before_removal
@@ -60,12 +61,12 @@ def fully_shard(
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
     reshard_after_forward: bool | int | None = None,
-    prefetch: int = 1,
+    prefetch: NonNegativeInt = 1,
     mp_policy: MixedPrecision = None,
     offload_policy: Offload = None,
     shard_placement_fn: Placement | None = None,
     grad_reduce: GradReduce = "mean",
-    ignored_params: Iterable[Any] | None = (),
+    ignored_params: Ignored = (),
     sync_module_states: StateSync = "check",
     dp_mesh_dims: MeshDims | None = None,
 ) -> Target:

@@ -30,8 +30,7 @@ from composable.comm import (
 from composable.comm.launch import Launch
 from composable.comm.mesh_info import communication_device
 from composable.contract.tree import SHARD
-from composable.errors import MeshError, RanksDisagreeError
-from composable.policies.base import kind_of
+from composable.errors import MeshError, RanksDisagreeError, kind_of
 from composable.torch_private import flattened, root_of
 
 logger = logging.getLogger("composable")

@@ -7,10 +7,10 @@ from typing import Final
 from torch import nn
 
 from composable.api.brackets import annotate_each
-from composable.config import require_bool
+from composable.checked import NonNegativeInt, checked
 from composable.contract.contract import Target, contract
 from composable.contract.naming import known_fqn
-from composable.errors import AnnotationError, describe_module
+from composable.errors import describe_module
 from composable.features.activations import OffloadBracket
 from composable.policies import PolicyLike
 
@@ -28,11 +28,12 @@ _EQUIVALENTS: Final = {
 
 
 @contract(equivalents=_EQUIVALENTS, only_submodules_with="policy")
+@checked
 def offload_activations(
     module: Target,
     *,
     policy: PolicyLike | None = None,
-    min_bytes: int = MIN_BYTES,
+    min_bytes: NonNegativeInt = MIN_BYTES,
     pin_memory: bool = True,
 ) -> Target:
     """Keep the tensors that `module` saves for backward in the host's memory, in place.
@@ -70,12 +71,6 @@ def offload_activations(
 
     After Rhu et al., "vDNN" (2016), and `torch.autograd.graph.save_on_cpu`.
     """
-    if type(min_bytes) is not int or min_bytes < 0:
-        raise AnnotationError(
-            "offload_activations: min_bytes must be a number of bytes, 0 or more, got"
-            f" {min_bytes!r}"
-        )
-    require_bool("offload_activations: pin_memory", pin_memory)
 
     def bracket_of(each: nn.Module) -> OffloadBracket:
         return OffloadBracket(min_bytes, pin_memory, describe_module(each, known_fqn(each)))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Final
 
 from torch.distributed import fsdp
 
 from composable.api.arguments import MixedPrecision
 from composable.api.mesh import Mesh, MeshDims, spread_of_dims
+from composable.api.selection import Ignored
 from composable.api.units import annotate
+from composable.checked import PositiveFloat
 from composable.config import GradReduce, StateSync
 from composable.contract.contract import Target, contract
 from composable.engine.edits.removal import before_removal
@@ -55,11 +56,11 @@ def replicate(
     *,
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: PositiveFloat = 25.0,
     gradient_as_bucket_view: bool = False,
     mp_policy: MixedPrecision = None,
     grad_reduce: GradReduce = "mean",
-    ignored_params: Iterable[Any] | None = (),
+    ignored_params: Ignored = (),
     sync_module_states: StateSync = "broadcast",
     broadcast_buffers: bool = True,
     offload_policy: fsdp.OffloadPolicy | None = None,

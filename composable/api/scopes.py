@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from composable.checked import checked
 from composable.compilation import untraced, untraced_alone, unwrapped
 from composable.contract.hooks import dispatcher_of
 from composable.contract.naming import module_name
@@ -80,6 +81,7 @@ class Unsharding:
 
 
 @untraced
+@checked
 def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) -> Unsharding:
     """All-gather the parameters of every unit in `module`.
 
@@ -118,6 +120,7 @@ def unshard(module: nn.Module, *, async_op: bool = False, recurse: bool = True) 
 
 
 @untraced
+@checked
 def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     """Free the unsharded parameters of every unit in `module` now, also those that are kept.
 
@@ -150,6 +153,7 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
             unit.reshard()
 
 
+@checked
 @contextmanager
 def keep_unsharded(module: nn.Module) -> Iterator[None]:
     """Unshard every unit in `module` now, and reshard none before the scope ends.
@@ -203,6 +207,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
 # --- methods other than forward -----------------------------------------------------------------
 
 
+@checked
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Let a method other than forward run with unsharded parameters, as forward does.
 
@@ -260,6 +265,7 @@ def _call_as_forward(
 
 
 @untraced
+@checked
 def reset(module: nn.Module) -> None:
     """Give up a step that failed on all ranks.
 

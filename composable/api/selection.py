@@ -27,8 +27,11 @@ from composable.policies.base import by_all_names
 
 logger = logging.getLogger("composable")
 
+# What `ignored_params` takes: one of these may stand without a list around it.
+Ignored = Iterable[Any] | nn.Module | nn.Parameter | str | None
 
-def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) -> dict[int, None]:
+
+def ids_of_ignored(modules: Sequence[nn.Module], ignored: Ignored) -> dict[int, None]:
     """The ids of the parameters that `ignored` stands for: parameters, modules, FQNs and globs.
 
     A name or glob that no parameter has may be of buffers, as in the lists that DDP takes.

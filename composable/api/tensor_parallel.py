@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.mesh import Spread, comms_along, joint_mesh, part_of
-from composable.api.selection import ids_of_ignored
+from composable.api.selection import Ignored, ids_of_ignored
+from composable.checked import checked
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.form import ParamForm
-from composable.errors import AnnotationError, RanksDisagreeError, first_line
+from composable.errors import AnnotationError, RanksDisagreeError, first_line, with_article
 from composable.features.packed import form_of
 from composable.features.spread import PART, PartForm, SpreadForm, spread_like, spread_of
 from composable.tensors.dtensors import describe_mesh
@@ -28,7 +28,7 @@ from composable.tensors.dtensors import describe_mesh
 def told_across(
     verb: str,
     modules: Sequence[nn.Module],
-    ignored_params: Iterable[Any] | None,
+    ignored_params: Ignored,
     device: torch.device,
 ) -> Iterator[None]:
     """Around what the ranks of a unit agree on: a failure here is told across parameters' meshes.
@@ -142,6 +142,7 @@ def _whole_shape(verb: str, managed: Managed[nn.Parameter], device: torch.device
     return torch.Size(shape)
 
 
+@checked
 def declare_part(
     parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> nn.Parameter:
@@ -169,10 +170,10 @@ def declare_part(
         >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))
         >>> declare_part(column, tp, [Shard(0)])
     """
-    if type(parameter) is not nn.Parameter or not isinstance(mesh, DeviceMesh):
+    if type(parameter) is not nn.Parameter:
         raise AnnotationError(
-            "declare_part takes a plain nn.Parameter and a DeviceMesh, got"
-            f" {type(parameter).__name__} and {type(mesh).__name__}"
+            "declare_part: parameter must be a plain nn.Parameter, got"
+            f" {with_article(type(parameter).__name__)}"
         )
     dims = [each.dim for each in placements if isinstance(each, Shard)]
     if (

@@ -9,7 +9,7 @@ has a record of its own; that call finds its plan in `_planned`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +22,24 @@ from torch import Tensor, nn
 from composable.api import arguments, checks
 from composable.api.accumulation import no_sync
 from composable.api.mesh import Spread, device_of, own_spread, spread_over
-from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
-from composable.api.sync_module_states import failures_shared, refuse_unknown_mode, synchronise
+from composable.api.selection import (
+    Ignored,
+    by_unit,
+    ids_of_ignored,
+    picked_units,
+    refuse_read_by_parent,
+)
+from composable.api.sync_module_states import (
+    failures_shared,
+    refuse_unknown_mode,
+    synchronise,
+)
 from composable.api.tensor_parallel import forms_of, told_across, told_to
+from composable.checked import check_arguments
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.comm.mesh_info import communication_device
 from composable.compilation import is_traced
-from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words, require_bool
+from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import Verb, add_attribute, on_undo
 from composable.contract.hooks import attach, detach
 from composable.contract.methods import bind_method, unbind_method
@@ -119,7 +130,7 @@ def annotate(
     verb: Verb[..., Unit],
     module: nn.Module | Sequence[nn.Module],
     policy: PolicyLike | None,
-    ignored_params: Iterable[Any] | None,
+    ignored_params: Ignored,
     sync_module_states: str,
     options: dict[str, Any],
 ) -> None:
@@ -143,7 +154,8 @@ def annotate(
     with told_across(name, modules, ignored_params, comm.device):
         with failures_shared(name, comm):
             refuse_unknown_mode(sync_module_states)
-            plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
+            check_arguments(verb, {**options, "ignored_params": ignored_params})
+            plans, tied = _planned_units(verb, modules, policy, ignored_params, spread, options)
             params = [each for plan in plans for each in plan.params]
             parameters = [each.managed for each in params]
             ignored = ids_of_ignored(modules, ignored_params)
@@ -185,10 +197,10 @@ def annotate(
 
 
 def _planned_units(
-    verb: str,
+    of: Verb[..., Unit],
     modules: tuple[nn.Module, ...],
     policy: PolicyLike | None,
-    ignored_params: Iterable[Any] | None,
+    ignored_params: Ignored,
     spread: Spread | None,
     options: dict[str, Any],
 ) -> tuple[list[UnitPlan], list[tuple[Unit, Managed[nn.Parameter]]]]:
@@ -197,11 +209,14 @@ def _planned_units(
 
     Makes all checks, and changes nothing.
     """
+    verb = of.__name__
     for module in modules:
         if verb == SHARD:
             refuse_read_by_parent(module)
         require_callable(module)
     picked = picked_units(verb, modules, policy, tuple(options))
+    for overrides in picked.values():
+        check_arguments(of, overrides)
     ignored = ids_of_ignored(modules, ignored_params)
     replicated = checks.replicated_by_torch(modules) if verb == SHARD else {}
     ignored |= {id(p): None for module in replicated for p in module.parameters(False)}
@@ -249,7 +264,7 @@ def _plan(
     if verb == SHARD:
         settings["reshard_after_forward"] = after = options["reshard_after_forward"]
         arguments.check_reshard_after_forward(spread, after)
-        settings["prefetch"] = arguments.prefetch_of(options["prefetch"])
+        settings["prefetch"] = options["prefetch"]
         offload = arguments.offload_policy_of(
             verb, options["offload_policy"], device if spread is None else None
         )
@@ -259,8 +274,6 @@ def _plan(
             checks.refuse_spread_offload(share, communication_device(spread.mesh, device))
     else:
         settings["bucket_bytes"] = arguments.bucket_bytes_of(options["bucket_cap_mb"])
-        for name in ("gradient_as_bucket_view", "broadcast_buffers"):
-            require_bool(name, options[name])
         settings["keeps_buckets"] = options["gradient_as_bucket_view"]
         if spread is not None:
             arguments.refuse_elsewhere(

@@ -23,9 +23,9 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVa
 import torch
 from torch import nn
 
+from composable.checked import arguments_of, checked
 from composable.compilation import unwrapped
 from composable.contract.naming import (
-    arguments_of,
     calling_site,
     compare_names,
     known_fqn,
@@ -37,9 +37,11 @@ from composable.contract.naming import (
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
+    ArgumentError,
     ClashError,
     NotAnnotatedError,
     few,
+    kind_of,
 )
 
 # the attribute of a module that holds its records, by the verb's name
@@ -134,7 +136,7 @@ class Annotation:
 
     def is_on(self, module: nn.Module) -> bool:
         """Whether this is the record of its verb on `module`."""
-        return registry(module).get(self.name) is self
+        return records_of(module).get(self.name) is self
 
     def put_on(self, modules: tuple[nn.Module, ...]) -> None:
         """The verb succeeded: register the record."""
@@ -222,6 +224,12 @@ def _in_words(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def records_of(module: nn.Module) -> Mapping[str, Annotation]:
+    """Return the annotations of `module`: `registry`, for what the library asks often."""
+    return MappingProxyType(vars(module).get(_RECORDS, {}))
+
+
+@checked
 def registry(module: nn.Module) -> Mapping[str, Annotation]:
     """Return the annotations of `module` by the verb's name, in the order of the calls.
 
@@ -234,7 +242,7 @@ def registry(module: nn.Module) -> Mapping[str, Annotation]:
         >>> registry(model.head)["fully_shard"].call_site
         'train.py:41'
     """
-    return MappingProxyType(vars(module).get(_RECORDS, {}))
+    return records_of(module)
 
 
 # --- undo ---------------------------------------------------------------------------------------
@@ -299,6 +307,8 @@ def on_undo(callback: Callback) -> Callback:
         raise AnnotationError(
             "on_undo() was called while no verb is running; call it inside a contract() function"
         )
+    if not callable(callback):  # here, since `checked` would cost as much as many of the calls
+        raise ArgumentError(f"on_undo: callback must be a function, got {kind_of(callback)}")
     running[-1].callbacks.append(callback)
     return callback
 
@@ -315,6 +325,7 @@ def drop_attribute(module: nn.Module, name: str) -> None:
     vars(module).pop(name, None)
 
 
+@checked
 def remove(module: Target, annotation: Verb[..., Any] | str | None = None) -> Target:
     """Undo annotations: what the verbs did is undone, their hooks and records are gone.
 
@@ -350,7 +361,7 @@ def remove(module: Target, annotation: Verb[..., Any] | str | None = None) -> Ta
     if name is None:
         below = [each for top in given for each in top.modules()]
         # the last one first: it may have been made on top of the others
-        found = [(each, record) for each in below for record in [*registry(each).values()][::-1]]
+        found = [(each, record) for each in below for record in [*records_of(each).values()][::-1]]
         if not found:
             raise NotAnnotatedError(
                 f"remove: {module_name(given[0])} has no annotation, and no module below has one"
@@ -358,9 +369,11 @@ def remove(module: Target, annotation: Verb[..., Any] | str | None = None) -> Ta
         _undo_all(found)
         return module
     first = given[0]
-    record = registry(first).get(name)
+    record = records_of(first).get(name)
     if record is None:
-        present = [f"{known} (at {record.call_site})" for known, record in registry(first).items()]
+        present = [
+            f"{known} (at {record.call_site})" for known, record in records_of(first).items()
+        ]
         there = f"what is there: {few(present)}" if present else "nothing was"
         raise NotAnnotatedError(f"{name} was not applied to {module_name(first)}; {there}")
     _undo_all([(first, record)])
@@ -388,6 +401,7 @@ def _undo_all(found: Sequence[tuple[nn.Module, Annotation]]) -> None:
 # --- verbs --------------------------------------------------------------------------------------
 
 
+@checked
 def contract(
     *,
     state_cls: Callable[[], S] | None = None,
@@ -520,7 +534,7 @@ def _apply(
 
 def _admit(name: str, module: nn.Module, reasons: Mapping[str, str]) -> None:
     """Refuse a module that has this annotation, or one that clashes with it."""
-    applied = registry(module)
+    applied = records_of(module)
     if name in applied:
         record = applied[name]
         raise AlreadyAnnotatedError(
@@ -545,5 +559,5 @@ def _state_on(module: nn.Module, name: str) -> Any:
     for running in reversed(_running.get()):
         if running.covers(name, module):
             return running.state
-    record = registry(module).get(name)
+    record = records_of(module).get(name)
     return record.state if record is not None else None

@@ -4,10 +4,9 @@ must not change.
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType, MappingProxyType
@@ -19,8 +18,6 @@ from composable.compilation import unwrapped
 from composable.errors import (
     AnnotationError,
     NamesChangedError,
-    UnknownArgumentError,
-    closest,
     describe_module,
     few,
 )
@@ -126,40 +123,6 @@ def modules_of(verb: str, target: Any) -> tuple[nn.Module, ...]:
             )
         seen.add(id(module))
     return tuple(target)
-
-
-def arguments_of(
-    verb: str,
-    signature: inspect.Signature,
-    args: Sequence[Any],
-    keywords: Mapping[str, Any],
-    equivalents: Mapping[str, str],
-) -> dict[str, Any]:
-    """The arguments of one call by name, the target among them. For `equivalents` see
-    `contract`.
-    """
-    parameters = signature.parameters.values()
-    target, *takes = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-    unknown = next((key for key in keywords if key not in (target, *takes)), None)
-    if unknown is not None and rest is None:
-        if here := equivalents.get(unknown):
-            advice = here if " " in here else f"use {here} instead"
-        else:
-            near = "".join(f"did you mean '{name}'? " for name in closest(unknown, takes))
-            advice = f"{near}{'It' if near else 'it'} takes: {', '.join(takes) or 'none'}"
-        raise UnknownArgumentError(f"{verb}() has no argument '{unknown}'; {advice}")
-    try:
-        arguments = dict(signature.bind(*args, **keywords).arguments)
-    except TypeError as error:
-        keys = "".join(f", {name}=" for name in takes)
-        raise UnknownArgumentError(
-            f"{verb}(): {error}; call it as {verb}({target}{keys})"
-        ) from None
-    more = arguments.pop(rest, {}) if rest else {}
-    return {**arguments, **more}
 
 
 def has_forward(module: nn.Module) -> bool:

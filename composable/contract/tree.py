@@ -14,7 +14,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from composable.contract.contract import Annotation, registry
+from composable.checked import checked
+from composable.contract.contract import Annotation, records_of
 
 SHARD: Final = "fully_shard"
 REPLICATE: Final = "replicate"
@@ -59,7 +60,7 @@ class Managed(Generic[T]):
 
 def annotation_of(module: nn.Module) -> Annotation | None:
     """Return the annotation of `module` itself by one of the verbs; None if it has none."""
-    annotations = registry(module)
+    annotations = records_of(module)
     return annotations.get(SHARD) or annotations.get(REPLICATE)
 
 
@@ -68,7 +69,7 @@ def states_below(modules: Iterable[nn.Module]) -> list[Any]:
     found: dict[int, Any] = {}
     for top in modules:
         for module in top.modules():
-            annotations = registry(module)
+            annotations = records_of(module)
             for verb in (SHARD, REPLICATE):
                 if verb in annotations:
                     state = annotations[verb].state
@@ -90,7 +91,7 @@ def walk(
         fqn, module = pending.pop()
         if id(module) in seen:
             continue
-        if stop and module is not root and not registry(module).keys().isdisjoint(stop):
+        if stop and module is not root and not records_of(module).keys().isdisjoint(stop):
             continue
         seen.add(id(module))
         yield fqn, module
@@ -159,6 +160,7 @@ def _managed(table: str, modules: Sequence[nn.Module]) -> list[Managed[Any]]:
 # --- units --------------------------------------------------------------------------------------
 
 
+@checked
 def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
     """Return the fully sharded modules in `root`, in order.
 
@@ -173,6 +175,7 @@ def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
     return [module for module, _ in _units(root, SHARD, stop=(REPLICATE,))]
 
 
+@checked
 def get_states(root: nn.Module) -> list[Any]:
     """Return the `Unit` of each of `get_fully_sharded_modules(root)`.
 
@@ -184,6 +187,7 @@ def get_states(root: nn.Module) -> list[Any]:
     return [state for _, state in _units(root, SHARD, stop=(REPLICATE,))]
 
 
+@checked
 def get_handles(root: nn.Module) -> list[Any]:
     """Return the param groups of each of `get_states(root)`.
 
@@ -197,6 +201,7 @@ def get_handles(root: nn.Module) -> list[Any]:
     return [state.groups for state in get_states(root)]
 
 
+@checked
 def get_root_states(root: nn.Module) -> list[Any]:
     """Return the units of the topmost fully sharded modules in `root`.
 
@@ -222,7 +227,7 @@ def _units(root: nn.Module, verb: str, stop: Collection[str] = ()) -> list[tuple
     """Return the first module and the state of each annotation `verb` in `root`."""
     units: dict[int, tuple[nn.Module, Any]] = {}
     for _, module in walk(root, stop=stop):
-        annotation = registry(module).get(verb)
+        annotation = records_of(module).get(verb)
         if annotation is not None:
             units.setdefault(id(annotation.state), (module, annotation.state))
     return list(units.values())

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch.distributed import fsdp
 
+from composable.checked import checked
 from composable.errors import ClashError
 from composable.fsdp2.module import FSDPModule
 from composable.fsdp2.on_cpus import USE_CPU, pairs_of_accelerate
@@ -80,6 +81,7 @@ class Installation:
 _installed: Installation | None = None
 
 
+@checked
 def install(*, cpu: bool = False) -> Installation:
     """Put composable in the place of FSDP2 for all that this process imports and has imported.
 

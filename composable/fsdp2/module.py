@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
@@ -18,9 +18,10 @@ from typing_extensions import override
 
 from composable.api import scopes
 from composable.api.accumulation import launch_reductions, reduce_gradients
+from composable.checked import PositiveFloat, Takes, checked
 from composable.comm import Comm, SuppliedComm, with_symmetric_memory
 from composable.compilation import unwrapped
-from composable.config import MixedPrecisionPolicy, require_bool
+from composable.config import MixedPrecisionPolicy
 from composable.contract.methods import Method, bind_method, unbind_method
 from composable.contract.tree import SHARD, annotation_of
 from composable.engine.gradients.unreduced import SyncMode
@@ -31,6 +32,9 @@ from composable.engine.step.unit import Unit, units_below
 from composable.errors import AnnotationError, NotAnnotatedError, PhaseError, UnsupportedError
 from composable.features import split_backwards
 from composable.torch_private import FSDP2Module
+
+# FSDP2 takes any value that is true or false, and scripts pass 0 and 1.
+Flag = Annotated[bool | int, Takes("True or False", lambda value: value in (0, 1))]
 
 _KEEP: Final = "set_reshard_after_backward(False)"
 
@@ -111,13 +115,13 @@ def _unit(name: str, module: Any) -> Unit:
     return scopes.units_in(name, module, recurse=False)[0]
 
 
-def _units(name: str, module: Any, recurse: bool) -> list[Unit]:
+def _units(name: str, module: Any, recurse: Flag) -> list[Unit]:
     """Return its unit, and if `recurse` all units below, those of `replicate` among them."""
     unit = _unit(name, module)
     return units_below([unwrapped(module)]) if recurse else [unit]
 
 
-def _sharded(name: str, module: Any, recurse: bool) -> list[Unit]:
+def _sharded(name: str, module: Any, recurse: Flag) -> list[Unit]:
     return [unit for unit in _units(name, module, recurse) if unit.spec.verb == SHARD]
 
 
@@ -203,13 +207,14 @@ class FSDPModule(metaclass=_AsksRegistry):
 
     # --- parameters --------------------------------------------------------------------------
 
-    def unshard(self: Any, async_op: bool = False) -> UnshardHandle | None:
+    @checked
+    def unshard(self: Any, async_op: Flag = False) -> UnshardHandle | None:
         """All-gather the parameters of this module's unit, and of no unit below it.
 
         Args:
             async_op: return a handle at once; its `wait()`, or the forward, waits.
         """
-        pending = scopes.unshard(self, async_op=async_op, recurse=False)
+        pending = scopes.unshard(self, async_op=bool(async_op), recurse=False)
         return _Handle(pending.wait) if async_op else None
 
     def reshard(self: Any) -> None:
@@ -220,7 +225,8 @@ class FSDPModule(metaclass=_AsksRegistry):
         """
         scopes.reshard(self, recurse=False)
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+    @checked
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: Flag = True) -> None:
         """Decide whether parameters are freed after forward, from the next forward on.
 
         Args:
@@ -229,16 +235,15 @@ class FSDPModule(metaclass=_AsksRegistry):
             recurse: also of the units below.
 
         Raises:
-            AnnotationError: `reshard_after_forward` is no bool.
+            ArgumentError: `reshard_after_forward` is no bool.
         """
-        name = "set_reshard_after_forward"
-        require_bool(f"{name}: reshard_after_forward", reshard_after_forward)
-        for unit in _sharded(name, self, recurse):
+        for unit in _sharded("set_reshard_after_forward", self, recurse):
             AUTOMATIC.discard(unit)
             unit.set_reshard_after_forward(reshard_after_forward)
 
+    @checked
     def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
+        self, reshard_after_backward: Flag, *, recurse: Flag = True
     ) -> None:
         """Decide whether parameters are freed after backward.
 
@@ -264,8 +269,9 @@ class FSDPModule(metaclass=_AsksRegistry):
 
     # --- gradients ---------------------------------------------------------------------------
 
+    @checked
     def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
+        self, requires_gradient_sync: Flag, *, recurse: Flag = True
     ) -> None:
         """Decide whether backwards reduce gradients, or accumulate them on this rank.
 
@@ -276,12 +282,16 @@ class FSDPModule(metaclass=_AsksRegistry):
             requires_gradient_sync: whether to reduce.
             recurse: also the gradients of the units below.
         """
-        units = _units("set_requires_gradient_sync", self, recurse)
+        units, syncs = (
+            _units("set_requires_gradient_sync", self, recurse),
+            bool(requires_gradient_sync),
+        )
         for unit in units:
-            _set_reduction(unit, sync=requires_gradient_sync, all_reduce=requires_gradient_sync)
+            _set_reduction(unit, sync=syncs, all_reduce=syncs)
         _follow_schedule(units)
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+    @checked
+    def set_requires_all_reduce(self, requires_all_reduce: Flag, *, recurse: Flag = True) -> None:
         """Decide whether backwards of hybrid sharding reduce over the replicas, too.
 
         Without it they reduce over the ranks that shard together, and accumulate the result. On
@@ -292,26 +302,24 @@ class FSDPModule(metaclass=_AsksRegistry):
             recurse: also the gradients of the units below.
         """
         for unit in _units("set_requires_all_reduce", self, recurse):
-            _set_reduction(unit, all_reduce=requires_all_reduce)
+            _set_reduction(unit, all_reduce=bool(requires_all_reduce))
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
+    @checked
+    def set_gradient_divide_factor(self, factor: PositiveFloat) -> None:
         """Divide the sum of this unit's gradients over all ranks by `factor`, not by their number.
 
         Args:
             factor: a positive number. Units below keep theirs.
 
         Raises:
-            AnnotationError: `factor` is not positive.
+            ArgumentError: `factor` is not positive.
             PhaseError: in the middle of a step. FSDP2 takes it there.
         """
         unit = _unit("set_gradient_divide_factor", self)
-        if not factor > 0:
-            raise AnnotationError(
-                f"set_gradient_divide_factor: factor must be a positive number, got {factor!r}"
-            )
         unit.set_divisor(float(factor))
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    @checked
+    def set_reduce_scatter_divide_factor(self, factor: PositiveFloat) -> None:
         """Do as `set_gradient_divide_factor`, which has taken its place.
 
         Args:
@@ -320,7 +328,8 @@ class FSDPModule(metaclass=_AsksRegistry):
         _unit("set_reduce_scatter_divide_factor", self)
         FSDPModule.set_gradient_divide_factor(self, factor)
 
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
+    @checked
+    def set_manual_backward_finalization(self, enabled: Flag) -> None:
         """Decide whether `finalize_backward` reduces gradients, in place of the end of backward.
 
         Gradients of this module's unit and of those below are accumulated until then.
@@ -330,10 +339,11 @@ class FSDPModule(metaclass=_AsksRegistry):
         """
         units = _units("set_manual_backward_finalization", self, recurse=True)
         for unit in units:
-            _set_reduction(unit, at_end=enabled)
+            _set_reduction(unit, at_end=bool(enabled))
         _follow_schedule(units)
 
-    def finalize_backward(self: Any, *, async_op: bool = False) -> _Handle | None:
+    @checked
+    def finalize_backward(self: Any, *, async_op: Flag = False) -> _Handle | None:
         """Reduce what backwards have accumulated, unless `set_requires_gradient_sync(False)` holds.
 
         All ranks call it together, after the same backwards.
@@ -383,6 +393,7 @@ class FSDPModule(metaclass=_AsksRegistry):
             )
         scopes.reset(self)
 
+    @checked
     def set_modules_to_forward_prefetch(self, modules: Sequence[Any]) -> None:
         """Have no effect: the recorded order is gathered ahead.
 
@@ -395,6 +406,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         for module in (self, *modules):
             _unit("set_modules_to_forward_prefetch", module)
 
+    @checked
     def set_modules_to_backward_prefetch(self, modules: Sequence[Any]) -> None:
         """Have no effect: the recorded order is gathered ahead.
 
@@ -442,6 +454,7 @@ class FSDPModule(metaclass=_AsksRegistry):
         """
         _exchange("set_custom_reduce_scatter", self, comm, lambda old: (old.gathers, comm))
 
+    @checked
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather and reduce-scatter this module's unit in NCCL's symmetric memory.
 

@@ -18,6 +18,7 @@ from composable.api.arguments import Placement
 from composable.api.mesh import Mesh, MeshDims, Spread
 from composable.api.replicate import replicate
 from composable.api.scopes import register_forward_method
+from composable.checked import checked
 from composable.contract.contract import registry
 from composable.contract.naming import modules_of
 from composable.contract.tree import SHARD, annotation_of
@@ -96,7 +97,7 @@ def fully_shard(
         module,
         mesh=over,
         reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn or _along_rows,
+        shard_placement_fn=_along_rows if shard_placement_fn is None else shard_placement_fn,
         **options,
     )
     unit: Unit = registry(modules[0])[SHARD].state
@@ -149,6 +150,7 @@ def state(module: nn.Module) -> State | None:
 fully_shard.state = state  # type: ignore[attr-defined]
 
 
+@checked
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let a method other than forward run with gathered parameters, as forward does.
 
@@ -170,6 +172,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         register_forward_method(module, method_name)
 
 
+@checked
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Have no effect: all models of a process share streams.
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from composable.checked import checked
 from composable.comm import is_distributed
 from composable.compilation import untraced
 from composable.engine.params.param import (
@@ -39,7 +40,7 @@ from composable.engine.params.param import (
     unit_mesh_of,
 )
 from composable.engine.step.observer import notify_communication
-from composable.errors import ClippingError, NonFiniteError
+from composable.errors import ClippingError, NonFiniteError, kind_of
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.shared import (
     Groups,
@@ -56,8 +57,9 @@ _DOUBLE: Final = (torch.float64, torch.complex128)
 _HALF: Final = (torch.float16, torch.bfloat16)
 
 
-@torch.no_grad()
 @untraced
+@checked
+@torch.no_grad()
 def clip_grad_norm_(
     module: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float | Tensor,
@@ -114,14 +116,10 @@ def clip_grad_norm_(
             f" be a positive number or inf, got {max_norm!r} and {norm_type!r}. To measure the norm"
             " only, pass max_norm=float('inf')"
         )
-    stages: object = pp_group
-    if pp_group is not None and not (
-        isinstance(stages, dist.ProcessGroup) and dist.get_rank(stages) >= 0
-    ):
+    if pp_group is not None and dist.get_rank(pp_group) < 0:
         raise ClippingError(
-            "clip_grad_norm_: pp_group must be a process group, that of the pipeline that this rank"
-            f" is a stage of, got a {type(pp_group).__name__}. Of a mesh, pass"
-            ' mesh["pp"].get_group()'
+            "clip_grad_norm_: pp_group must be that of the pipeline that this rank is a stage of."
+            ' Of a mesh, pass mesh["pp"].get_group()'
         )
     parameters = _parameters_of(module)
     if (name := stepped_in_backward(parameters)) is not None:
@@ -378,7 +376,7 @@ def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
     for each in members.values():
         if not isinstance(each, Tensor):
             raise ClippingError(
-                "clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a"
-                f" {type(each).__name__}. Pass the model, or model.parameters()"
+                "clip_grad_norm_: module must be a module, a tensor or an iterable of tensors, got"
+                f" {kind_of(each)} in it. Pass the model, or model.parameters()"
             )
     return list(members.values())

@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from composable.checked import checked
 from composable.compilation import untraced
 from composable.engine.params.param import STEPPED_BY, label_of
 from composable.engine.step.observer import DECISIONS, OBSERVERS, Observer
-from composable.errors import OptimizerError, PhaseError
+from composable.errors import OptimizerError, PhaseError, kind_of
 from composable.torch_private import in_backward
 
 _NAME: Final = "apply_optimizer_in_backward"
@@ -246,6 +247,7 @@ def _refuse_in_backward(what: str) -> None:
         raise PhaseError(f"{_NAME}: {what} was called inside a backward. Call it between steps")
 
 
+@checked
 def apply_optimizer_in_backward(
     optimizer_class: type[Optimizer],
     params: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
@@ -288,25 +290,18 @@ def apply_optimizer_in_backward(
     After `torch.distributed.optim._apply_optimizer_in_backward`, whose arguments it has.
     """
     _refuse_in_backward("it")
-    kind: object = optimizer_class
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or issubclass(
-        kind, torch.optim.LBFGS
-    ):
+    if issubclass(optimizer_class, torch.optim.LBFGS):
         raise OptimizerError(
-            f"{_NAME} takes a class of optimizers first that step each parameter by itself, e.g."
-            f" torch.optim.AdamW, got {kind!r}"
+            f"{_NAME}: {optimizer_class.__name__} steps all parameters together. Pass a class that"
+            " steps each parameter by itself, such as torch.optim.AdamW"
         )
-    given: list[Any] = (
-        [params]
-        if isinstance(params, (nn.Module, Tensor)) or not isinstance(params, Iterable)
-        else list(params)
-    )
+    given: list[Any] = list(params)
     parameters = [each[1] if isinstance(each, tuple) else each for each in given]
     for parameter in parameters:
         if not isinstance(parameter, nn.Parameter):
             raise OptimizerError(
-                f"{_NAME} takes parameters, e.g. model.parameters(), not a"
-                f" {type(parameter).__name__}. Call it once for each parameter group"
+                f"{_NAME}: params must be parameters, e.g. model.parameters(), got"
+                f" {kind_of(parameter)}. Call it once for each parameter group"
             )
         label = label_of(parameter)
         if label is not None and label.form != "at_rest":

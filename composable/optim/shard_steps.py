@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from composable.checked import checked
 from composable.engine.params.param import gradient_of
 from composable.errors import OptimizerError
 from composable.optim.shared import refuse_unreduced
@@ -313,6 +314,7 @@ class ShardStepping(Stepping):
 # --- which optimizers ---------------------------------------------------------------------------
 
 
+@checked
 def step_on_shards(
     optimizer: Optimizer, *, enabled: bool = True, elementwise: bool = False
 ) -> None:
@@ -346,10 +348,6 @@ def step_on_shards(
         >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         >>> step_on_shards(optimizer)
     """
-    if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(
-            f"step_on_shards: expected a torch.optim.Optimizer, got {type(optimizer).__name__}"
-        )
     kind: Any = type(optimizer)
     name = kind.__name__
     stepping = STEPPINGS.get(optimizer)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from composable.errors import PolicyError, few
+from composable.errors import PolicyError, few, kind_of
 
 Selection = dict[nn.Module, dict[str, Any]]
 
@@ -115,17 +115,6 @@ def takes(function: Callable[..., Any], count: int) -> bool:
     except TypeError:
         return False
     return True
-
-
-def kind_of(value: Any) -> str:
-    """Name what a value is, for a message; never its repr, unless that is short for certain."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return repr(value)
-    if isinstance(value, str):
-        return f"the str '{value}'" if len(value) <= 40 else "a str"
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return f"a {type(value).__name__}"
 
 
 def by_all_names(

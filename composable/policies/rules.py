@@ -11,14 +11,14 @@ from typing import Any, Final
 from torch import nn
 from typing_extensions import override
 
-from composable.errors import PolicyError, describe_module, few, what_is_there
+from composable.checked import PositiveInt, checked
+from composable.errors import PolicyError, describe_module, few, kind_of, what_is_there
 from composable.policies.base import (
     Policy,
     Selection,
     as_classes,
     by_all_names,
     is_container,
-    kind_of,
     layers_in_lists,
     not_empty,
     takes,
@@ -80,9 +80,10 @@ class CustomPolicy(Policy):
     """
 
     def __init__(self, decide: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
-        if not callable(decide):
+        given: Any = decide
+        if not callable(given) or isinstance(given, nn.Module):
             raise PolicyError(
-                f"CustomPolicy takes a function of a module, and got {type(decide).__name__}"
+                f"CustomPolicy: decide must be a function of a module, got {kind_of(decide)}"
             )
         if not takes(decide, 1):
             raise PolicyError(
@@ -129,8 +130,8 @@ class SizePolicy(Policy):
         exclude: classes that are never picked themselves; what is below them is.
 
     Raises:
-        PolicyError: an argument that is not as described; in `select`, when no module is large
-            enough.
+        ArgumentError: an argument that is not as described.
+        PolicyError: in `select`, when no module is large enough.
 
     Example::
 
@@ -142,18 +143,14 @@ class SizePolicy(Policy):
 
     FORCE_LEAF: Final = (nn.MultiheadAttention,)
 
+    @checked
     def __init__(
         self,
-        min_num_params: int,
+        min_num_params: PositiveInt,
         *,
         force_leaf: type[nn.Module] | Iterable[type[nn.Module]] = FORCE_LEAF,
         exclude: type[nn.Module] | Iterable[type[nn.Module]] = (),
     ) -> None:
-        given: Any = min_num_params
-        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-            raise PolicyError(
-                f"SizePolicy takes a number of elements of at least 1, and got {kind_of(given)}"
-            )
         self.min_num_params = min_num_params
         self.force_leaf = as_classes(force_leaf, "force_leaf= takes classes of modules")
         self.exclude = as_classes(exclude, "exclude= takes classes of modules")
@@ -221,12 +218,14 @@ class NamePolicy(Policy):
     """
 
     def __init__(
-        self, patterns: Mapping[str, Mapping[str, Any] | bool | None] | Iterable[str]
+        self, patterns: Mapping[str, Mapping[str, Any] | bool | None] | Iterable[str] | str
     ) -> None:
         if isinstance(patterns, str):
             patterns = (patterns,)
         if not isinstance(patterns, Iterable):
-            raise PolicyError(f"NamePolicy takes a dict of globs, and got {kind_of(patterns)}")
+            raise PolicyError(
+                f"NamePolicy: patterns must be a dict of globs, got {kind_of(patterns)}"
+            )
         given: Mapping[Any, Any] = (
             patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
         )
@@ -234,8 +233,8 @@ class NamePolicy(Policy):
         for pattern, overrides in given.items():
             if not isinstance(pattern, str):
                 raise PolicyError(
-                    f"NamePolicy takes globs, and got {kind_of(pattern)} as a key; "
-                    "for overrides by class, use CustomPolicy with a function"
+                    f"NamePolicy: patterns must be globs, got {kind_of(pattern)} as a key;"
+                    " for overrides by class, use CustomPolicy with a function"
                 )
             if overrides is None or overrides is True:
                 overrides = {}
@@ -291,6 +290,7 @@ class ModelPolicy(Policy):
     The plan is that of transformers' own distribution; accelerate reads `_no_split_modules`.
     """
 
+    @checked
     def __init__(self, module: nn.Module) -> None:
         plan: Any = getattr(module, "_fsdp_plan", None) or {}
         self.classes: list[str] = sorted(getattr(module, "_no_split_modules", None) or ())

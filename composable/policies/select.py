@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from composable.errors import PolicyError, describe_module
-from composable.policies.base import Policy, Selection, kind_of, not_empty
+from composable.checked import ELSEWHERE
+from composable.errors import PolicyError, describe_module, kind_of
+from composable.policies.base import Policy, Selection, as_classes, not_empty
 from composable.policies.rules import CustomPolicy, ModelPolicy, ModuleWrapPolicy, NamePolicy
 
-PolicyLike = (
+PolicyLike = Annotated[
     Policy
     | nn.Module
     | type[nn.Module]
     | Collection[type[nn.Module]]
     | Mapping[str, Mapping[str, Any] | bool | None]
-    | Callable[[nn.Module], bool | dict[str, Any]]
-)
+    | Callable[[nn.Module], bool | dict[str, Any]],
+    ELSEWHERE,  # by `as_policy`
+]
 
 
 def as_policy(value: PolicyLike) -> Policy:
@@ -32,7 +34,7 @@ def as_policy(value: PolicyLike) -> Policy:
     if isinstance(value, Mapping):
         return NamePolicy(value)
     if isinstance(value, (type, set, frozenset, tuple, list)):
-        return ModuleWrapPolicy(value)
+        return ModuleWrapPolicy(as_classes(value, "policy= takes classes of modules"))
     if isinstance(value, nn.Module):
         return ModelPolicy(value)
     given: Any = value

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from composable.checked import checked
 from composable.comm import is_distributed, world_group
 from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
@@ -183,6 +184,7 @@ def describe(module: nn.Module, *, by: Literal["unit"] = "unit") -> Description:
 def describe(module: nn.Module, *, by: Literal["parameter"]) -> ParameterDescription: ...
 
 
+@checked
 def describe(
     module: nn.Module, *, by: Literal["unit", "parameter"] = "unit"
 ) -> Description | ParameterDescription:
@@ -207,14 +209,12 @@ def describe(
         by: what a row is: "unit" or "parameter".
 
     Raises:
-        ValueError: `by` is something else.
+        ArgumentError: `by` is something else.
 
     Example:
         >>> print(describe(fully_shard(model, policy={Block})))
         >>> print(describe(model, by="parameter"))
     """
-    if by not in ("unit", "parameter"):
-        raise ValueError(f'describe: by={by!r} must be "unit" or "parameter"')
     module = unwrapped(module)
     if by == "parameter":
         return describe_parameters(module)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
+from composable.checked import RealDtype, checked
 from composable.comm.choose import ranks_of
 from composable.comm.launch import Launch
 from composable.comm.ledger import checksum
@@ -55,10 +56,11 @@ class Streamed:
     checksums: dict[str, int] = field(default_factory=dict)
 
 
+@checked
 def stream_full(
     module: nn.Module,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: RealDtype | None = None,
     since: Streamed | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time.
@@ -230,8 +232,9 @@ def _dtypes_of(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str,
     }
 
 
+@checked
 def full_state_dict(
-    module: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None
+    module: nn.Module, *, rank0_only: bool = True, dtype: RealDtype | None = None
 ) -> dict[str, Any]:
     """Gather the whole state dict on the host. All ranks call this together.
 
@@ -269,8 +272,9 @@ def full_state_dict(
 # --- export -------------------------------------------------------------------------------------
 
 
+@checked
 def export(
-    module: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None
+    module: nn.Module, folder: str | os.PathLike[str], *, dtype: RealDtype | None = None
 ) -> None:
     """Write whole weights as Hugging Face safetensors.
 

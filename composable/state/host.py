@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable.api.scopes import units_in
+from composable.checked import checked
 from composable.compilation import unwrapped
 from composable.contract.values import map_tensors
 from composable.engine.edits.written import written
@@ -127,6 +127,7 @@ class HostOffload:
                     state[key] = map_tensors(value, any_kind)
 
 
+@checked
 @torch.no_grad()
 def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
     """Let a model leave the device between two phases of training, for inference on that device.
@@ -152,8 +153,8 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
         NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward, a backward or `summon_full_params`; gradients are
             accumulated and not reduced; or the model is on the host already.
-        AnnotationError: an optimizer is none, or replicated parameters are on a device whose
-            tensors torch cannot move in place.
+        AnnotationError: replicated parameters are on a device whose tensors torch cannot move in
+            place.
 
     Example:
         >>> with offload_to_host(model, optimizer):
@@ -165,12 +166,6 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
     """
     module = unwrapped(module)
     units = units_in("offload_to_host", module)
-    for each in optimizers:
-        given: Any = each
-        if not isinstance(given, Optimizer):
-            raise AnnotationError(
-                f"offload_to_host takes the model's optimizers, got a {type(given).__name__}"
-            )
     for unit in units:
         _refuse_sleep(unit)
     require_at_rest("offload_to_host", units)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from composable.api.scopes import units_in
+from composable.checked import RealDtype, checked
 from composable.compilation import untraced, unwrapped
 from composable.engine.edits.written import written
 from composable.engine.step.plan import planned_roots
@@ -26,12 +27,13 @@ from composable.state.whole import all_or_none, comms_of_model, require_at_rest
 from composable.state.writing import cast, give_memory, write
 
 
+@checked
 def materialize(
     module: nn.Module,
     init: Init | None = None,
     *,
     folder: str | os.PathLike[str] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: RealDtype | None = None,
     strict: bool = True,
     rename: Rename | None = None,
 ) -> Loaded:
@@ -95,11 +97,12 @@ def materialize(
     return _fill("materialize", module, init, folder, dtype, strict, rename)
 
 
+@checked
 def load(
     module: nn.Module,
     folder: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: RealDtype | None = None,
     strict: bool = True,
     rename: Rename | None = None,
 ) -> Loaded:
@@ -148,6 +151,7 @@ def load(
 
 
 @untraced
+@checked
 def refresh(module: nn.Module) -> None:
     """Adopt now what was done to annotated modules since the last forward, or refuse it by name.
 
@@ -186,7 +190,6 @@ def _fill(
     rename: Rename | None,
 ) -> Loaded:
     model = unwrapped(model)
-    _check_arguments(verb, model, init, dtype, rename)
     units = units_in(verb, model)
     require_at_rest(verb, units)
     plan = None
@@ -207,25 +210,3 @@ def _fill(
     initialisation.end()
     written(units)
     return Loaded([], []) if plan is None else plan.left_out
-
-
-def _check_arguments(verb: str, model: object, init: object, dtype: object, rename: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise UnknownArgumentError(
-            f"{verb}: the first argument is the annotated module, not a {type(model).__name__}"
-        )
-    if init is not None and not callable(init):
-        raise UnknownArgumentError(
-            f"{verb}: init= is a function that is called with each module, not {init!r}. Pass a"
-            " folder by its name: folder="
-        )
-    if rename is not None and not callable(rename):
-        raise UnknownArgumentError(
-            f"{verb}: rename= is a function that is given a name in the folder and returns the"
-            f" model's, not a {type(rename).__name__}"
-        )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UnknownArgumentError(
-            f"{verb}: dtype= is a torch.dtype of floating-point numbers, as torch.bfloat16, not"
-            f" {dtype!r}; others are no weights"
-        )

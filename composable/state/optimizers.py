@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from composable.checked import checked
 from composable.compilation import unwrapped
 from composable.engine.edits.written import at_rest
 from composable.engine.params.form import PLAIN
@@ -23,6 +24,7 @@ from composable.tensors.dtensors import whole_of, wrap
 from composable.torch_private import local_of, step_hooks
 
 
+@checked
 @torch.no_grad()
 def rebind_optimizer(module: nn.Module, optimizer: Optimizer) -> None:
     """Let an optimizer that holds parameters of before an annotation hold those of after it.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
+from composable.checked import checked
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
@@ -54,6 +55,7 @@ class _Shown:
     version: int
 
 
+@checked
 @contextmanager
 def summon_full_params(
     module: nn.Module,

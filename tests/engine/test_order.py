@@ -236,5 +236,5 @@ def test_a_step(
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, None])
 def test_prefetch_is_a_number_of_units(wrong: object) -> None:
-    with pytest.raises(AnnotationError, match="prefetch must be a number of units"):
+    with pytest.raises(AnnotationError, match="prefetch must be a whole number"):
         fully_shard(nn.Linear(2, 2), prefetch=wrong)  # type: ignore[arg-type]

@@ -106,7 +106,7 @@ def meshes_that_list_ranks_otherwise_than_process_groups() -> Refusals:
 def numbers_of_ranks_that_do_not_divide_the_mesh() -> Refusals:
     for mesh in (None, _mesh(1, 2, names=("replicate", "shard"))):
         yield annotating(fully_shard, _layer(), mesh=mesh, reshard_after_forward=3), "MeshError: reshard_after_forward=3: parameters are sharded over 2 ranks, which 3 does not divide."
-    yield annotating(fully_shard, _layer(), reshard_after_forward="yes"), "AnnotationError: reshard_after_forward must be None, True, False or a number of ranks, got the str 'yes'"
+    yield annotating(fully_shard, _layer(), reshard_after_forward="yes"), "ArgumentError: fully_shard: reshard_after_forward must be True or False, a whole number or None, got the str 'yes'"
 
 
 @row(2)
@@ -210,7 +210,7 @@ def placements_of_other_ranks() -> Refusals:
 @row(4)
 def a_tensor_parallel_model_that_one_rank_cannot_annotate() -> Refusals:
     mesh, first = mesh_of(2, 2), dist.get_rank() == 0
-    said = "AnnotationError: ...prefetch must be..." if first else "RanksDisagreeError: ...failed, so no rank annotates...prefetch must be..."
+    said = "ArgumentError: ...prefetch must be..." if first else "RanksDisagreeError: ...failed, so no rank annotates...prefetch must be..."
     model = _parallel(mesh["tp"])
     yield annotating(fully_shard, model, mesh=mesh["dp"], prefetch=-1 if first else 1), said
     fully_shard(model, mesh=mesh["dp"])

@@ -113,12 +113,12 @@ def what_is_no_folder_no_initialiser_and_no_dtype_of_weights() -> Refusals:
     yield lambda: load(model, None if unset else "/tmp/never"), "UnknownArgumentError: load: folder= is the path of a folder or file of safetensors, not None. Without a folder, materialize(model) runs initialisers" if unset else "FileNotFoundError: load: there is no folder..."
     for wrong in (None, "", {}):
         yield lambda wrong=wrong: load(model, wrong), f"UnknownArgumentError: load: folder= is the path of a folder or file of safetensors, not {wrong!r}..."
-    yield lambda: load("/tmp/never", model), "UnknownArgumentError: load: the first argument is the annotated module, not a str"
-    yield lambda: materialize(model, "/tmp/never"), "UnknownArgumentError: materialize: init= is a function that is called with each module, not '/tmp/never'. Pass a folder by its name: folder="
+    yield lambda: load("/tmp/never", model), "ArgumentError: load: module must be a module (nn.Module), got the str '/tmp/never'"
+    yield lambda: materialize(model, "/tmp/never"), "ArgumentError: materialize: init must be a function of 1 argument or None, got the str '/tmp/never'"
     for dtype in (torch.int32, "bfloat16"):
-        yield lambda dtype=dtype: load(model, "/tmp/never", dtype=dtype), f"UnknownArgumentError: load: dtype= is a torch.dtype of floating-point numbers, as torch.bfloat16, not {dtype!r}; others are no weights"
+        yield lambda dtype=dtype: load(model, "/tmp/never", dtype=dtype), "ArgumentError: load: dtype must be a torch.dtype of floating-point numbers (such as torch.bfloat16) or None, got..."
         yield lambda dtype=dtype: materialize(model, dtype=dtype), "UnknownArgumentError: materialize: dtype= is..."
-    yield lambda: load(model, "/tmp/never", rename={"a": "b"}), "UnknownArgumentError: load: rename= is a function that is given a name in the folder and returns the model's, not a dict"  # type: ignore[arg-type]
+    yield lambda: load(model, "/tmp/never", rename={"a": "b"}), "ArgumentError: load: rename must be a function of 1 argument or None, got a dict"  # type: ignore[arg-type]
     assert all(each.is_meta and each.dtype == torch.float32 for each in model.parameters())
 
 
@@ -143,7 +143,7 @@ def averages_of_another_plan() -> Refusals:
     ema = EMA(model, decay=0.9)
     ema.load_state_dict(whole)
     ema.update()
-    yield lambda: EMA(model, decay=2), "ValueError: EMA: decay must be between 0 and 1, and is 2..."
+    yield lambda: EMA(model, decay=2), "ArgumentError: EMA: decay must be a number from 0 to 1, got 2"
     del whole["averages"]["embed.weight"]
     yield lambda: ema.load_state_dict(whole), "KeyError: ...embed.weight..."
 
@@ -164,7 +164,7 @@ def what_cannot_leave_the_device() -> Refusals:
     yield lambda: offload_to_host(model), "PhaseError: ...with accumulated gradients; call reduce_gradients..."
     _train(model)
     yield lambda: _inside(summon_full_params(model), lambda: offload_to_host(model)), "PhaseError: ...inside of summon_full_params()..."
-    yield lambda: offload_to_host(model, model), "AnnotationError: ...takes the model's optimizers, got a Net..."
+    yield lambda: offload_to_host(model, model), "ArgumentError: offload_to_host: optimizers must be an Optimizer, got a Net"
     yield lambda: _in_a_forward(model, lambda: offload_to_host(model)), "PhaseError: ...inside of the forward..."
     _train(model)
 

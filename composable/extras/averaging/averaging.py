@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable.checked import NonNegativeInt, PositiveInt, checked
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.comm.base import cut_flat
 from composable.comm.launch import Launch
@@ -181,6 +182,7 @@ def _average(caller: str, model: nn.Module, comm_for: Callable[[Unit], Comm]) ->
     written(units)
 
 
+@checked
 def average_parameters(module: nn.Module, *, over: Over = REPLICAS) -> None:
     """Replace the parameters of the units in `module` by their means over ranks that trained apart.
 
@@ -225,10 +227,6 @@ class _Averager:
     """
 
     def __init__(self, module: nn.Module, warmup_steps: int) -> None:
-        if warmup_steps < 0:
-            raise AnnotationError(
-                f"{type(self).__name__}: warmup_steps must not be negative, got {warmup_steps}"
-            )
         self._model = unwrapped(module)
         self._warmup = warmup_steps
         self.step = 0
@@ -253,6 +251,7 @@ class _Averager:
         """Return the number of steps."""
         return {"step": self.step}
 
+    @checked
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on after that many steps.
 
@@ -275,7 +274,7 @@ class PeriodicAverager(_Averager):
         over: as for `average_parameters`.
 
     Raises:
-        AnnotationError: period is below 1, or warmup_steps below 0.
+        ArgumentError: period is below 1, or warmup_steps below 0.
         MeshError: as `average_parameters`.
 
     Example:
@@ -288,12 +287,16 @@ class PeriodicAverager(_Averager):
     Source: torch's `PeriodicModelAverager`; post-local SGD, https://arxiv.org/abs/1808.07217.
     """
 
+    @checked
     def __init__(
-        self, module: nn.Module, *, period: int, warmup_steps: int = 0, over: Over = REPLICAS
+        self,
+        module: nn.Module,
+        *,
+        period: PositiveInt,
+        warmup_steps: NonNegativeInt = 0,
+        over: Over = REPLICAS,
     ) -> None:
         super().__init__(module, warmup_steps)
-        if period < 1:
-            raise AnnotationError(f"PeriodicAverager: period must be at least 1, got {period}")
         self._period = period
         self._over = over
         for unit in units_in(self._model, caller="PeriodicAverager"):
@@ -333,6 +336,7 @@ class HierarchicalAverager(_Averager):
     Source: torch's `HierarchicalModelAverager`, which takes sizes by period.
     """
 
+    @checked
     def __init__(
         self,
         module: nn.Module,

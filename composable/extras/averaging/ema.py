@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.checked import Fraction, checked
 from composable.compilation import unwrapped
 from composable.errors import ForeignParameterError, few
 from composable.seams import (
@@ -67,7 +68,7 @@ class EMA:
         decay: weight of the past, from 0 to 1.
 
     Raises:
-        ValueError: `decay` is not between 0 and 1.
+        ArgumentError: `decay` is not between 0 and 1.
         ForeignParameterError: a parameter trains, and its class cannot be averaged.
 
     Example:
@@ -82,9 +83,8 @@ class EMA:
     gives the same numbers.
     """
 
-    def __init__(self, module: nn.Module, *, decay: float) -> None:
-        if not 0 <= decay <= 1:
-            raise ValueError(f"EMA: decay must be between 0 and 1, and is {decay}")
+    @checked
+    def __init__(self, module: nn.Module, *, decay: Fraction) -> None:
         self._model = unwrapped(module)
         self._decay = decay
         with torch.no_grad():
@@ -181,6 +181,7 @@ class EMA:
             warn_of_other_groups(module, f"{prefix}." if prefix else "")
         return {"decay": self._decay, "averages": dict(self._averages)}
 
+    @checked
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take averages over: whole plain ones, or sharded ones.

@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from composable import OptimizerInBackward
+from composable.checked import Fraction, NonNegativeInt, PositiveInt, checked
 from composable.comm import Comm, MeshInfo, ranks_of
 from composable.comm.base import DONE, Work, cut_flat
 from composable.comm.launch import Launch
@@ -373,6 +374,7 @@ class LocalSteps:
         kind.step(copied)  # a schedule may have put another `step` on the object
         return {fqn: dict(copied.state[copies[id(each)]]) for fqn, each in self._backups.items()}
 
+    @checked
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called, with the same `every` and `delay`.
@@ -459,16 +461,17 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
 
 
 @untraced
+@checked
 @torch.no_grad()
 def local_steps(
     module: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     *,
-    every: int,
+    every: PositiveInt,
     over: Over = REPLICAS,
     outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
-    delay: int = 0,
-    keep: float = 0.0,
+    delay: NonNegativeInt = 0,
+    keep: Fraction = 0.0,
     offload: bool = False,
 ) -> LocalSteps:
     """Let replicas train apart, and step an outer optimizer after every `every` steps (DiLoCo).
@@ -529,14 +532,10 @@ def local_steps(
     Source: DiLoCo, https://arxiv.org/abs/2311.08105; sent early: https://arxiv.org/abs/2501.18512.
     """
     module = unwrapped(module)
-    if every < 1:
-        raise AnnotationError(f"{_CALLER}: every must be at least 1, got {every}")
-    if not 0 <= delay < every:
+    if delay >= every:
         raise AnnotationError(
             f"{_CALLER}: delay must be from 0 to every - 1 = {every - 1}, got {delay}"
         )
-    if not 0 <= keep <= 1:
-        raise AnnotationError(f"{_CALLER}: keep must be from 0 to 1, got {keep}")
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     if not optimizers:
         raise OptimizerError(

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from composable import step_on_shards
+from composable.checked import checked
 from composable.comm import Comm, ranks_of
 from composable.comm.launch import Launch
 from composable.compilation import untraced
@@ -36,6 +37,7 @@ from composable.errors import (
     OptimizerError,
     RanksDisagreeError,
     first_line,
+    kind_of,
     unit_name,
     what_is_there,
 )
@@ -760,6 +762,7 @@ def _refuse_placed_apart(stepped: Sequence[Tensor]) -> None:
 # --- which matrices ------------------------------------------------------------------------------
 
 
+@checked
 def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimizer:
     """Let an optimizer step whole matrices, each on the one rank that owns it.
 
@@ -809,8 +812,6 @@ def step_on_matrices(optimizer: AnyOptimizer, which: Which = None) -> AnyOptimiz
     As the Muons of Moonlight (arXiv 2502.16982) and Dion (arXiv 2504.05295) share their work.
     """
     kind: Any = type(optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(f"{_CALLER}: expected a torch.optim.Optimizer, got {kind.__name__}")
     if isinstance(optimizer, optim.LBFGS) or is_part_of_backward(optimizer):
         raise OptimizerError(
             f"{_CALLER}: {kind.__name__} steps all of its parameters as one, or one by one in"
@@ -862,6 +863,10 @@ def _predicate(optimizer: Optimizer, which: Which) -> Callable[[Tensor], bool]:
     held = {id(parameter) for parameter in parameters_of(optimizer)}
     chosen: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # a copy outlives them
     for each in which:
+        if not isinstance(each, str | Tensor):
+            raise OptimizerError(
+                f"{_CALLER}: which must be names or parameters, got {kind_of(each)} in it"
+            )
         found = named.get(each) if isinstance(each, str) else each
         if found is None or id(found) not in held:
             said = f"'{each}'" if isinstance(each, str) else _name_of(each)

@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable import clip_grad_norm_
+from composable.checked import checked
 from composable.comm import is_distributed, notification_sum, ranks_of
 from composable.comm.launch import Launch
 from composable.contract.values import parameters_of
@@ -609,6 +610,7 @@ def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
         group.update(option)
 
 
+@checked
 def joinable(module: nn.Module, *others: Any) -> Joinable:
     """Make a model known to torch's `Join`, so that ranks may have different numbers of batches.
 
@@ -661,6 +663,7 @@ def joinable(module: nn.Module, *others: Any) -> Joinable:
     return ModelJoinable(models, optimizers, carried)
 
 
+@checked
 @contextmanager
 def join(
     module: nn.Module,

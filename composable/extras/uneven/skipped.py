@@ -6,6 +6,7 @@ from typing import NoReturn, TypeVar
 
 from torch import nn
 
+from composable.checked import checked
 from composable.compilation import untraced, unwrapped
 from composable.errors import PhaseError
 from composable.seams import driver_of, units_in
@@ -14,6 +15,7 @@ T = TypeVar("T")
 
 
 @untraced
+@checked
 def skipped(module: nn.Module, x: T) -> T:
     """Return `x`, and take part in the collectives of `module` without computing it.
 

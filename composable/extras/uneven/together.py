@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from composable import reset
+from composable.checked import PositiveInt, checked
 from composable.comm import Comm
 from composable.comm.base import Columns, compare_launches, observe_launches
 from composable.comm.launch import Launch, LaunchKind
@@ -236,7 +237,8 @@ class together:
         ...     optimizer.zero_grad()
     """
 
-    def __init__(self, module: nn.Module, *, give_up_after: int = 3) -> None:
+    @checked
+    def __init__(self, module: nn.Module, *, give_up_after: PositiveInt = 3) -> None:
         self.lost, self.why = False, ""
         self._refused: PhaseError | None = None  # what all ranks raise that come there
         self._model, self._give_up_after = unwrapped(module), give_up_after

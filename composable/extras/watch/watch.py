@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from composable.checked import NonNegativeInt, PositiveInt, checked
 from composable.comm import is_distributed
 from composable.comm.launch import Launch
 from composable.compilation import unwrapped
 from composable.contract.tree import names_below
 from composable.errors import (
     AlreadyAnnotatedError,
-    AnnotationError,
     NonFiniteError,
     NotReproducedError,
     RanksDisagreeError,
@@ -58,7 +58,6 @@ logger = logging.getLogger("composable")
 
 VARIABLE: Final = "COMPOSABLE_WATCH"
 AGREE: Final = 100  # steps from one comparison of digests to the next
-_ACTIONS: Final = ("warn", "raise")
 _NEVER: Final = (1 << 62) - 1  # later than every clock
 _LAUNCH: Final = Launch("exchange of what watch has found")
 # A scaler that begins at 2 ** 16 and halves is at 1 by then: infinities are not the scale's.
@@ -70,12 +69,13 @@ _ERRORS: Final[dict[str, type[RuntimeError]]] = {
 }
 
 
+@checked
 def watch(
     module: nn.Module,
     *,
-    every: int = 1,
+    every: PositiveInt = 1,
     action: Literal["warn", "raise"] = "warn",
-    agree: int = AGREE,
+    agree: NonNegativeInt = AGREE,
     folder: str | os.PathLike[str] | None = None,
     repeat: bool = False,
 ) -> Watch:
@@ -130,16 +130,12 @@ def watch(
     Raises:
         NotAnnotatedError: no annotated module in `module`.
         AlreadyAnnotatedError: it is watched already.
-        AnnotationError: `every` is less than 1, or `action` is unknown.
+        ArgumentError: `every` is less than 1, or `action` is unknown.
 
     Example:
         >>> fully_shard(model, policy={Block})
         >>> watch(model, action="raise")
     """
-    if every < 1:
-        raise AnnotationError(f"watch: every must be at least 1, got {every}")
-    if action not in _ACTIONS:
-        raise AnnotationError(f"watch: action must be 'warn' or 'raise', got {action!r}")
     module = unwrapped(module)
     units = units_in(module, caller="watch")
     for unit in units:

@@ -45,7 +45,9 @@ def _is_mode(verb: str, usual: str, other: str) -> str:
 
 
 _ODD: Final = "_Odd: as planned"
-_CAP: Final = "AnnotationError: bucket_cap_mb must be a positive number of MiB, got 0"
+_CAP: Final = (
+    "ArgumentError: replicate: bucket_cap_mb must be a positive number that is not infinite, got 0"
+)
 _UNIT: Final = "unit '0', reshard_after_forward={}, dimension {}"
 _BUCKETS: Final = "bucket_cap_mb={}, broadcast_buffers=True"
 
