@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from composable.api.arguments import dim_without_padding, has_own_class, ranks_after_forward
-from composable.api.mesh import Spread, part_of
+from composable.api.mesh import MeshPlan, part_of
 from composable.comm import is_distributed
 from composable.comm.mesh_info import communication_device
 from composable.contract.contract import add_attribute
@@ -161,7 +161,7 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
             )
 
 
-def refuse_spread(verb: str, managed: Managed[nn.Parameter], over: Spread | None) -> None:
+def refuse_spread(verb: str, managed: Managed[nn.Parameter], over: MeshPlan | None) -> None:
     """Raise for what is no tensor-parallel parameter beside the dimensions of `over`."""
     given = spread_of(managed.tensor)
     if given is None:
@@ -261,7 +261,7 @@ def _half_or_all(name: str, tensor: Tensor) -> bool:
 def refuse_unfit_extension(
     managed: Managed[nn.Parameter],
     dim: int | None,
-    over: Spread,
+    over: MeshPlan,
     settings: Mapping[str, Any],
     device: torch.device,
 ) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.api.mesh import Spread, comms_along, joint_mesh, part_of
+from composable.api.mesh import MeshPlan, comms_along, joint_mesh, part_of
 from composable.api.selection import ids_of_ignored
 from composable.comm import Comm
 from composable.comm.launch import Launch
@@ -68,39 +68,39 @@ def told_to(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
 def forms_of(
     verb: str,
     parameters: Sequence[Managed[nn.Parameter]],
-    spreads: Sequence[Spread | None],
+    mesh_plans: Sequence[MeshPlan | None],
     device: torch.device,
 ) -> list[ParamForm]:
-    """Find what parameters are: plain, or spread over a mesh of their own and that of `spreads`.
+    """Find what parameters are: plain, or distributed over a mesh of their own and that of a plan.
 
     All parameters of one pair of meshes share one joint mesh.
     """
-    joints: dict[tuple[DeviceMesh | None, Spread], DeviceMesh] = {}
+    joints: dict[tuple[DeviceMesh | None, MeshPlan], DeviceMesh] = {}
     found: list[ParamForm] = []
-    for managed, spread in zip(parameters, spreads, strict=True):
+    for managed, plan in zip(parameters, mesh_plans, strict=True):
         tensor, given = managed.tensor, spread_of(managed.tensor)
-        if given is None or spread is None:
+        if given is None or plan is None:
             found.append(form_of(tensor))
             continue
         mesh, placements = given
-        dims = spread.dims_beside(mesh, placements)
+        dims = plan.dims_beside(mesh, placements)
         own = part_of(mesh, dims)
         if own is None:
-            joints[own, spread] = spread.mesh
-        elif (own, spread) not in joints:
-            joints[own, spread] = joint_mesh(verb, own, spread, device)
+            joints[own, plan] = plan.mesh
+        elif (own, plan) not in joints:
+            joints[own, plan] = joint_mesh(verb, own, plan, device)
             _refuse_different_placements(verb, own, parameters, device)
         plain = not isinstance(tensor, DTensor)
         shape = _whole_shape(verb, managed, device) if plain else tensor.shape
         kind = PartForm if plain else SpreadForm
-        found.append(kind(spread_like(tensor, shape), joints[own, spread], dims))
+        found.append(kind(spread_like(tensor, shape), joints[own, plan], dims))
     return found
 
 
 def _refuse_different_placements(
     verb: str, mesh: DeviceMesh, parameters: Sequence[Managed[nn.Parameter]], device: torch.device
 ) -> None:
-    """Raise if the ranks of `mesh` spread a parameter over it in different ways."""
+    """Raise if the ranks of `mesh` have distributed a parameter over it in different ways."""
     mine = [(each.fqn, str(spread_of(each.tensor))) for each in parameters]
     launch = Launch(f"placements of parameters of {verb}()")
     for comm in comms_along(mesh, device):
@@ -111,7 +111,7 @@ def _refuse_different_placements(
                     raise RanksDisagreeError(
                         f"{verb}: of the ranks over which parameters are tensor parallel, rank 0"
                         f" has '{first[0]}' with {first[1]} and rank {rank} has '{second[0]}' with"
-                        f" {second[1]}. Spread parameters alike on every rank"
+                        f" {second[1]}. Distribute parameters alike on every rank"
                     )
 
 

@@ -389,7 +389,7 @@ def _file_name(index: int, count: int) -> str:
 
 
 def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
-    """Spread tensors over files of about equal size, so that many ranks write at once.
+    """Distribute tensors over files of about equal size, so that many ranks write at once.
 
     A file has at least 1 GiB and at most about 5 GiB.
     """
