@@ -26,7 +26,7 @@ from composable.config import GRAD_DTYPE, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.params.precision import BufferHolder
 from composable.errors import AnnotationError, MeshError, what_is_there
-from composable.features.spread import spread_of
+from composable.features.dtensor_form import mesh_and_placements
 from composable.memory.streams import has_streams
 from composable.policies.base import by_all_names, kind_of
 
@@ -267,7 +267,7 @@ def _largest_part(parameter: nn.Parameter) -> Sequence[int]:
     """
     shape = list(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return shape if spread_of(parameter) is None else ()
+        return shape if mesh_and_placements(parameter) is None else ()
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
         if (dim := getattr(placement, "dim", None)) is not None:
             shape[dim] = -(-shape[dim] // size)

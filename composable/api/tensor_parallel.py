@@ -19,8 +19,14 @@ from composable.comm.launch import Launch
 from composable.contract.tree import Managed, managed_parameters
 from composable.engine.params.form import ParamForm
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
+from composable.features.dtensor_form import (
+    PART,
+    DTensorForm,
+    PartForm,
+    mesh_and_placements,
+    meta_like,
+)
 from composable.features.packed import form_of
-from composable.features.spread import PART, PartForm, SpreadForm, spread_like, spread_of
 from composable.tensors.dtensors import describe_mesh
 
 
@@ -38,8 +44,10 @@ def told_across(
     ignored: Mapping[int, None] = {}
     with suppress(Exception):  # of which the validation tells
         ignored = ids_of_ignored(modules, ignored_params)
-    spread = [spread_of(each.tensor) for each in managed_parameters(modules, ignored=ignored)]
-    meshes = dict.fromkeys(found[0] for found in spread if found is not None)
+    found = [
+        mesh_and_placements(each.tensor) for each in managed_parameters(modules, ignored=ignored)
+    ]
+    meshes = dict.fromkeys(each[0] for each in found if each is not None)
     comms = [comm for mesh in meshes for comm in comms_along(mesh, device)]
     with told_to(verb, comms, "tensor-parallel rank"):
         yield
@@ -78,7 +86,7 @@ def forms_of(
     joints: dict[tuple[DeviceMesh | None, MeshPlan], DeviceMesh] = {}
     found: list[ParamForm] = []
     for managed, plan in zip(parameters, mesh_plans, strict=True):
-        tensor, given = managed.tensor, spread_of(managed.tensor)
+        tensor, given = managed.tensor, mesh_and_placements(managed.tensor)
         if given is None or plan is None:
             found.append(form_of(tensor))
             continue
@@ -92,8 +100,8 @@ def forms_of(
             _refuse_different_placements(verb, own, parameters, device)
         plain = not isinstance(tensor, DTensor)
         shape = _whole_shape(verb, managed, device) if plain else tensor.shape
-        kind = PartForm if plain else SpreadForm
-        found.append(kind(spread_like(tensor, shape), joints[own, plan], dims))
+        kind = PartForm if plain else DTensorForm
+        found.append(kind(meta_like(tensor, shape), joints[own, plan], dims))
     return found
 
 
@@ -101,7 +109,7 @@ def _refuse_different_placements(
     verb: str, mesh: DeviceMesh, parameters: Sequence[Managed[nn.Parameter]], device: torch.device
 ) -> None:
     """Raise if the ranks of `mesh` have distributed a parameter over it in different ways."""
-    mine = [(each.fqn, str(spread_of(each.tensor))) for each in parameters]
+    mine = [(each.fqn, str(mesh_and_placements(each.tensor))) for each in parameters]
     launch = Launch(f"placements of parameters of {verb}()")
     for comm in comms_along(mesh, device):
         gathered = comm.all_gather_objects(mine, launch)

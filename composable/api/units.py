@@ -241,7 +241,7 @@ def _plan(
         # plain parameters that rest on the device: one `ShardedGroup`
         settings["grouping"] = GroupingByForm(precision, offload)
         if offload is not None and mesh_plan is not None:
-            checks.refuse_spread_offload(share, communication_device(mesh_plan.mesh, device))
+            checks.refuse_dtensor_offload(share, communication_device(mesh_plan.mesh, device))
     else:
         settings["bucket_bytes"] = arguments.bucket_bytes_of(options["bucket_cap_mb"])
         for name in ("gradient_as_bucket_view", "broadcast_buffers"):
@@ -264,7 +264,7 @@ def _plan(
                 arguments.check_reshard_after_forward(own, after)
             if (over := own or mesh_plan) is not None:
                 checks.refuse_unfit_extension(managed, dim, over, settings, device)
-        checks.refuse_spread(verb, managed, own or mesh_plan)
+        checks.refuse_dtensor(verb, managed, own or mesh_plan)
         is_exact = is_packed(managed.tensor) or all(
             id(place.module) in exact for place in managed.places
         )

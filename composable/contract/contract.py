@@ -448,8 +448,8 @@ def contract(
             given = arguments.pop(next(iter(signature.parameters)))
             target = unwrapped(given)
             modules = modules_of(name, target)
-            spreads = arguments.get(only_submodules_with or "") is not None
-            annotated = () if spreads else modules
+            by_policy = arguments.get(only_submodules_with or "") is not None
+            annotated = () if by_policy else modules
             for module in annotated:
                 _admit(name, module, reasons)
             outer = _running.get()

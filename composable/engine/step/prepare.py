@@ -289,7 +289,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         for place, parameter in registered_parameters(model, stop=())
         if parameter.requires_grad
         and not _is_managed(parameter)
-        and not isinstance(parameter, DTensor)  # which somebody else spreads, and reduces
+        and not isinstance(parameter, DTensor)  # which somebody else distributes, and reduces
         and place not in ignored
     ]
     if names:
@@ -456,9 +456,9 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
         and (other.device_mesh, other.placements) != (at_rest.device_mesh, at_rest.placements)
     ):
         raise ForeignParameterError(
-            f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is spread"
-            f" otherwise: {other.placements} over {describe_mesh(other.device_mesh)}, where the"
-            f" unit has {at_rest.placements} over {describe_mesh(at_rest.device_mesh)}. Register"
-            " its full_tensor(), or load it with load_state_dict()"
+            f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is"
+            f" distributed otherwise: {other.placements} over {describe_mesh(other.device_mesh)},"
+            f" where the unit has {at_rest.placements} over {describe_mesh(at_rest.device_mesh)}."
+            " Register its full_tensor(), or load it with load_state_dict()"
         )
     return other

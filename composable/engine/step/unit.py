@@ -400,19 +400,19 @@ class Unit:
             )
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
-            spread = not self.is_sharded and not param.info.form.is_whole
+            in_parts = not self.is_sharded and not param.info.form.is_whole
             mesh_info = param.info.mesh_info or self.mesh_info
-            key = (precision, device, mesh_info, sparse, spread)
+            key = (precision, device, mesh_info, sparse, in_parts)
             alike.setdefault(key, []).append(param)
         self.groups = []
-        for (precision, device, mesh_info, sparse, spread), members in alike.items():
+        for (precision, device, mesh_info, sparse, in_parts), members in alike.items():
             if self.is_sharded:
                 self.groups += spec.grouping.groups(members, precision, device, mesh_info)
                 continue
             self.groups.append(  # users' own memory; nothing is gathered, but casts are made
                 ReplicatedGroup(
                     members, precision, device, mesh_info,
-                    rest_mesh=None if sparse or spread else self.rest_mesh,
+                    rest_mesh=None if sparse or in_parts else self.rest_mesh,
                     # the root shows those next to shards as long as it computes
                     read_apart=bool(self.relations.readers) and self.kind is not UnitKind.BESIDE,
                 )

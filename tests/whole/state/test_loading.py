@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_named(assign: bool) -> None:
 _OURS: Final = "(Shard(dim=0),) over the (2,) any mesh of ranks 0, 1"
 _CURE: Final = "Register its full_tensor(), or load it with load_state_dict()"
 _SPREAD: Final = (
-    "parameter 'weight' of unit 'body.0' was replaced by a DTensor that is spread otherwise:"
+    "parameter 'weight' of unit 'body.0' was replaced by a DTensor that is distributed otherwise:"
 )
 _REFUSED: Final = {
     "another placement": (
