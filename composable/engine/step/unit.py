@@ -268,14 +268,14 @@ class Relations:
             *dict.fromkeys((*below, *around, *(each for u in around for each in u.relations.below)))
         ]
 
-    def resemble(self, original: Relations, twins: Mapping[Unit, Unit]) -> None:
+    def copy_from(self, original: Relations, copies: Mapping[Unit, Unit]) -> None:
         """Those of a copy, among the units that were copied with it."""
         self.below, self.readers = (
-            {twins[unit]: None for unit in related if unit in twins}
+            {copies[unit]: None for unit in related if unit in copies}
             for related in (original.below, original.readers)
         )
-        around = [unit for unit in original.units_around() if unit in twins]
-        self.around = {twins[unit].relations.number: ref(twins[unit]) for unit in around}
+        around = [unit for unit in original.units_around() if unit in copies]
+        self.around = {copies[unit].relations.number: ref(copies[unit]) for unit in around}
         group = original.model_group
         known = group is not None and group() in [unit.mesh_info.all.group for unit in around]
         self.model_group = group if known else None
