@@ -49,7 +49,7 @@ class HostOffload:
         """
         units, self._units = self._units, []
         for unit in units:
-            unit.wake()
+            unit.restore()
         if units:
             self._move(self._back)
             self._hosted = {}
@@ -85,7 +85,7 @@ class HostOffload:
             unit.reshard()
             # otherwise the shards are on the host already
             leaves = unit.mesh_info.device in homes and not unit.spec.grouping.on_host
-            unit.sleep(homes[unit.mesh_info.device].take_one if leaves else None)
+            unit.offload(homes[unit.mesh_info.device].take_one if leaves else None)
         self._move(to_host)
         wait_for_traffic()
         gc.collect()  # the roots that are forgotten form cycles
@@ -156,7 +156,7 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
         >>> handle = offload_to_host(model, optimizer)
         >>> handle.restore()
 
-    As the sleep and wake of verl, prime-rl and AReaL.
+    verl, prime-rl and AReaL call this "sleep" and "wake".
     """
     module = unwrapped(module)
     units = units_in("offload_to_host", module)

@@ -64,7 +64,7 @@ class _Copies:
             if unit in self.prepared:
                 continue
             self.prepared[unit] = None
-            unit.refuse_asleep("copy.deepcopy")
+            unit.refuse_offloaded("copy.deepcopy")
             if unit.shown_by == RANK0_ONLY:
                 raise PhaseError(
                     f"copy.deepcopy of unit '{unit.name}' inside of {unit.shown_by}: the other"

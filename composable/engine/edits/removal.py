@@ -37,7 +37,7 @@ _gathered: Final[WeakKeyDictionary[Unit, list[_Whole]]] = WeakKeyDictionary()
 def before_removal(units: Sequence[Unit]) -> None:
     """Gather whole parameters and gradients, on all ranks, before anything changes."""
     for unit in units:
-        unit.refuse_asleep("remove")
+        unit.refuse_offloaded("remove")
         if unit.gradients.has_unreduced:
             raise PhaseError(
                 f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync"
@@ -59,7 +59,7 @@ def restore(unit: Unit) -> None:
     for each in (unit, *unit.relations.readers):
         each.forget_root()
     whole = _gathered.pop(unit, [])
-    for index, param in enumerate(unit.dissolve()):
+    for index, param in enumerate(unit.remove()):
         if param.own is not None:
             gradient = param.at_rest.grad
             if isinstance(gradient, DTensor):

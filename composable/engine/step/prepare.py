@@ -83,7 +83,7 @@ class Preparation:
             return
         self._watched = None
         for unit in root.units:  # whose roots are planned anew, so that nothing is watched
-            unit.refuse_asleep("forward")
+            unit.refuse_offloaded("forward")
         # `summon_full_params` shows other tensors, in which ties are no news
         if not root.in_step and not any(unit.shown_by for unit in root.units):
             follow_ties(root.units, _left_alone(root.units))

@@ -326,7 +326,9 @@ class Unit:
         # the scope, if any, in which modules hold whole parameters for the user to edit; they are
         # not computed with
         self.shown_by = ""
-        self.asleep = False  # its parameters rest on the host, and it has no groups, until `wake`
+        self.is_offloaded = (
+            False  # its parameters rest on the host, and it has no groups, until `restore`
+        )
 
         self.undo: list[Callable[[], object]] = []  # of `watch`, for parameters that came later
 
@@ -848,7 +850,7 @@ class Unit:
         self.hide()
         self.reshard()
         self.mesh_info = mesh_info
-        if self.groups:  # `wake` builds those of a unit on the host
+        if self.groups:  # `restore` builds those of a unit on the host
             self.build()  # messages are laid out anew
         self.forget_root()
 
@@ -875,17 +877,17 @@ class Unit:
 
     # --- between steps: what `engine/edits/` tells it --------------------------------------------
 
-    def refuse_asleep(self, what: str) -> None:
-        if self.asleep:
+    def refuse_offloaded(self, what: str) -> None:
+        if self.is_offloaded:
             raise PhaseError(
                 f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call"
                 " restore()"
                 " on what that returned first, on all ranks"
             )
 
-    def sleep(self, move: Callable[[Tensor], Tensor] | None) -> None:
+    def offload(self, move: Callable[[Tensor], Tensor] | None) -> None:
         """Rest elsewhere, without groups; None: there is nothing to move."""
-        self.asleep = True
+        self.is_offloaded = True
         if move is not None:
             self.gradients.clear()
             for group in self.groups:
@@ -893,16 +895,16 @@ class Unit:
             self.groups = []
             self._swap = ParameterSwap(())
 
-    def wake(self) -> None:
-        """The inverse of `sleep`."""
-        self.asleep = False
+    def restore(self) -> None:
+        """The inverse of `offload`."""
+        self.is_offloaded = False
         if not self.groups:
             for param in self.params:
                 if param.own is not None:  # shards are brought when the groups are built
                     param.move(lambda tensor: tensor.to(self.mesh_info.device))
             self.build()
 
-    def dissolve(self) -> list[ManagedParam]:
+    def remove(self) -> list[ManagedParam]:
         """It is removed: it gives up hooks, groups and modules. Returns its parameters."""
         self.gradients.clear()
         self.gradients.stages.attach(self.gradients, ())  # hooks are not called for it any more
