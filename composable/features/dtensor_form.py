@@ -103,8 +103,8 @@ class DTensorForm(ParamForm):
         return [comm_of(self.mesh.get_group(dim), device) for dim in self.dims]
 
     @override
-    def refusal(self, name: str, newcomer: nn.Parameter) -> str:
-        if isinstance(newcomer, DTensor):
+    def refusal(self, name: str, replacement: nn.Parameter) -> str:
+        if isinstance(replacement, DTensor):
             return ""
         return (
             f"parameter {name} is tensor parallel, and was replaced by a plain one; nothing would"

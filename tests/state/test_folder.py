@@ -519,7 +519,7 @@ def test_a_new_head_on_a_folder_of_another_model_of_transformers(tmp_path: Path)
 
 
 @spmd(ranks=2)
-def test_names_of_former_buffers_are_no_strangers(tmp_path: Path) -> None:
+def test_names_of_former_buffers_are_not_unknown(tmp_path: Path) -> None:
     saved = _saved("llama, tied", tmp_path)
     expected = saved.from_pretrained(tmp_path).state_dict()
     state = {name: t for name, t in expected.items() if name != "lm_head.weight"}

@@ -68,8 +68,8 @@ class ParamForm:
         """The comms along the user's dimensions."""
         return []
 
-    def refusal(self, name: str, newcomer: nn.Parameter) -> str:
-        """Why the parameter with this name cannot be replaced by `newcomer`; empty if it can."""
+    def refusal(self, name: str, replacement: nn.Parameter) -> str:
+        """Why the parameter with this name cannot be replaced by `replacement`; empty if it can."""
         return ""
 
     def uncut(self, parameter: DTensor) -> int:

@@ -289,12 +289,12 @@ class ManagedParam:
     def follow_grad_dtype(self) -> None:
         self.grad_dtype = chosen_grad_dtype(self.at_rest)
 
-    def follow(self, newcomer: nn.Parameter) -> None:
+    def follow(self, replacement: nn.Parameter) -> None:
         """The user registered another parameter at one of the places."""
-        self.grad_dtype = chosen_grad_dtype(newcomer) or self.grad_dtype
-        if not isinstance(newcomer, DTensor):
-            self.original = ref(newcomer)  # an optimizer that was made before now may hold it
-        self.register(newcomer)
+        self.grad_dtype = chosen_grad_dtype(replacement) or self.grad_dtype
+        if not isinstance(replacement, DTensor):
+            self.original = ref(replacement)  # an optimizer that was made before now may hold it
+        self.register(replacement)
 
     @property
     def fqn(self) -> str:
