@@ -881,8 +881,7 @@ class Unit:
         if self.is_offloaded:
             raise PhaseError(
                 f"{what}: unit '{self.name}' rests on the host since offload_to_host. Call"
-                " restore()"
-                " on what that returned first, on all ranks"
+                " restore() on what that returned first, on all ranks"
             )
 
     def offload(self, move: Callable[[Tensor], Tensor] | None) -> None:
