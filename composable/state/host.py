@@ -63,7 +63,7 @@ class HostOffload:
     def __exit__(self, *_: object) -> None:
         self.restore()
 
-    def leave(self) -> None:
+    def _offload(self) -> None:
         """Copy everything to the host and free it on the device."""
         devices = dict.fromkeys(unit.mesh_info.device for unit in self._units)
         homes = {
@@ -167,14 +167,14 @@ def offload_to_host(module: nn.Module, *optimizers: Optimizer) -> HostOffload:
                 f"offload_to_host takes the model's optimizers, got a {type(given).__name__}"
             )
     for unit in units:
-        _refuse_sleep(unit)
+        _refuse_offload(unit)
     require_at_rest("offload_to_host", units)
     offload = HostOffload(module, units, optimizers)
-    offload.leave()
+    offload._offload()
     return offload
 
 
-def _refuse_sleep(unit: Unit) -> None:
+def _refuse_offload(unit: Unit) -> None:
     """Raise where a unit may not leave the device."""
     refuse_extended("offload_to_host", unit)
     if unit.shown_by or unit.gradients.has_unreduced:

@@ -338,7 +338,7 @@ def _driving() -> None:
         if rank == 0:
             model(x)
         for number, index in enumerate(order if rank else ()):
-            driver.visit(index, event.ENTER if number < 2 else event.LEAVE, 0)
+            driver.visit(index, event.PRE_FORWARD if number < 2 else event.POST_FORWARD, 0)
     assert [each.name for each in driver.modes] == ["REDUCE", "REDUCE"]
 
     undo = driver.scale_gradients(lambda gradient: 2 * gradient)

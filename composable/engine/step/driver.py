@@ -38,11 +38,11 @@ class Event(enum.IntEnum):
     """What one unit does; what its `detail`, a number, says."""
 
     # A forward of the module with this index, or its recomputation, begins.
-    ENTER = 0
+    PRE_FORWARD = 0
     OUTPUT = 1  # that forward has outputs through which backward will come
-    LEAVE = 2  # it ends; 1: parameters must outlive it
+    POST_FORWARD = 2  # it ends; 1: parameters must outlive it
     OPEN = 3  # a backward begins in the unit's root
-    BACK = 4  # it enters the unit; 1: by the first output of a forward
+    PRE_BACKWARD = 4  # it enters the unit; 1: by the first output of a forward
     GRADIENT = 5  # a parameter has a gradient, and its unit was not entered
     # It ends, as far as this root is concerned: it launches the rest; 1: a backward around it goes
     # on, of other roots.
@@ -71,15 +71,15 @@ class Driver:
         unit = self._units[index]
         root = root_of(unit)
         match event:
-            case Event.ENTER:
+            case Event.PRE_FORWARD:
                 _enter(unit, unit.modules[detail])
             case Event.OUTPUT:
                 unit.count(1)
-            case Event.LEAVE:
+            case Event.POST_FORWARD:
                 end_call(unit.pop_call(), keep=bool(detail))
             case Event.OPEN:
                 root.open_backward()
-            case Event.BACK:
+            case Event.PRE_BACKWARD:
                 unit.count(-detail)
                 pre_backward(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward
             case Event.GRADIENT:

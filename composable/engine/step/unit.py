@@ -316,7 +316,7 @@ class Unit:
         # How a frozen unit was last computed while these units of the root trained
         # (`GatherOrder.training`). Backward must enter it on all ranks or on none. A rank that
         # skips the unit (`skipped`) has no inputs to go by, so ranks that compute it send it their
-        # mode in the first forward (`GatherOrder.enter`).
+        # mode in the first forward (`GatherOrder.pre_forward`).
         self.input_grad_modes: dict[tuple[Agreed, tuple[bool, ...]], InputGradMode] = {}
         self.compared = False  # all ranks were seen to enter it in one place
         self.agreements: list[Agreed] = []  # of roots that it was in (`agreed_by`)
@@ -737,7 +737,7 @@ class Unit:
         self.step.needed_by.pop(why, None)
         self.hold_at_rest()
 
-    def leave_backward(self, *, in_forward: bool) -> None:
+    def post_backward(self, *, in_forward: bool) -> None:
         """Backward has gone through the unit.
 
         Args:
@@ -761,7 +761,7 @@ class Unit:
         if not in_forward:
             step.needed_by.pop(ROOT_RUNS, None)
         if self._is_in or step.to_run or step.needed_by:
-            self.leave_backward(in_forward=in_forward)
+            self.post_backward(in_forward=in_forward)
 
     def lose_backward(self) -> None:
         """The backward raised: nothing needs the parameters. Modules hold at-rest ones."""

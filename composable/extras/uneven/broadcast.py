@@ -22,14 +22,16 @@ class Broadcaster(Observer):
     def pre_forward(self, root: Root, call: Call) -> None:
         if call.root is root and not root.running:
             open_scope().begin(root)
-        open_scope().tell(Event.ENTER, call.unit, call.unit.modules.index(call.module), now=True)
+        open_scope().tell(
+            Event.PRE_FORWARD, call.unit, call.unit.modules.index(call.module), now=True
+        )
 
     @override
     def post_forward(self, root: Root, call: Call, keep: bool) -> None:
         if call.waits:
             open_scope().tell(Event.OUTPUT, call.unit)
         outermost = call.root is root and len(root.running) == 1
-        open_scope().tell(Event.LEAVE, call.unit, keep, now=outermost)
+        open_scope().tell(Event.POST_FORWARD, call.unit, keep, now=outermost)
 
     @override
     def opens_backward(self, root: Root) -> None:
@@ -39,7 +41,7 @@ class Broadcaster(Observer):
     def pre_backward(self, root: Root, call: Call) -> None:
         unit = call.unit
         if call.waits or not unit.is_in_backward or not unit.is_unsharded:
-            open_scope().tell(Event.BACK, unit, call.waits, now=True)
+            open_scope().tell(Event.PRE_BACKWARD, unit, call.waits, now=True)
 
     @override
     def gradient_came(self, unit: Unit) -> None:

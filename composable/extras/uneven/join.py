@@ -237,7 +237,7 @@ class _Scope(JoinHook):
             said, self._said = self._said, []
             self._exchange(said)
         ends = event is Event.END and not detail
-        if ends or (event is Event.LEAVE and now and self._phase == "forward"):
+        if ends or (event is Event.POST_FORWARD and now and self._phase == "forward"):
             self._phase = ""
 
     def begin(self, root: Root) -> None:
@@ -457,7 +457,7 @@ class _Scope(JoinHook):
                 if event is Event.END and not detail:
                     return
                 self._driver.visit(unit, event, detail)
-                depth += (event is Event.ENTER) - (event is Event.LEAVE)
+                depth += (event is Event.PRE_FORWARD) - (event is Event.POST_FORWARD)
             if not depth and not in_backward:
                 return
 

@@ -108,7 +108,7 @@ class Checks:
         """A unit is entered, or left: what is seen from now on comes later."""
         self.clock += 1
 
-    def come_back(self, forward: int | None) -> None:
+    def pre_backward(self, forward: int | None) -> None:
         """Backward has come to a unit that was called in this forward."""
         self.clock += 1
         self._came.add(forward)

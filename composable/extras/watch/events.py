@@ -139,14 +139,14 @@ class _Bracket:
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
-            return self._watch.observer.entered(unit, module, args, kwargs)
+            return self._watch.observer.pre_forward(unit, module, args, kwargs)
         detach(module, _NAME)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         unit = self._unit_of(module)
         if self._watch is not None and unit is not None:
-            self._watch.observer.left(unit, output)
+            self._watch.observer.post_forward(unit, output)
         return output
 
     def on_error(self, module: nn.Module) -> None:
@@ -173,7 +173,7 @@ class _StepObserver(Observer):
     @override
     def pre_backward(self, root: Root, call: Call) -> None:
         if (watch := watch_of(call.unit)) is not None:
-            watch.observer.checks.come_back(call.number)
+            watch.observer.checks.pre_backward(call.number)
 
     @override
     def ends_backward(self, root: Root) -> None:

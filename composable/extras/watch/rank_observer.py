@@ -149,7 +149,7 @@ class RankObserver:
                     rest = ((param.fqn, param.at_rest) for param in group.params)
                     self.checks.look_together(shard, rest, PARAMETER, place.name, _AT_REST)
 
-    def entered(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A module of a unit is about to compute. Returns what it computes with."""
         place, number = self.places[unit], unit.forward_number
         in_training = self._trains and number is not None  # one rank alone may evaluate
@@ -171,7 +171,7 @@ class RankObserver:
         if self.repeat is not None and self.repeat.unit is unit:
             self.repeat.begin(module, looks=looks)
 
-    def left(self, unit: Unit, output: Any) -> None:
+    def post_forward(self, unit: Unit, output: Any) -> None:
         """A module of a unit has computed."""
         if self.repeat is not None and self.repeat.unit is unit:
             self.repeat.end(output)

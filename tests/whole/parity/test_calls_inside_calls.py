@@ -181,7 +181,7 @@ def test_a_call_that_could_not_begin_leaves_the_one_around_it() -> None:
     x = torch.ones(2, WIDTH, device=current_device())
     with torch.no_grad():
         expected = model(x[:1])
-    enters = Root.enter_forward
+    enters = Root.pre_forward
     calls: list[int] = []
 
     def second_raises(self: Root, *args: Any) -> None:
@@ -190,7 +190,7 @@ def test_a_call_that_could_not_begin_leaves_the_one_around_it() -> None:
             raise MemoryError
         enters(self, *args)
 
-    with mock.patch.object(Root, "enter_forward", second_raises), torch.no_grad():
+    with mock.patch.object(Root, "pre_forward", second_raises), torch.no_grad():
         found = model.generate(x)
     assert torch.equal(found, expected)
     model(x).sum().backward()
