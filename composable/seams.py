@@ -22,7 +22,7 @@ is notified of launches and waits by `observe_launches` of `composable.comm`, wi
 | `Group`                      | parameters of a unit that are gathered together                   |
 | `Param`                      | one of them                                                       |
 | `Root`, `Call`               | the outermost module of a forward; one call of a unit             |
-| `Plan`                       | how gradients lie in the message that reduces them                |
+| `ReducePlan`                 | how gradients lie in the message that reduces them                |
 | `units_in`                   | the units in modules; for a caller that needs some, at least one  |
 | `unit_of`, `label_of`        | what manages a parameter, and what it is there                    |
 | `managed_in`                 | the parameters of all units of a model, with their names there    |
@@ -299,7 +299,7 @@ class Call(Protocol):
     def waits(self) -> bool: ...
 
 
-class Plan(Protocol):
+class ReducePlan(Protocol):
     """How gradients of a bucket lie in its message: what a `Launch` of a reduction is sent by."""
 
     @property
@@ -308,7 +308,7 @@ class Plan(Protocol):
         """The gradients in what a launch sends, by the index of the parameter."""
 
 
-class _Managed(Protocol):
+class _NamedParam(Protocol):
     """A parameter of a unit, by its name in the model."""
 
     @property
@@ -346,7 +346,7 @@ observe: Final[Callable[[Observer], Callable[[], None]]] = OBSERVERS.add
 # The unit that manages a parameter, at rest or while modules compute; None if none does.
 unit_of: Final[Callable[[Tensor], Unit | None]] = unit.unit_of
 # The parameters of all units, with their names in the model, each once.
-managed_in: Final[Callable[[str, nn.Module], Iterator[_Managed]]] = whole.managed_in
+managed_in: Final[Callable[[str, nn.Module], Iterator[_NamedParam]]] = whole.managed_in
 
 
 def _of_engine(units: Iterable[Unit]) -> list[unit.Unit]:
@@ -431,8 +431,8 @@ if TYPE_CHECKING:
     def _is_call(call: unit.UnitCall) -> Call:
         return call
 
-    def _is_plan(plan: reduction.Plan) -> Plan:
+    def _is_plan(plan: reduction.ReducePlan) -> ReducePlan:
         return plan
 
-    def _is_managed(each: whole.Managed) -> _Managed:
+    def _is_managed(each: whole.NamedParam) -> _NamedParam:
         return each

@@ -25,7 +25,7 @@ from composable.features.packed import is_packed
 from composable.state.folder import COMPLEX, FLOATS, INTEGERS, Files
 from composable.state.hub_names import Converted, by_transformers, ignored, is_of_transformers
 from composable.state.whole import (
-    Managed,
+    NamedParam,
     all_or_none,
     comms_of_model,
     managed_in,
@@ -249,7 +249,7 @@ class FolderPlan:
 
     def agree(self) -> None:
         """Raise on all ranks if some have a tensor that others lack who have parts of it, too."""
-        members: dict[Comm, list[Managed]] = {}
+        members: dict[Comm, list[NamedParam]] = {}
         for each in managed_in("load", self._model):
             comms = each.param.info.form.comms(each.unit.mesh_info.device)
             for comm in dict.fromkeys((each.comm, *comms)):

@@ -315,7 +315,7 @@ def export(
     dtypes = _dtypes_of(state, dtype)
     _refuse_other_classes(tensors, dtypes)
 
-    def prepare() -> None:
+    def make_folder() -> None:
         if target.exists() and any(target.iterdir()):
             raise FileExistsError(f"export: {target} is not empty; export to a new folder")
         if writes and rank == 0:
@@ -323,7 +323,7 @@ def export(
             partial.mkdir(parents=True)
 
     shapes = str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])
-    all_or_none("export", comms, prepare, checksum(shapes))
+    all_or_none("export", comms, make_folder, checksum(shapes))
     sizes = {
         name: tensor.numel() * dtypes.get(name, tensor.dtype).itemsize
         for name, tensor in tensors.items()

@@ -22,7 +22,7 @@ from composable.engine.params.param import holds_unreduced, keep_gradients_in
 from composable.engine.step.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
 from composable.state.whole import (
-    Managed,
+    NamedParam,
     all_or_none,
     follow_whole,
     managed_in,
@@ -48,7 +48,7 @@ class _Shown:
     `shape` and `version` are those of the copy and of the shard when it was gathered.
     """
 
-    managed: Managed
+    managed: NamedParam
     whole: nn.Parameter
     shape: torch.Size
     version: int
@@ -133,7 +133,7 @@ def summon_full_params(
     show_again(units)
 
 
-def _refuse_accumulated(managed: list[Managed]) -> None:
+def _refuse_accumulated(managed: list[NamedParam]) -> None:
     for each in managed:
         if holds_unreduced(each.param.at_rest):
             raise PhaseError(
@@ -145,7 +145,7 @@ def _refuse_accumulated(managed: list[Managed]) -> None:
 
 @torch.no_grad()
 def _show(
-    managed: Managed,
+    managed: NamedParam,
     shown: list[_Shown],
     writeback: bool,
     rank0_only: bool,
@@ -176,7 +176,7 @@ def _show(
 
 
 def _hide(
-    module: nn.Module, managed: list[Managed], shown: list[_Shown], units: list[Unit]
+    module: nn.Module, managed: list[NamedParam], shown: list[_Shown], units: list[Unit]
 ) -> list[str]:
     """Register what was there, and return what was tied to a whole parameter.
 

@@ -113,7 +113,7 @@ def all_or_none(
 
 
 @dataclass(frozen=True, slots=True)
-class Managed:
+class NamedParam:
     """A parameter of a unit, by its name in the model."""
 
     fqn: str
@@ -126,7 +126,7 @@ class Managed:
         return (self.param.info.mesh_info or self.unit.mesh_info).all
 
 
-def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
+def managed_in(verb: str, model: nn.Module) -> Iterator[NamedParam]:
     """Yield the managed parameters of all units in `model`, each once, in the order of units."""
     names = {
         (id(module), name): f"{prefix}.{name}" if prefix else name
@@ -141,11 +141,11 @@ def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
                 if (key := (id(place.module), place.name)) in names
             ]
             if found:
-                yield Managed(found[0], unit, param)
+                yield NamedParam(found[0], unit, param)
 
 
 def names_that_differ(
-    comm: Comm, members: Sequence[Managed], numbers: Sequence[int], what: str
+    comm: Comm, members: Sequence[NamedParam], numbers: Sequence[int], what: str
 ) -> list[str]:
     """Find the parameters for which ranks of `comm` have different numbers; all of them call it."""
     lowest, highest = comm.min_max([*numbers], Launch(f"comparison of {what}"))

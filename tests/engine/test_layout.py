@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable.engine.params.layout import (
-    Layout,
+    GatherLayout,
     ParamShape,
     Route,
     Slot,
@@ -179,7 +179,7 @@ def test_the_largest_parameters_get_the_messages_of_their_own(
     assert [index for index, slot in enumerate(slots) if slot.route is Route.DIRECT] == expected
 
 
-def _drawn(layout: Layout) -> str:
+def _drawn(layout: GatherLayout) -> str:
     lines = [
         f"{slot.name} {slot.route.name}: shard {slot.shard_start}+{slot.chunk_numel}, full"
         f" {slot.full_start}+{slot.full_numel}"

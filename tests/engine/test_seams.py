@@ -200,7 +200,7 @@ class _Looking(seams.Observer):
 
     def launching(self, _: GroupComm, launch: Launch, *__: Any) -> None:
         if launch.kind is LaunchKind.REDUCE:
-            self.look("Plan", launch.sender)
+            self.look("ReducePlan", launch.sender)
 
 
 def _a_step_is_looked_at() -> set[str]:

@@ -52,18 +52,18 @@ class _Copies:
     """
 
     def __init__(self, *, plain: bool = False) -> None:
-        self.prepared: dict[Unit, None] = {}
+        self.memoized: dict[Unit, None] = {}
         self.depth = 0
         self.plain = plain
 
-    def prepare(self, units: Iterable[Unit], memo: dict[Any, Any]) -> None:
+    def memoize(self, units: Iterable[Unit], memo: dict[Any, Any]) -> None:
         """Before tables are copied: whichever form of a parameter they hold now, the copy gets the
         at-rest one.
         """
         for unit in units:
-            if unit in self.prepared:
+            if unit in self.memoized:
                 continue
-            self.prepared[unit] = None
+            self.memoized[unit] = None
             unit.refuse_offloaded("copy.deepcopy")
             if unit.shown_by == RANK0_ONLY:
                 raise PhaseError(
@@ -91,7 +91,7 @@ class _Copies:
         """After tables were copied: fill the units all of whose modules have a copy now."""
         copied: dict[Unit, Unit] = {
             unit: memo[id(unit)]
-            for unit in self.prepared
+            for unit in self.memoized
             if all(id(each) in memo for each in unit.modules)
         }
         for unit, duplicate in copied.items():
@@ -162,7 +162,7 @@ def detach_copying(module: nn.Module) -> None:
 
 def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     copies: _Copies = memo.setdefault(_KEY, _Copies())
-    copies.prepare(states_below([module]), memo)
+    copies.memoize(states_below([module]), memo)
     copies.depth += 1
     detach_copying(module)
     try:

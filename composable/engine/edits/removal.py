@@ -29,9 +29,9 @@ from composable.tensors.protocol import as_class_of
 from composable.torch_private import local_of
 
 # A value and its gradient.
-_Whole = tuple[Tensor, Tensor | None]
+_Gathered = tuple[Tensor, Tensor | None]
 # between `before_removal` and `restore`
-_gathered: Final[WeakKeyDictionary[Unit, list[_Whole]]] = WeakKeyDictionary()
+_gathered: Final[WeakKeyDictionary[Unit, list[_Gathered]]] = WeakKeyDictionary()
 
 
 def before_removal(units: Sequence[Unit]) -> None:
@@ -75,7 +75,7 @@ def restore(unit: Unit) -> None:
     leave_tree(unit)
 
 
-def _whole(param: ManagedParam) -> _Whole:
+def _whole(param: ManagedParam) -> _Gathered:
     """The value and the gradient of a sharded parameter; all ranks call this."""
     form, at_rest = param.info.form, param.at_rest
     value = form.unsharded(at_rest)

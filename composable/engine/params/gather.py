@@ -20,7 +20,7 @@ from torch import Tensor
 
 from composable.comm.base import DONE, Again, Comm, Work
 from composable.comm.launch import Launch
-from composable.engine.params.layout import Layout, Route, Slot
+from composable.engine.params.layout import GatherLayout, Route, Slot
 from composable.engine.params.param import ManagedParam
 from composable.engine.params.precision import Precision
 from composable.memory.elastic import ElasticBuffer
@@ -46,7 +46,7 @@ class Gather:
     def __init__(
         self,
         copied: Sequence[tuple[ManagedParam, Slot]],
-        layout: Layout,
+        layout: GatherLayout,
         precision: Precision,
         device: torch.device,
         comm: Comm,
@@ -95,7 +95,9 @@ class Gather:
         mine = sent.stretch(start, numel).data if sent.nbytes else self._read(start, numel)
         self.pairs.append((into, mine))
 
-    def _plan_sending(self, copied: Sequence[tuple[ManagedParam, Slot]], layout: Layout) -> None:
+    def _plan_sending(
+        self, copied: Sequence[tuple[ManagedParam, Slot]], layout: GatherLayout
+    ) -> None:
         for slot in layout.of(Route.DIRECT):
             self._send(slot.shard_start, slot.chunk_numel, self._room(slot))
         targets, sources = self._casts
@@ -112,7 +114,7 @@ class Gather:
             targets.append(self._sent.tensor.data)
             sources.append(self._read(0, layout.cut_numel))
 
-    def _plan_packed(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+    def _plan_packed(self, layout: GatherLayout, dtype: torch.dtype, device: torch.device) -> None:
         """Packed parameters arrive in staging buffers, a row per rank, and are copied out.
 
         On an accelerator one kernel copies all that are cut along their first dimension, if nothing

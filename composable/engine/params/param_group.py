@@ -55,7 +55,7 @@ from composable.comm.base import DONE, Comm, Work
 from composable.comm.launch import Launch, LaunchKind
 from composable.comm.mesh_info import MeshInfo
 from composable.engine.params.gather import Gather, Neighbours
-from composable.engine.params.layout import Layout, ParamShape, Route, Slot, plan_layout
+from composable.engine.params.layout import GatherLayout, ParamShape, Route, Slot, plan_layout
 from composable.engine.params.param import (
     ManagedParam,
     copy_attributes,
@@ -163,7 +163,7 @@ class ParamGroup(ABC):
 
     # --- construction ----------------------------------------------------------------------------
 
-    def _plan(self) -> Layout:
+    def _plan(self) -> GatherLayout:
         traits, precision = self.comm.traits, self.precision
         specs = []
         for param in self.params:

@@ -333,7 +333,7 @@ class Root:
         1. The outermost one begins the forward (`_begin`).
         2. With gradients, the units around note that this one ran inside: backward asks.
         3. Units that were kept after forward are freed, as memory is about to be taken.
-        4. The unit is gathered, and others ahead (`GatherOrder.pre_forward`), which may compare ranks.
+        4. The unit is gathered, and others ahead (`GatherOrder.pre_forward`). Ranks may compare.
         5. The call notes whether backward must enter it on all ranks or on none: inside of another
            call. Buckets by arrival go without an entrance, unless roots share the unit.
 

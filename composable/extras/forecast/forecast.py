@@ -31,8 +31,8 @@ from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device, device_of
 from composable.extras.forecast.machine import (
     COMPUTE,
-    Kind,
     Machine,
+    MemoryKind,
     VirtualComm,
     form_group,
     note_unknown,
@@ -389,13 +389,13 @@ def _label_resting(machine: Machine, model: nn.Module) -> None:
     for unit in units_in(model):
         for group in unit.groups:
             if group.shard is not None:
-                machine.hold_for(group.shard.untyped_storage(), Kind.PARAMETERS)
+                machine.hold_for(group.shard.untyped_storage(), MemoryKind.PARAMETERS)
             for buffer in () if group.gather is None else group.gather.buffers:
-                machine.hold_for(buffer.tensor.untyped_storage(), Kind.UNSHARDED)
+                machine.hold_for(buffer.tensor.untyped_storage(), MemoryKind.UNSHARDED)
     for tensor in (*model.parameters(), *model.buffers()):
         storage = local_tensor(tensor).untyped_storage()
         if machine.kind_of(storage) is not None:  # else it is a part of the unit's shards
-            machine.hold_for(storage, Kind.PARAMETERS)
+            machine.hold_for(storage, MemoryKind.PARAMETERS)
 
 
 def train(
@@ -427,7 +427,7 @@ def train(
             stepping.step()
             for state in stepping.state.values():
                 for tensor in tensors_in(state):
-                    machine.hold_for(local_tensor(tensor).untyped_storage(), Kind.OPTIMIZER)
+                    machine.hold_for(local_tensor(tensor).untyped_storage(), MemoryKind.OPTIMIZER)
         end = machine.end_step()
         del kept
     subject = _subject_of(model, batch, stepping)

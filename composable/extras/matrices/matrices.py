@@ -50,7 +50,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MatrixLayout:
     """Which part of a tensor each rank has.
 
     Attributes:
@@ -75,13 +75,13 @@ class Layout:
         return tuple(slice(start, start + length) for start, length in spans)
 
 
-class Layouts:
+class MatrixLayouts:
     """Makes layouts, with one `Ranks` for each mesh."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[Any, ...], Ranks] = {}
 
-    def of(self, parameter: Tensor, value: Tensor | None = None) -> Layout:
+    def of(self, parameter: Tensor, value: Tensor | None = None) -> MatrixLayout:
         """How a parameter at rest lies, or a DTensor of its state on the same mesh.
 
         Raises:
@@ -108,7 +108,7 @@ class Layouts:
         key = mesh, tuple(dims)
         if key not in self._ranks:
             self._ranks[key] = _ranks_of(mesh, dims, local_tensor(parameter).device)
-        return Layout(self._ranks[key], tuple(value.shape), tuple(cut[dim] for dim in dims))
+        return MatrixLayout(self._ranks[key], tuple(value.shape), tuple(cut[dim] for dim in dims))
 
 
 def _cut_by(placement: Placement, parameter: Tensor) -> int | None:
@@ -154,7 +154,7 @@ class Matrix:
     """
 
     parameter: Tensor
-    layout: Layout
+    layout: MatrixLayout
     index: int | None = None
     owner: int = -1
     batch: int = 0

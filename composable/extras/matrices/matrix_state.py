@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from composable.comm import Comm
 from composable.comm.launch import Launch
 from composable.errors import OptimizerError
-from composable.extras.matrices.matrices import Exchange, Layout, Layouts, Matrix
+from composable.extras.matrices.matrices import Exchange, Matrix, MatrixLayout, MatrixLayouts
 from composable.seams import LocalStep
 from composable.torch_private import local_tensor, tree_flatten, tree_unflatten
 
@@ -196,10 +196,12 @@ def _scatter_one(
     return state
 
 
-def _layout_of_state(layout: Layout, shape: tuple[int, ...]) -> Layout:
+def _layout_of_state(layout: MatrixLayout, shape: tuple[int, ...]) -> MatrixLayout:
     if shape == layout.shape:
         return layout
-    return Layout(layout.ranks, shape, tuple(None if dim is None else 0 for dim in layout.cut))
+    return MatrixLayout(
+        layout.ranks, shape, tuple(None if dim is None else 0 for dim in layout.cut)
+    )
 
 
 def _around(local: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -242,7 +244,9 @@ def _joined(column: Sequence[Any]) -> Any:
 
 
 @torch.no_grad()
-def collect(matrices: Sequence[Matrix], state: dict[Any, Any], layouts: Layouts) -> dict[Any, Any]:
+def collect(
+    matrices: Sequence[Matrix], state: dict[Any, Any], layouts: MatrixLayouts
+) -> dict[Any, Any]:
     """What this rank keeps of the state of a parameter: what it owns.
 
     All ranks call it where state is scattered; of plain tensors each rank takes its own.
@@ -360,7 +364,7 @@ def as_loaded(
             loaded[matrix.parameter][matrix.index] = alone.state[parameter]
 
 
-def _is_alike(value: DTensor, matrix: Matrix, layouts: Layouts) -> bool:
+def _is_alike(value: DTensor, matrix: Matrix, layouts: MatrixLayouts) -> bool:
     """Whether it lies on the ranks of the parameter, which know its owner by its number."""
     parameter = matrix.parameter
     if not isinstance(parameter, DTensor) or value.device_mesh != parameter.device_mesh:

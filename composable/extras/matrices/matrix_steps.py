@@ -39,7 +39,7 @@ from composable.errors import (
     unit_name,
     what_is_there,
 )
-from composable.extras.matrices.matrices import BATCHES, Exchange, Layouts, Matrix, assign
+from composable.extras.matrices.matrices import BATCHES, Exchange, Matrix, MatrixLayouts, assign
 from composable.extras.matrices.matrix_state import (
     PartOfState,
     State,
@@ -262,7 +262,7 @@ class MatrixStepping(Stepping):
         original: MatrixStepping | None = None,
     ) -> None:
         self._which = which
-        self._layouts: Layouts = Layouts() if original is None else original._layouts
+        self._layouts: MatrixLayouts = MatrixLayouts() if original is None else original._layouts
         self._seen: list[tuple[Any, ...]] = []
         self._matrices: dict[Tensor, list[Matrix]] = {}
         self._by_comm: dict[Comm, list[Tensor]] = {}
