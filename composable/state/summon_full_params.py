@@ -267,9 +267,9 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
     if rank0_only and comm.size > 1:
         device = managed.unit.mesh_info.device
         flags = torch.tensor([int(gradient is not None), int(whole.requires_grad)], device=device)
-        # what is gathered, which may be of a class of its own, has room for what comes
-        room = form.unsharded(at_rest)
-        value = (room if comm.rank else value).to(device).contiguous()
+        # what is gathered, which may be of a class of its own, has space for what comes
+        empty = form.unsharded(at_rest)
+        value = (empty if comm.rank else value).to(device).contiguous()
         comm.broadcast([*plain_parts(value), flags], Launch(f"edits of '{managed.fqn}'"))
         at_rest.requires_grad_(bool(flags[1]))
         if with_grads and bool(flags[0]):

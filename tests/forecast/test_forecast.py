@@ -524,12 +524,12 @@ def large_batch() -> Tensor:
 
 
 def test_a_suggestion_fits_and_is_code() -> None:
-    roomy = suggest(Decoder, batch, ranks=2)
-    assert roomy.plan.half
-    assert not roomy.plan.recomputed
-    tight = suggest(Decoder, batch, ranks=2, memory=int(roomy.forecast.peak * 0.8))
-    assert tight.forecast.peak <= roomy.forecast.peak * 0.8
-    assert tight.forecast.seconds >= roomy.forecast.seconds
+    ample = suggest(Decoder, batch, ranks=2)
+    assert ample.plan.half
+    assert not ample.plan.recomputed
+    tight = suggest(Decoder, batch, ranks=2, memory=int(ample.forecast.peak * 0.8))
+    assert tight.forecast.peak <= ample.forecast.peak * 0.8
+    assert tight.forecast.seconds >= ample.forecast.seconds
     assert tight.code == tight.plan.code(2)
     with pytest.raises(ForecastError, match="nothing that was tried fits into"):
         suggest(Decoder, batch, ranks=2, memory=1000)

@@ -123,10 +123,10 @@ def test_each_kind_of_plan_trains_as_pasted(pool: Pool, name: str, ranks: int, h
 def test_what_is_suggested_trains_as_pasted(pool: Pool, name: str, ranks: int) -> None:
     styles = STYLES if name == "a plan of torch's" else None
     ask = partial(suggest, MODELS[name], _batch, ranks=ranks, half=False, tp_plan=styles)
-    roomy = ask()
-    device = roomy.forecast.device
-    tried = sorted(each.peak for each in roomy.comparison.forecasts.values())
-    found = [roomy]
+    ample = ask()
+    device = ample.forecast.device
+    tried = sorted(each.peak for each in ample.comparison.forecasts.values())
+    found = [ample]
     for peak in (tried[0], tried[len(tried) // 2]):  # what takes least, and half of what was tried
         found.append(ask(memory=(peak + 1) / (1 - device.margin)))
     codes = {each.plan.code(ranks, "cpu"): each.plan.tp for each in found}
