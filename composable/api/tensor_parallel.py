@@ -31,13 +31,13 @@ from composable.tensors.dtensors import describe_mesh
 
 
 @contextmanager
-def told_across(
+def failures_shared_across(
     verb: str,
     modules: Sequence[nn.Module],
     ignored_params: Iterable[Any] | None,
     device: torch.device,
 ) -> Iterator[None]:
-    """Around what the ranks of a unit agree on: a failure here is told across parameters' meshes.
+    """Around what the ranks of a unit agree on: a failure here is shared across parameters' meshes.
 
     It fails on all ranks over which parameters are tensor parallel, too.
     """
@@ -49,12 +49,12 @@ def told_across(
     ]
     meshes = dict.fromkeys(each[0] for each in found if each is not None)
     comms = [comm for mesh in meshes for comm in comms_along(mesh, device)]
-    with told_to(verb, comms, "tensor-parallel rank"):
+    with failures_shared_with(verb, comms, "tensor-parallel rank"):
         yield
 
 
 @contextmanager
-def told_to(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
+def failures_shared_with(verb: str, comms: Sequence[Comm], whom: str) -> Iterator[None]:
     """Around what all ranks of `comms` do: a failure here is raised on all of them."""
     launch = Launch(f"agreement of {verb}() with each other {whom}")
     try:

@@ -24,7 +24,7 @@ from composable.api.accumulation import no_sync
 from composable.api.mesh import MeshPlan, device_of, mesh_plan_for, own_mesh_plan
 from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_shared, refuse_unknown_mode, synchronise
-from composable.api.tensor_parallel import forms_of, told_across, told_to
+from composable.api.tensor_parallel import failures_shared_across, failures_shared_with, forms_of
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.comm.mesh_info import communication_device
 from composable.compilation import is_traced
@@ -129,7 +129,7 @@ def annotate(
     mesh_plan = mesh_plan_for(name, options["mesh"], modules)
     device = device_of(modules)
     comm = comm_of(None, device) if mesh_plan is None else mesh_plan.comm_of_all(device)
-    with told_across(name, modules, ignored_params, comm.device):
+    with failures_shared_across(name, modules, ignored_params, comm.device):
         with failures_shared(name, comm):
             refuse_unknown_mode(sync_module_states)
             plans, tied = _planned_units(name, modules, policy, ignored_params, mesh_plan, options)
@@ -145,7 +145,7 @@ def annotate(
                 apart.setdefault(each.own, []).append(each.managed)
         left_out = {id(managed.tensor) for members in apart.values() for managed in members}
         synchronise(name, comm, sync_module_states, parameters, buffers, treatment, left_out)
-        with told_to(name, [comm] if apart else [], "rank of the module"):
+        with failures_shared_with(name, [comm] if apart else [], "rank of the module"):
             for own, members in apart.items():
                 over = own.comm_of_all(device)
                 # ranks that agree on the arguments may be others

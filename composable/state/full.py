@@ -184,8 +184,8 @@ def _refuse_other_values(caller: str, model: nn.Module) -> None:
         return
     seen: dict[Any, tuple[int, int]] = {}
     launch = Launch("comparison of parameters on meshes of their own")
-    for rank, told in enumerate(around.all_gather_objects(_checksums(apart), launch)):
-        for key, total in told.items():
+    for rank, sums in enumerate(around.all_gather_objects(_checksums(apart), launch)):
+        for key, total in sums.items():
             first, known = seen.setdefault(key, (rank, total))
             if total != known:
                 raise RanksDisagreeError(

@@ -93,17 +93,17 @@ def all_or_none(
         act()
     except Exception as caught:
         error = caught
-    told = None if error is None else f"{type(error).__name__}: {first_line(error)}"
+    failure = None if error is None else f"{type(error).__name__}: {first_line(error)}"
     agree = True
     for comm in comms:
-        said = comm.all_gather_objects((told, must_agree), Launch(f"agreement of {caller}"))
+        said = comm.all_gather_objects((failure, must_agree), Launch(f"agreement of {caller}"))
         failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
-        told = told or next(iter(failed), None)
+        failure = failure or next(iter(failed), None)
         agree = agree and all(number == must_agree for _, number in said)
     if error is not None:
         raise error
-    if told:
-        raise RanksDisagreeError(f"{caller}: {told}")
+    if failure:
+        raise RanksDisagreeError(f"{caller}: {failure}")
     if not agree:
         raise RanksDisagreeError(
             f"{caller}: the ranks have tensors of different names or shapes in their state dicts,"

@@ -275,5 +275,5 @@ def test_it_says_since_when_and_raises_on_all_ranks() -> None:
         "  tensor    lr of group 0\n"
         "  since     step 2; the ranks agreed in step 0\n"
         "  values    rank 0: 0.1, rank 1: 1.1\n"
-        "  rank      one of these; which one cannot be told"
+        "  rank      one of these; which one is not known"
     )

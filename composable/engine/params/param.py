@@ -537,7 +537,7 @@ def chosen_grad_dtype(parameter: nn.Parameter) -> torch.dtype | None:
 
 def keep_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:
     """Let the parameter's gradient have `dtype`; torch accepts the parameter's own only, unless
-    told otherwise.
+    `grad_dtype` is set.
     """
     if getattr(parameter, "grad_dtype", dtype) != dtype:
         gradient, parameter.grad = parameter.grad, None

@@ -328,7 +328,7 @@ def is_called(modules: Iterable[nn.Module]) -> bool:
 
 
 def _averages(ddp: Any, units: Sequence[Unit]) -> bool:
-    """Whether DDP was not told to ignore all parameters of these units."""
+    """Whether DDP was not asked to ignore all parameters of these units."""
     managed = {id(param.at_rest) for unit in units for param in unit.params}
     ignored = getattr(ddp, "parameters_to_ignore", ())
     return any(

@@ -589,7 +589,7 @@ class Root:
         self.post_backward.buckets.open(by_arrival=by_arrival)
         for unit in self.shared:
             # On all ranks: its buckets go out also if this rank's batch did not come to it, and a
-            # recomputation is told from a forward only while its root is in a step. One with shards
+            # recomputation differs from a forward only while its root is in a step. One with shards
             # that has no root was not computed since the tree changed.
             if unit.root is not None or unit.kind is UnitKind.ARRIVAL:
                 self._root_of(unit).open_backward()

@@ -95,7 +95,7 @@ def forecast(
         loss: of the model and a batch, a scalar. None: `.loss` of what the model returns, else the
             sum of its first tensor.
         steps: the last one counts. Orders are recorded in the first.
-        progress: is told every few seconds what runs.
+        progress: called every few seconds with what runs.
 
     Raises:
         ForecastError: the program reads a value of a tensor, in the message with the module; it

@@ -4,7 +4,7 @@ Note [Virtual time]
 Programs run as they are, in one process, over tensors of the host whose memory nobody touches.
 Every operation and every collective is skipped; what it would take on the device is added to the
 clock of the stream that it was given to. An operation starts when its stream is free, what the
-stream was told to wait for is over, and the host has launched it. What is modelled, and with which
+stream waits for is over, and the host has launched it. What is modelled, and with which
 figures, says `Device`. Collectives of one process group run one after the other, in the order in
 which they were launched, whatever their streams, as NCCL's do on one communicator.
 """

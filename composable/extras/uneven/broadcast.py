@@ -1,7 +1,7 @@
 """How a rank that has data tells ranks without data which visits of units it makes (`join`).
 
-An observer hears of these visits while a scope is open. A rank without data is driven by what it is
-told (`engine/step/driver.py`).
+An observer is notified of these visits while a scope is open. A rank without data is driven by
+what it receives (`engine/step/driver.py`).
 """
 
 from __future__ import annotations

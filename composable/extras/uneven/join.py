@@ -4,11 +4,11 @@
 number, and a rank without data adds 0. The model has many, so behind such a sum the rank with data
 that comes first, the source, says what it does: which units it enters and leaves
 (`broadcast.py`), and which functions and optimizers it calls. The others do the same without
-computing (`engine/step/driver.py`). They are told each time, and not by a record of an earlier
-step: so a rank may have no data at all, and steps may differ. While all ranks have data, nothing
-but the sums is sent.
+computing (`engine/step/driver.py`). They are notified each time, and follow no
+record of an earlier step: so a rank may have no data at all, and steps may differ. While all ranks
+have data, nothing but the sums is sent.
 
-Other joinables of the same `Join` have collectives of their own. They announce them by
+Other joinables of the same `Join` have collectives of their own. They notify the others by
 `Join.notify_join_context`, which is taken as a forward is: the source says which joinable it is,
 and the others call its hook.
 
@@ -16,7 +16,7 @@ and the others call its hook.
 |--------------|------------------------------------------------------------------------|------|
 | has data     | a forward, or the turn of another joinable, begins                     | 1    |
 | has data     | anything else begins, and some ranks have no data: a backward, a step  | 1    |
-| has none     | it has done what was announced; in `Join.__exit__`                     | 0    |
+| has none     | it has done what was sent; in `Join.__exit__`                          | 0    |
 
 So a rank that leaves the scope finds its first sum wherever the others are. A sum of 0 ends all.
 """
@@ -211,7 +211,7 @@ class _Scope(JoinHook):
 
     # --- a rank with data ------------------------------------------------------------------------
 
-    def _announce(self, *what: Any) -> None:
+    def _notify(self, *what: Any) -> None:
         """Count the ranks that have data, and say to the others what begins."""
         if self._phase:  # it was given up
             self.tell(Event.LOST, self._units[0], now=True)
@@ -225,7 +225,7 @@ class _Scope(JoinHook):
     def _call(self, *what: Any) -> None:
         """Between forwards and backwards: say that something is called."""
         if self.broadcasts:
-            self._announce(*what)
+            self._notify(*what)
 
     def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
         if not (self.broadcasts and self._phase):
@@ -259,21 +259,22 @@ class _Scope(JoinHook):
         self._said.clear()
         if unknown:
             problem = _foreign(root, unknown)
-            self._announce("raise", problem)
+            self._notify("raise", problem)
             raise problem
-        self._announce("forward", self._trains())
+        self._notify("forward", self._trains())
         if self.broadcasts:
             self._phase = "forward"
 
     def turn(self, other: Joinable) -> bool:
         """Take note that another joinable is about to communicate.
 
-        Returns whether it is one of this scope's `Join`. If so, the scope announces it itself.
+        Returns whether it is one of this scope's `Join`. If so, the scope itself notifies the
+        others.
         """
         if self._throws or other not in self._others:
             return False
         if not self.follows:
-            self._announce("turn", list(self._others).index(other))
+            self._notify("turn", list(self._others).index(other))
         return True
 
     def open(self, root: Root) -> None:

@@ -70,7 +70,7 @@ class Seen(NamedTuple):
 
     @property
     def place(self) -> tuple[str, ...]:
-        """By which values that are seen in several steps are told to be the same."""
+        """By which values that are seen in several steps are known to be the same."""
         return self.phase, self.unit, self.maker, self.tensor
 
 

@@ -1,6 +1,6 @@
 """What tells a watch of a step: brackets around forwards, the engine, launches, optimizers.
 
-| event                                      | told by                       | to               |
+| event                                      | notified by                   | to               |
 |--------------------------------------------|-------------------------------|------------------|
 | a forward begins, units are entered, left  | `_StepObserver`, of `OBSERVERS` | `RankObserver`   |
 | a module is about to compute, has computed | `_Bracket`                    | `RankObserver`   |
@@ -48,7 +48,7 @@ _NAME: Final = "watch"  # of brackets
 
 
 class Listener(Protocol):
-    """What is told; `watch.py` has it, and imports this file."""
+    """What is notified; `watch.py` has it, and imports this file."""
 
     observer: RankObserver
 
@@ -108,7 +108,7 @@ def end(watch: Listener) -> None:
     for unit in watch.observer.places:
         for module in unit.modules:
             detach(module, _NAME)
-    # not where a model is collected: observers that are told just then would miss an event
+    # not where a model is collected: observers that are notified just then would miss an event
     while _LISTENING and not _OPEN:
         _LISTENING.pop()()
 
@@ -156,7 +156,7 @@ class _Bracket:
 
 
 class _StepObserver(Observer):
-    """Hears of steps for all watches, and keeps no model alive."""
+    """Is notified of steps for all watches, and keeps no model alive."""
 
     @override
     def pre_forward(self, root: Root, call: Call) -> None:
