@@ -83,7 +83,7 @@ class Run:
     def start(self) -> None:
         """Annotate the model and make optimizers."""
         choices = self.choices.values()
-        self.layout.spread(self.model, self.mesh)
+        self.layout.distribute(self.model, self.mesh)
         for choice in choices:
             for model in (self.model, self.alone):
                 choice.both(model)

@@ -116,7 +116,7 @@ self.unit.spec.divisor
     assert _too_long(Source("some.py", text, ast.parse(text))) == [2, 4, 6]
 
 
-# --- hearing of steps, and telling of them -------------------------------------------------------
+# --- observing steps, and notifying of them -------------------------------------------------------
 
 
 class _Noting(seams.Observer):
@@ -214,7 +214,7 @@ def _a_step_is_looked_at() -> set[str]:
     finally:
         for end in ends:
             end()
-    looking.look("_Managed", next(seams.managed_in("test", model)))
+    looking.look("_NamedParam", next(seams.managed_in("test", model)))
     looking.look("_Driver", seams.driver_of([unit]))
     return {*looking.read, *("Unit.forward_number" for number in numbers if number is not None)}
 

@@ -263,11 +263,11 @@ def test_evaluation_between_steps_packs_nothing_anew(
 @contextmanager
 def _folder() -> Iterator[Path]:
     """One of all ranks."""
-    told: list[Any] = [None]
+    reported: list[Any] = [None]
     with tempfile.TemporaryDirectory() as own:
-        told = [own]
-        dist.broadcast_object_list(told)
-        yield Path(told[0])
+        reported = [own]
+        dist.broadcast_object_list(reported)
+        yield Path(reported[0])
         dist.barrier()
 
 

@@ -226,9 +226,9 @@ def test_4_bit_weights_are_streamed_if_they_changed_and_exported_as_what_they_st
     for kind in ("shards", "replicas"):
         model, seen = _adapted(128), Streamed()
         _ANNOTATED[kind](model)
-        told = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(told)
-        folder = Path(told[0])
+        reported = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(reported)
+        folder = Path(reported[0])
         assert len(list(stream_full(model, since=seen))) == 4
         assert not list(stream_full(model, since=seen))
         state = {"0.weight": _adapted(128)[2].weight.detach()}

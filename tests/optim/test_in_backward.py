@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Uses its first block twice, and its last one as a whole where it is told to."""
+    """Uses its first block twice, and its last one as a whole where it is asked to."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizers whose results are the same step on shards without being asked, and can be told not
+"""Optimizers whose results are the same step on shards without being asked, and can be asked not
 to.
 """
 

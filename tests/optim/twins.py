@@ -184,7 +184,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def assert_same(expected: Any, actual: Any, what: str) -> None:
-    """The same type, spread, shape and bits, or the same value."""
+    """The same type, placements, shape and bits, or the same value."""
     assert type(expected) is type(actual), what
     if not isinstance(expected, Tensor):
         assert expected == actual, what

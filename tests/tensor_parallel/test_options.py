@@ -320,9 +320,9 @@ class _Sums(nn.Module):
                 weight = distribute_tensor(weight, tp, [Replicate()])
             self.register_parameter(str(number), nn.Parameter(weight))
 
-    def forward(self, x: Tensor, spread: Any) -> Tensor:
+    def forward(self, x: Tensor, distributed: Any) -> Tensor:
         sums = [
-            weight.sum() * (spread if isinstance(weight, DTensor) else x)
+            weight.sum() * (distributed if isinstance(weight, DTensor) else x)
             for weight in self.parameters()
         ]
         return torch.stack([full(each.sum()).float() for each in sums]).sum()

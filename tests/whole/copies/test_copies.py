@@ -547,7 +547,7 @@ def test_a_replicated_model_is_pickled_as_a_plain_one(through: str) -> None:
     _assert_trains_as_plain(replicate(reload(copy.deepcopy(_annotated("replicate")))))
 
 
-def test_a_shallow_copy_is_refused_and_told_what_it_would_share() -> None:
+def test_a_shallow_copy_is_refused_with_what_it_would_share() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     replicate(model)
     with pytest.raises(AnnotationError, match=r"copy\.copy of .*copy\.deepcopy\(module\) makes"):

@@ -74,9 +74,9 @@ _CASES: Final = [
 @pytest.mark.parametrize(("verb", "way"), _CASES)
 @spmd(ranks=2)
 def test_gradients_are_those_of_one_process(verb: str, way: str) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("composable").addHandler(handler)
     plain, ours = twins(Recursive, VERBS[verb])
     register_forward_method(ours, "generate")
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_one_process(verb: str, way: str) -> None:
         if step != 1:
             assert_mean_gradients(plain, ours)
     logging.getLogger("composable").removeHandler(handler)
-    assert told == []  # no step was given up
+    assert reported == []  # no step was given up
 
 
 class _NotCast(Tensor):
