@@ -360,12 +360,12 @@ def test_a_forward_without_a_backward_is_not_named() -> None:
 def test_copies_are_not_watched() -> None:
     model, _ = PROGRAMS["shards"].build()
     watched = watch(model)
-    twin = copy.deepcopy(model)
-    twin.plant.fault = Fault("forward")
-    PROGRAMS["shards"].backward(twin, twin.plant)
-    SGD(twin.parameters()).step()
+    clone = copy.deepcopy(model)
+    clone.plant.fault = Fault("forward")
+    PROGRAMS["shards"].backward(clone, clone.plant)
+    SGD(clone.parameters()).step()
     assert (watched.findings, watched.step) == ([], 0)
-    watch(twin).remove()
+    watch(clone).remove()
 
 
 @spmd(ranks=2)

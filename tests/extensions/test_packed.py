@@ -400,10 +400,10 @@ def test_copies_compute_the_same_and_removal_gives_the_class_back(kind: str) -> 
         if not keeps:
             given = None
         _sharded(model)
-        twin = copy.deepcopy(model)
-        assert torch.equal(twin(_inputs()), expected)
-        assert twin[0].base.weight.quant_state is not model[0].base.weight.quant_state
-        for each in (twin, model):
+        clone = copy.deepcopy(model)
+        assert torch.equal(clone(_inputs()), expected)
+        assert clone[0].base.weight.quant_state is not model[0].base.weight.quant_state
+        for each in (clone, model):
             for module in (*each, each):
                 remove(module, fully_shard)
             weight = each[0].base.weight

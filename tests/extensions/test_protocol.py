@@ -138,11 +138,11 @@ class UnflattenedPlain(Rows):
 def test_a_class_that_rebuilds_itself_unlike_torchs_trains_and_is_copied() -> None:
     for kind in (Unflattened, UnflattenedPlain):
         model = _sharded(with_rows(Net(hidden=5), kind))
-        twin = copy.deepcopy(model)
-        for each in (model, twin):
+        clone = copy.deepcopy(model)
+        for each in (model, clone):
             assert type(each.linears()[0].weight._local_tensor) is kind  # type: ignore[union-attr]
         torch.testing.assert_close(_train(model), _alone(Net(Emulated, 5)))
-        torch.testing.assert_close(_train(twin), _alone(Net(Emulated, 5)))
+        torch.testing.assert_close(_train(clone), _alone(Net(Emulated, 5)))
         remove(model, fully_shard)
         assert type(model.linears()[0].weight.data) is kind
 

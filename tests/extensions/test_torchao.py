@@ -267,10 +267,10 @@ def test_one_rank_edits_4_bit_weights_and_adapters_for_all(kind: str) -> None:
 @spmd(ranks=2)
 def test_copies_of_4_bit_weights_share_no_memory() -> None:
     model, x = _annotate(fully_shard, _adapted(64)), torch.randn(4, 128)
-    before, twin = model(x), copy.deepcopy(model)
+    before, clone = model(x), copy.deepcopy(model)
     other = _adapted(64)
     for name, value in other.state_dict().items():
         other.load_state_dict({name: value.to(torch.float32) * 3.0}, strict=False)
-    twin.load_state_dict(other.state_dict())
-    assert not torch.equal(twin(x), before)
+    clone.load_state_dict(other.state_dict())
+    assert not torch.equal(clone(x), before)
     torch.testing.assert_close(model(x), before, rtol=0, atol=0)

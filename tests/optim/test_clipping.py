@@ -22,7 +22,7 @@ from composable.comm.launch import Launch
 from tests.helpers.communicators import Around
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, need_devices, spmd
-from tests.optim.twins import local
+from tests.optim.copies import local
 
 ORDERS: Final = (1, 2.0, 3, math.inf)
 Annotate = Callable[["Net"], object]

@@ -48,8 +48,8 @@ from composable import (
 from tests.algorithms.replicas import annotated, grid
 from tests.helpers.hooked_models import BOTH, KINDS, loss_of, mesh_of, model_of
 from tests.helpers.world import current_device
+from tests.optim.copies import Sign
 from tests.optim.matrix_models import Net, Shampoo, backward, made, muon
-from tests.optim.twins import Sign
 from tests.refusals.table import Refusals, row
 from tests.state.models import Block, plain, tokens
 

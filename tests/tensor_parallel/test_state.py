@@ -384,9 +384,9 @@ def test_averages_follow_and_an_optimizer_made_before_is_rebound() -> None:
 def test_a_copy_trains_as_the_original() -> None:
     mesh = mesh_of(2, 2)
     model = _annotated(mesh)
-    twin = copy.deepcopy(model)
+    clone = copy.deepcopy(model)
     rank = mesh["dp"].get_local_rank()
     train(model, batches(model, rank, 2, 2))
-    train(twin, batches(twin, rank, 2, 2))
-    _assert_same(twin.state_dict(), {k: full(v).detach() for k, v in model.state_dict().items()})
-    assert isinstance(twin.head, nn.Linear)
+    train(clone, batches(clone, rank, 2, 2))
+    _assert_same(clone.state_dict(), {k: full(v).detach() for k, v in model.state_dict().items()})
+    assert isinstance(clone.head, nn.Linear)

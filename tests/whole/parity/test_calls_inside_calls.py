@@ -26,7 +26,7 @@ from composable import (
 )
 from composable.engine.step.root import Root
 from tests.helpers.compare import assert_mean_gradients, full
-from tests.helpers.means import WIDTH, batch_of, twins
+from tests.helpers.means import WIDTH, batch_of, copies
 from tests.helpers.world import current_device, spmd
 
 
@@ -78,7 +78,7 @@ def test_gradients_are_those_of_one_process(verb: str, way: str) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("composable").addHandler(handler)
-    plain, ours = twins(Recursive, VERBS[verb])
+    plain, ours = copies(Recursive, VERBS[verb])
     register_forward_method(ours, "generate")
     for step in range(3):
         for model in (plain, ours):
@@ -118,7 +118,7 @@ class Sometimes(nn.Module):
 def test_an_output_that_cannot_be_cast_loses_the_step_and_no_more(inside: bool) -> None:
     policy = MixedPrecisionPolicy(output_dtype=torch.float32)
     options = {"policy": {Sometimes}} if inside else {}
-    plain, ours = twins(
+    plain, ours = copies(
         lambda: nn.Sequential(Sometimes(), Sometimes()), fully_shard, mp_policy=policy, **options
     )
     ours[1].fails = True
@@ -134,7 +134,7 @@ def test_an_output_that_cannot_be_cast_loses_the_step_and_no_more(inside: bool) 
 @pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
 @spmd(ranks=2)
 def test_a_rank_without_data_follows_calls_inside_of_calls(verb: str) -> None:
-    plain, ours = twins(Recursive, VERBS[verb])
+    plain, ours = copies(Recursive, VERBS[verb])
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     with join(ours, optimizer, divide_by_initial_world_size=False):
