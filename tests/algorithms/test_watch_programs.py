@@ -308,7 +308,7 @@ class _Counts(Observer):
 
 
 @spmd(ranks=1)
-def test_others_hear_of_everything_while_a_watched_model_is_collected() -> None:
+def test_others_are_notified_of_everything_while_a_watched_model_is_collected() -> None:
     dropped = fully_shard(layers())
     watch(dropped)
     last = _Counts()

@@ -136,7 +136,7 @@ class _Noting(seams.Observer):
         self.said.append(units)
 
 
-def test_observers_hear_what_extras_tell_until_they_end() -> None:
+def test_observers_are_notified_by_extras_until_they_end() -> None:
     noting = _Noting()
     end = seams.observe(noting)
     seams.called("a function of all ranks")

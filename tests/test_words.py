@@ -1,0 +1,67 @@
+"""No file uses a word that the glossary has retired."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Final
+
+from docs.generate import ROOT
+
+GLOSSARY: Final = ROOT / "docs" / "glossary.md"
+SUFFIXES: Final = (".cpp", ".h", ".md", ".py", ".txt")
+SKIPPED: Final = {
+    "docs/decisions": "says what was decided, in the words of its day",
+    "docs/glossary.md": "has the words",
+    "docs/reference.md": "is made from docstrings, which are looked through",
+    "tests/test_words.py": "has samples",
+}
+LEGAL: Final = {
+    ("composable/state/host.py", "wake"): "what other libraries call it",
+    ("docs/guides/moving.md", "wake"): "an old name beside the new one",
+    ("tests/helpers/world.py", "wake"): "threads of gloo do",
+}
+
+
+def _retired() -> list[str]:
+    table = GLOSSARY.read_text().split("## Retired words")[1]
+    firsts = re.findall(r"^\| (`[^|]+?) \|", table, re.M)
+    return [word for first in firsts for word in re.findall(r"`([^`]+)`", first)]
+
+
+def _pattern(words: list[str]) -> re.Pattern[str]:
+    """Whole words, also between underscores. Those in lower case stand for any case."""
+    either = (f"(?i:{word})" if word.islower() else word for word in words)
+    return re.compile(rf"(?<![A-Za-z0-9])({'|'.join(either)})(?![A-Za-z0-9])")
+
+
+def _files() -> Iterator[Path]:
+    folders = (ROOT / name for name in ("composable", "docs", "examples", "tests"))
+    pages = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml")
+    found = chain.from_iterable(sorted(folder.rglob("*")) for folder in folders)
+    for path in (*pages, *(each for each in found if each.suffix in SUFFIXES)):
+        if not any(path.is_relative_to(ROOT / name) for name in SKIPPED):
+            yield path
+
+
+def test_retired_words_are_in_no_file() -> None:
+    pattern, legal, found = _pattern(_retired()), set[tuple[str, str]](), []
+    for path in _files():
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        for match in pattern.finditer(text):
+            if (used := (name, match[1].lower())) in LEGAL:
+                legal.add(used)
+            else:
+                line = text.count("\n", 0, match.start()) + 1
+                found.append(f"{name}:{line}: {match[1]}; docs/glossary.md has what to say instead")
+    assert not found, "\n".join(found)
+    assert legal == set(LEGAL)  # none is left over
+
+
+def test_a_retired_word_is_found_as_a_word_and_in_an_identifier() -> None:
+    words = _retired()
+    assert {"told", "SpreadForm", "use_plain"} <= set(words)
+    found = [match[1] for match in _pattern(words).finditer("Told: make_twins(use_plain), spreads")]
+    assert found == ["Told", "twins", "use_plain"]
