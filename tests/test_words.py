@@ -31,10 +31,13 @@ def _retired() -> list[str]:
     return [word for first in firsts for word in re.findall(r"`([^`]+)`", first)]
 
 
-def _pattern(words: list[str]) -> re.Pattern[str]:
-    """Whole words, also between underscores. Those in lower case stand for any case."""
-    either = (f"(?i:{word})" if word.islower() else word for word in words)
-    return re.compile(rf"(?<![A-Za-z0-9])({'|'.join(either)})(?![A-Za-z0-9])")
+def _uses(text: str, words: list[str]) -> Iterator[tuple[int, str]]:
+    """Where the text has whole words in any case, also between underscores, and which."""
+    lower = text.lower()
+    # a look behind would come before the words, and take ten times as long
+    for match in re.finditer(rf"(?:{'|'.join(words).lower()})(?![a-z0-9])", lower):
+        if not lower[match.start() - 1 : match.start()].isalnum():
+            yield match.start(), match[0]
 
 
 def _files() -> Iterator[Path]:
@@ -47,15 +50,15 @@ def _files() -> Iterator[Path]:
 
 
 def test_retired_words_are_in_no_file() -> None:
-    pattern, legal, found = _pattern(_retired()), set[tuple[str, str]](), []
+    words, legal, found = _retired(), set[tuple[str, str]](), []
     for path in _files():
         name, text = str(path.relative_to(ROOT)), path.read_text()
-        for match in pattern.finditer(text):
-            if (used := (name, match[1].lower())) in LEGAL:
-                legal.add(used)
+        for start, word in _uses(text, words):
+            if (name, word) in LEGAL:
+                legal.add((name, word))
             else:
-                line = text.count("\n", 0, match.start()) + 1
-                found.append(f"{name}:{line}: {match[1]}; docs/glossary.md has what to say instead")
+                line = text.count("\n", 0, start) + 1
+                found.append(f"{name}:{line}: {word}; docs/glossary.md has what to say instead")
     assert not found, "\n".join(found)
     assert legal == set(LEGAL)  # none is left over
 
@@ -63,5 +66,5 @@ def test_retired_words_are_in_no_file() -> None:
 def test_a_retired_word_is_found_as_a_word_and_in_an_identifier() -> None:
     words = _retired()
     assert {"told", "SpreadForm", "use_plain"} <= set(words)
-    found = [match[1] for match in _pattern(words).finditer("Told: make_twins(use_plain), spreads")]
-    assert found == ["Told", "twins", "use_plain"]
+    found = _uses("Told: make_twins(use_plain), spreads, retold", words)
+    assert [word for _, word in found] == ["told", "twins", "use_plain"]
