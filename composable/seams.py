@@ -16,7 +16,7 @@ is notified of launches and waits by `observe_launches` of `composable.comm`, wi
 |                              | answers for the engine                                            |
 | `open_scope`                 | is the scope that is open                                         |
 | `driver_of`                  | makes what takes part in steps of units that others compute       |
-| `Event`                      | what one unit does, to be driven elsewhere                        |
+| `StepEvent`                  | what one unit does, to be driven elsewhere                        |
 | `unscale_gradients`          | unscales gradients as a scaler does that other ranks step         |
 | `Unit`                       | what a call of a verb left on its modules                         |
 | `Group`                      | parameters of a unit that are gathered together                   |
@@ -62,7 +62,7 @@ from composable.engine.edits.loading import warn_of_other_groups as warn_of_othe
 from composable.engine.params import param as params
 from composable.engine.params.param import label_of as label_of
 from composable.engine.step import driver, observer, unit
-from composable.engine.step.driver import Event as Event
+from composable.engine.step.driver import StepEvent as StepEvent
 from composable.engine.step.observer import OBSERVERS
 from composable.engine.step.observer import Observer as Observer
 from composable.engine.step.observer import called as called
@@ -324,7 +324,7 @@ class _Driver(Protocol):
 
     @property
     def modes(self) -> Sequence[SyncMode]: ...
-    def visit(self, index: int, event: Event, detail: int) -> None: ...
+    def visit(self, index: int, event: StepEvent, detail: int) -> None: ...
     def backward(self, modes: Sequence[SyncMode], follow: Callable[[], None]) -> None: ...
     def reduce(self, parameters: Sequence[Tensor]) -> None: ...
     def reset(self) -> None: ...

@@ -68,3 +68,12 @@ def test_a_retired_word_is_found_as_a_word_and_in_an_identifier() -> None:
     assert {"told", "SpreadForm", "use_plain"} <= set(words)
     found = _uses("Told: make_twins(use_plain), spreads, retold", words)
     assert [word for _, word in found] == ["told", "twins", "use_plain"]
+
+
+def test_no_two_classes_of_the_package_have_one_name() -> None:
+    files: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "composable").rglob("*.py")):
+        if path.name != "seams.py":  # has protocols of classes of the engine
+            for name in re.findall(r"^class (\w+)", path.read_text(), re.M):
+                files.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}

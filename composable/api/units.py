@@ -365,7 +365,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     if mesh_info.mesh is not None:
         for top in plan.modules:
             for _, module in walk(top, stop=(SHARD, REPLICATE)):
-                add_attribute(module, _MANAGED, _Gathers(unit))
+                add_attribute(module, _MANAGED, _GathersFlag(unit))
         if name == SHARD:
             arguments.move_buffers(plan.modules, mesh_info.device)
     visit = Visit(unit)
@@ -380,7 +380,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     return unit
 
 
-class _Gathers:
+class _GathersFlag:
     """True if all ranks must call a module equally often; see `_MANAGED`. Not inside of
     `keep_unsharded`: nothing is gathered.
 
@@ -397,9 +397,9 @@ class _Gathers:
             return False
         return unit.kind in (UnitKind.SHARDED, UnitKind.BESIDE)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Gathers | bool:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GathersFlag | bool:
         unit = self._unit()
-        return False if unit is None else _Gathers(copy.deepcopy(unit, memo))
+        return False if unit is None else _GathersFlag(copy.deepcopy(unit, memo))
 
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
         return bool, ()

@@ -333,7 +333,7 @@ def _driving() -> None:
     gradient = model.inner.weight.grad.full_tensor()
     torch.testing.assert_close(gradient, alone.inner.weight.grad / 2)  # none from the other rank
 
-    event, order = seams.Event, [0, 1, 1, 0]  # the root around the other one
+    event, order = seams.StepEvent, [0, 1, 1, 0]  # the root around the other one
     with torch.no_grad():
         if rank == 0:
             model(x)

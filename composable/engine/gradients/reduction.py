@@ -151,7 +151,7 @@ def counts_of(text: str, held: int) -> Counts:
 _BITS: Final = {"text": 4, "held": 4}
 
 
-class Row:
+class MessageRow:
     """The rows of messages with the gradients of these parameters.
 
     Args:
@@ -330,7 +330,7 @@ class ReducePlan:
         self._ranks = info.shard.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         trained = [index for index, trains in enumerate(trainable) if trains]
-        self.row = Row(trained, compares=reducer.compares)
+        self.row = MessageRow(trained, compares=reducer.compares)
         self.layout: ReduceLayout = plan_reduction(
             reducer.slots,
             trainable,

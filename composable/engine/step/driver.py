@@ -6,7 +6,7 @@ decided where a forward or a backward enters or leaves a unit (`root.py`, `order
 and reshards.
 
 * `Driver.visit` makes one visit. A rank that computes says which ones it makes, in the order of
-  `Event` (`join`): forward and backward are driven.
+  `StepEvent` (`join`): forward and backward are driven.
 * `Driver.pass_through` makes those of a forward of a module, for the units in it in the order of
   `.modules()` (`skipped`). Backward comes by itself, to nodes that it puts into the graph.
 
@@ -34,7 +34,7 @@ from composable.engine.step.unit import InputGradMode, Unit, UnitCall, unit_of
 from composable.engine.step.visit import Visit, end_call, pre_backward
 
 
-class Event(enum.IntEnum):
+class StepEvent(enum.IntEnum):
     """What one unit does; what its `detail`, a number, says."""
 
     # A forward of the module with this index, or its recomputation, begins.
@@ -66,27 +66,27 @@ class Driver:
         """What backwards do with the gradients of each unit now: another rank does the same."""
         return [unit.gradients.accumulation.now for unit in self._units]
 
-    def visit(self, index: int, event: Event, detail: int) -> None:
+    def visit(self, index: int, event: StepEvent, detail: int) -> None:
         """Do with a unit what another rank says that it does, and compute nothing."""
         unit = self._units[index]
         root = root_of(unit)
         match event:
-            case Event.PRE_FORWARD:
+            case StepEvent.PRE_FORWARD:
                 _enter(unit, unit.modules[detail])
-            case Event.OUTPUT:
+            case StepEvent.OUTPUT:
                 unit.count(1)
-            case Event.POST_FORWARD:
+            case StepEvent.POST_FORWARD:
                 end_call(unit.pop_call(), keep=bool(detail))
-            case Event.OPEN:
+            case StepEvent.OPEN:
                 root.open_backward()
-            case Event.PRE_BACKWARD:
+            case StepEvent.PRE_BACKWARD:
                 unit.count(-detail)
                 pre_backward(UnitCall(unit, unit.step, unit.modules[0], 0, None))  # of no forward
-            case Event.GRADIENT:
+            case StepEvent.GRADIENT:
                 root.on_gradient(unit, unit.params[0])
-            case Event.END:
+            case StepEvent.END:
                 root.launch_remaining()
-            case Event.LANDED:
+            case StepEvent.LANDED:
                 root.finish_backward()
 
     def backward(self, modes: Sequence[SyncMode], follow: Callable[[], None]) -> None:

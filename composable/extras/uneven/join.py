@@ -43,8 +43,8 @@ from composable.contract.values import parameters_of
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
 from composable.extras.uneven.broadcast import Broadcaster
 from composable.seams import (
-    Event,
     Root,
+    StepEvent,
     Unit,
     driver_of,
     follow_steps,
@@ -214,7 +214,7 @@ class _Scope(JoinHook):
     def _notify(self, *what: Any) -> None:
         """Count the ranks that have data, and say to the others what begins."""
         if self._phase:  # it was given up
-            self.tell(Event.LOST, self._units[0], now=True)
+            self.tell(StepEvent.LOST, self._units[0], now=True)
             self._phase = ""
         self.running = int(self._sum(1.0))
         self.broadcasts = self.running < self._comm.size
@@ -227,7 +227,7 @@ class _Scope(JoinHook):
         if self.broadcasts:
             self._notify(*what)
 
-    def tell(self, event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
+    def tell(self, event: StepEvent, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
         if not (self.broadcasts and self._phase):
             return
         if unit not in self._indices:  # of this rank alone
@@ -236,8 +236,8 @@ class _Scope(JoinHook):
         if now:
             said, self._said = self._said, []
             self._exchange(said)
-        ends = event is Event.END and not detail
-        if ends or (event is Event.POST_FORWARD and now and self._phase == "forward"):
+        ends = event is StepEvent.END and not detail
+        if ends or (event is StepEvent.POST_FORWARD and now and self._phase == "forward"):
             self._phase = ""
 
     def begin(self, root: Root) -> None:
@@ -287,7 +287,7 @@ class _Scope(JoinHook):
                 self._call_backward()
             else:
                 self._zeroed.clear()
-        self.tell(Event.OPEN, root.units[0])
+        self.tell(StepEvent.OPEN, root.units[0])
 
     def _call_backward(self) -> None:
         self._call("backward", self._trains(), self._driver.modes, *self._cleared())
@@ -451,14 +451,14 @@ class _Scope(JoinHook):
         depth = 0  # of the forwards that this rank follows
         while True:
             for number, unit, detail, grad in self._exchange():
-                event = Event(number)
+                event = StepEvent(number)
                 torch.set_grad_enabled(grad)
-                if event is Event.LOST:
+                if event is StepEvent.LOST:
                     raise _LostStepError
-                if event is Event.END and not detail:
+                if event is StepEvent.END and not detail:
                     return
                 self._driver.visit(unit, event, detail)
-                depth += (event is Event.PRE_FORWARD) - (event is Event.POST_FORWARD)
+                depth += (event is StepEvent.PRE_FORWARD) - (event is StepEvent.POST_FORWARD)
             if not depth and not in_backward:
                 return
 
