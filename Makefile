@@ -2,12 +2,15 @@
 # missing or out of date.
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-ci test-all test-accelerator lint format types layers counts bench \
-	bench-smoke check-gpu demo-smoke wheel check clean
+	bench-smoke check-gpu demo-smoke wheel docs check clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# The demo needs few of these packages: where they are not there yet, the others are left out.
+DEMO_READY := $(or $(wildcard $(READY)),$(VENV)/.ready-demo)
+READY_DOCS := $(VENV)/.ready-docs
 ARGS ?=
 
 # The first interpreter that starts and is new enough; `make PYTHON=...` chooses another.
@@ -17,7 +20,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 26
 
-demo: $(READY) ## train a small language model over two processes (ARGS="--help" for its options)
+demo: $(DEMO_READY) ## train a small language model over two processes (ARGS="--help" for its options)
 	@$(PY) -m examples.demo $(ARGS)
 
 # Tables of cases (ranks x verbs x options) take most of the time: a ninth of each runs, the same
@@ -32,7 +35,7 @@ PARALLEL := $(if $(ARGS),,-n 2 --dist loadfile --no-loadscope-reorder)
 
 # Compiled files are kept also where the environment says otherwise: every rank of every test would
 # compile the package again, and rewrite the assertions of the test.
-test test-ci test-all test-accelerator: export PYTHONDONTWRITEBYTECODE :=
+demo test test-ci test-all test-accelerator: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## run the tests that take seconds, on a ninth of large tables (ARGS="-k name": some)
 	@$(PY) -m pytest $(SAMPLE) $(QUICK) $(PARALLEL) $(ARGS)
@@ -83,8 +86,12 @@ format: $(READY) ## apply the formatting
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-types: $(READY) ## static types of the package
+# Scripts of users are seldom annotated: what calls of the package get and return is checked in them.
+SCRIPTS := --config-file= --check-untyped-defs --ignore-missing-imports --explicit-package-bases
+
+types: $(READY) ## static types of the package, and of the examples as a user's checker sees them
 	@$(PY) -m mypy --strict composable
+	@$(PY) -m mypy $(SCRIPTS) examples
 
 layers: $(READY) ## imports go down only
 	@$(VENV)/bin/lint-imports --no-cache
@@ -107,18 +114,27 @@ demo-smoke: $(READY) ## a few steps of the demo, resumed once
 	@$(PY) -m examples.demo --steps 6 --baseline-steps 3 --out runs/smoke --quiet
 	@$(PY) -m examples.demo --steps 8 --no-baseline --out runs/smoke --resume --quiet
 
-check: test test-ci test-accelerator lint types layers bench-smoke demo-smoke wheel ## everything
+check: test test-ci test-accelerator lint types layers bench-smoke demo-smoke wheel docs ## everything
 
 wheel: $(READY) ## build the wheel into dist/, and try it in a clean environment
 	@VENV=$(VENV) .ci/wheel
 
+docs: $(READY_DOCS) ## build the site of the documentation into build/site
+	@$(PY) -m docs.site.build
+
 clean: ## remove caches and what the demo wrote; keeps .venv
-	@rm -rf runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf runs build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	@find composable tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "composable needs Python 3.11 or newer on the PATH; make PYTHON=... names one" >&2; exit 1; }
-	@echo "composable: installing into $(VENV) with the pinned versions; the first time takes some minutes"
+	@VENV=$(VENV) PYTHON="$(PYTHON)" .ci/install demo,test,dev
+	@touch $@
+
+$(VENV)/.ready-demo: pyproject.toml constraints.txt
+	@VENV=$(VENV) PYTHON="$(PYTHON)" .ci/install demo
+	@touch $@
+
+$(READY_DOCS): pyproject.toml constraints.txt
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,test,dev]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@

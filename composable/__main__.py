@@ -11,6 +11,7 @@ from composable import __version__
 from composable.extras.forecast import command as forecast_command
 from composable.extras.forecast import describing as describe_command
 from composable.extras.watch import replay as replay_command
+from composable.report import doctor
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -49,8 +50,18 @@ def main(command_line: Sequence[str]) -> int:
     )
     replay_command.add_arguments(replay)
     replay.set_defaults(run=replay_command.run)
+    about = "describe versions, devices, launcher and settings, for a bug report"
+    reported = commands.add_parser(
+        "doctor", help=about, description=f"{about[0].upper()}{about[1:]}."
+    )
+    reported.set_defaults(run=_doctor)
     options = parser.parse_args(command_line)
     return int(options.run(options))
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    print(doctor.report())
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the
 top of `root.py`, `param_group.py` and `reduction.py`; between the same marks with `reference`, what
 `docs.reference` makes of the docstrings; with `options` and `refused`, what `docs.refused` makes of
-the options that the tests multiply. A code block that opens with "```python run" is a program:
+the options that the tests multiply. Between `<!-- file PATH:begin -->` and `<!-- file:end -->`
+stands a file as it is. A code block that opens with "```python run" is a program:
 the programs of a page run one after the other and share their variables, and a block
 "```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two
 ranks, each with variables of its own; `raises` says that it ends with an error, whose name and
@@ -46,6 +47,8 @@ _PROGRAM: Final = re.compile(
 _MADE: Final = re.compile(
     r"(<!-- (states|reference|options|refused):begin -->\n).*?(<!-- \2:end -->)", re.S
 )
+
+_SHOWN: Final = re.compile(r"(<!-- file (\S+):begin -->\n).*?(<!-- file:end -->)", re.S)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,13 @@ def regenerated(text: str, on_ranks: OnRanks, kind: str = "run") -> str:
         "options": multiplied,
         "refused": refused,
     }
-    return _MADE.sub(lambda match: f"{match[1]}{makers[match[2]]()}{match[3]}", text)
+    text = _MADE.sub(lambda match: f"{match[1]}{makers[match[2]]()}{match[3]}", text)
+    return _SHOWN.sub(lambda match: f"{match[1]}{shown(match[2])}{match[3]}", text)
+
+
+def shown(path: str) -> str:
+    """A file of the checkout as a code block."""
+    return f"```python\n{(ROOT / path).read_text()}```\n"
 
 
 def transitions(table_of: ModuleType) -> list[tuple[str, str, str]]:

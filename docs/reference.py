@@ -1,14 +1,20 @@
-"""The API reference, made of signatures and docstrings."""
+"""The API reference, made of signatures and docstrings: a list of names on `reference.md`, and a
+page for each name on the site.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, Final
 
 import composable
-from composable import errors, forecast, fsdp2
+from composable import errors, forecast
 
 CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Verbs": (
@@ -87,39 +93,86 @@ _SECTION: Final = re.compile(r"^(Args|Returns|Raises|Attributes|Example|Examples
 _ENTRY: Final = re.compile(r"^(\w[\w.]*): (.*)$")
 
 
-def reference() -> str:
-    """The page below its first paragraph."""
+@dataclass(frozen=True)
+class Entry:
+    """A public name with a page of its own on the site."""
+
+    name: str  # as users write it behind `composable.`
+    thing: Any
+
+    @property
+    def file(self) -> str:
+        """The page's name, which differs from all others also where case does not count."""
+        alike = self.name.lower() in (name.lower() for name in _listed() if name != self.name)
+        return f"{self.name}-class" if alike and isinstance(self.thing, type) else self.name
+
+    @property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.thing) or "").partition("\n")[0]
+
+
+@cache
+def _listed() -> tuple[str, ...]:
+    return tuple(name for names in chapters().values() for name in names)
+
+
+@cache
+def chapters() -> dict[str, tuple[str, ...]]:
+    """All names with a page, by the chapters of the reference."""
+    return {
+        **CHAPTERS,
+        "traversal": tuple(f"traversal.{name}" for name in composable.traversal.__all__),
+        "forecast": tuple(f"forecast.{name}" for name in forecast.__all__ if name != "DEVICES"),
+        "fsdp2": tuple(f"fsdp2.{name}" for name in FSDP2),
+    }
+
+
+def entry(name: str) -> Entry:
+    return Entry(name, attrgetter(name)(composable))
+
+
+def entries() -> list[Entry]:
+    """In the order of the reference."""
+    return [entry(name) for name in _listed()]
+
+
+def reference(target: Callable[[Entry], str] | None = None) -> str:
+    """The page `reference.md` below its first paragraph: names and what they do.
+
+    `target` says where the link of a name leads; None: to the file that holds the docstring.
+    """
     lines: list[str] = []
-    for title, names in CHAPTERS.items():
+    for title, names in chapters().items():
+        module = vars(composable).get(title)
         lines += [f"## {title}", ""]
-        for name in names:
-            lines += _entry(name, getattr(composable, name))
-    lines += ["## traversal", "", *_paragraphs(composable.traversal), ""]
-    for name in composable.traversal.__all__:
-        lines += _entry(f"traversal.{name}", getattr(composable.traversal, name))
-    lines += ["## forecast", "", *_paragraphs(forecast), ""]
-    for name in forecast.__all__:
-        if name != "DEVICES":
-            lines += _entry(f"forecast.{name}", getattr(forecast, name))
-    lines += ["## fsdp2", "", *_paragraphs(fsdp2), ""]
-    for name in FSDP2:
-        lines += _entry(f"fsdp2.{name}", getattr(fsdp2, name))
-    lines += [
-        "## errors",
-        "",
-        *_paragraphs(errors),
-        "",
-        "| error | is also | meaning |",
-        "|---|---|---|",
-    ]
+        if module is not None:
+            lines += [*_paragraphs(module), ""]
+        lines += ["| name | what it does |", "|---|---|"]
+        for found in map(entry, names):
+            link = (target or _source)(found)
+            lines.append(f"| [`{found.name}`]({link}) | {_cell(found.summary)} |")
+        lines.append("")
+    lines += ["## errors", "", *_paragraphs(errors), ""]
+    lines += ["| error | is also | meaning |", "|---|---|---|"]
     for error in public_errors():
-        kinds = ", ".join(
-            f"`{base.__name__}`"
-            for base in error.__mro__[1:]
-            if base not in (Exception, BaseException, object)
-        )
-        lines.append(f"| `{error.__name__}` | {kinds or '`Exception`'} | {inspect.getdoc(error)} |")
+        kinds = ", ".join(f"`{base}`" for base in _kinds(error))
+        meaning = _cell((inspect.getdoc(error) or "").replace("\n", " "))
+        lines.append(f"| `{error.__name__}` | {kinds or '`Exception`'} | {meaning} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _kinds(error: type[Exception]) -> list[str]:
+    plain = (Exception, BaseException, object)
+    return [base.__name__ for base in error.__mro__[1:] if base not in plain]
+
+
+def _source(entry: Entry) -> str:
+    file = Path(inspect.getsourcefile(inspect.unwrap(entry.thing)) or "").resolve()
+    return f"../{file.relative_to(Path(composable.__file__).resolve().parent.parent)}"
 
 
 def public_errors() -> list[type[Exception]]:
@@ -159,36 +212,53 @@ def documented_arguments(thing: Any) -> list[str]:
     return names
 
 
-def _entry(name: str, thing: Any) -> list[str]:
-    kind = "class " if isinstance(thing, type) else ""
+def page(entry: Entry, below: str = "") -> str:
+    """The site's page of one name, in the Markdown of MyST; `below` stands at its end."""
+    kind = "class" if isinstance(entry.thing, type) else "function"
+    package, _, short = f"composable.{entry.name}".rpartition(".")
     lines = [
-        f"### {name}",
+        f"# {entry.name}",
         "",
         "```python",
-        f"{kind}{name}{signature_of(thing)}",
+        f"from {package} import {short}",
         "```",
         "",
-        *_paragraphs(thing),
-        "",
+        *_directive(kind, f"composable.{entry.name}{signature_of(entry.thing)}", entry.thing),
     ]
-    if isinstance(thing, type):
-        shared = [
-            vars(base) for base in reversed(thing.__mro__[1:]) if base.__name__.startswith("_")
-        ]
-        for method, value in {
-            k: v for table in (*shared, vars(thing)) for k, v in table.items()
-        }.items():
-            if not method.startswith("_") and (
-                inspect.isfunction(value) or isinstance(value, property)
-            ):
-                called = signature_of(value) if inspect.isfunction(value) else ""
-                lines += [
-                    f"**`{name}.{method}{called}`**",
-                    "",
-                    *_paragraphs(getattr(thing, method)),
-                    "",
-                ]
-    return lines
+    for name, value in methods(entry.thing):
+        kind, called = "property", ""
+        if inspect.isfunction(value):
+            kind, called = "method", re.sub(r"^\(self(, )?", "(", signature_of(value))
+        full = f"composable.{entry.name}.{name}"
+        lines += _directive(kind, f"{full}{called}", getattr(entry.thing, name))
+    return "\n".join([*lines, below])
+
+
+def page_of_errors() -> str:
+    """The site's page of all errors."""
+    lines = ["# errors", "", *_paragraphs(errors), ""]
+    for error in public_errors():
+        kinds = ", ".join(f"`{base}`" for base in _kinds(error))
+        lines += _directive("exception", f"composable.errors.{error.__name__}", error)
+        lines[-2:-2] = ["", f"Is also: {kinds}."] if kinds else []
+    return "\n".join(lines)
+
+
+def _directive(kind: str, signature: str, thing: Any) -> list[str]:
+    return [f":::::{{py:{kind}}} {signature}", "", *_paragraphs(thing), ":::::", ""]
+
+
+def methods(thing: Any) -> list[tuple[str, Any]]:
+    """The public methods and properties of a class, with those of its private bases."""
+    if not isinstance(thing, type):
+        return []
+    bases = [base for base in reversed(thing.__mro__[1:]) if base.__name__.startswith("_")]
+    table = {name: value for base in (*bases, thing) for name, value in vars(base).items()}
+    return [
+        (name, value)
+        for name, value in table.items()
+        if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+    ]
 
 
 def _paragraphs(thing: Any) -> list[str]:
@@ -218,7 +288,7 @@ def _section(title: str, body: list[str]) -> Iterator[str]:
     yield f"**{title}**"
     yield ""
     if title.startswith("Example"):
-        yield "```python"
+        yield "```pycon" if body[0].startswith(">>>") else "```python"
         yield from body
         yield "```"
         return

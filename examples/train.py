@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from composable import checkpoint, describe, fully_shard
+from composable import checkpoint, clip_grad_norm_, describe, fully_shard
 
 
 class Block(nn.Module):
@@ -43,7 +43,7 @@ def main():
         idx = torch.randint(0, 256, (8, 32))
         loss = nn.functional.cross_entropy(model(idx).transpose(1, 2), (idx + 1) % 256)
         loss.backward()  # gradients arrive as means over all ranks
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        norm = clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 5 == 4:

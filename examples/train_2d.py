@@ -42,7 +42,7 @@ class Block(nn.Module):
 def make_model(mesh):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), Block(32), Block(32), nn.Linear(32, 1))
-    for block in model[1:3]:  # first tensor parallel, then shards of what each rank has left
+    for block in (model[1], model[2]):  # first tensor parallel, then shards of what is left
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(model, mesh=mesh["dp"], policy={Block})
 

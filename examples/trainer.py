@@ -5,7 +5,6 @@ torchrun --standalone --nproc-per-node=2 examples/trainer.py
 """
 
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +20,8 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from composable import describe, export, fully_shard, load
+from composable import describe, fully_shard, load
+from composable.fsdp2 import install
 
 
 def write_folder(folder):
@@ -44,13 +44,14 @@ class PrintLoss(TrainerCallback):
 
 
 def main(folder):
+    install(cpu=True)  # the Trainer shards by composable, where there are no accelerators, too
     args = TrainingArguments(  # makes the process group
         output_dir=folder,
+        fsdp=True,
         per_device_train_batch_size=8,
         learning_rate=5e-3,
         max_steps=24,
         logging_steps=8,
-        save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
@@ -58,6 +59,7 @@ def main(folder):
     )
     where = [folder]
     dist.broadcast_object_list(where)  # that of rank 0
+    args.output_dir = where[0]
     pretrained, tuned = Path(where[0]) / "pretrained", Path(where[0]) / "tuned"
     if dist.get_rank() == 0:
         write_folder(pretrained)
@@ -71,12 +73,10 @@ def main(folder):
     dataset = [{"input_ids": row, "labels": row} for row in (start + torch.arange(24)) % 256]
     trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[PrintLoss()])
     trainer.remove_callback(PrinterCallback)
-    # the model communicates by itself: the Trainer is to leave it as it is
-    wrap = trainer.accelerator.prepare_model
-    trainer.accelerator.prepare_model = partial(wrap, evaluation_mode=True)
-    trainer.train()
+    trainer.train()  # it takes a model that is sharded already as it is
 
-    export(model, tuned)  # in place of save_model
+    trainer.save_model(tuned)
+    dist.barrier()
     alone = AutoModelForCausalLM.from_pretrained(tuned)  # as any other program reads it
     words = dataset[0]["input_ids"][None]
     with torch.no_grad():

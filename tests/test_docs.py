@@ -114,9 +114,10 @@ _RUN_ELSEWHERE = {
     "docs/guides/lost_steps.md": (2, "tests/trainers/test_annotated_models.py"),
     "docs/guides/pipelines.md": (1, "tests/whole/with_torch/test_pipelines.py"),
     "docs/guides/trainers.md": (
-        11,
+        13,
         "tests/trainers/test_beside_fsdp2.py",
     ),
+    "docs/guides/whole_script.md": (1, "tests/test_examples.py"),
 }
 
 
@@ -125,8 +126,8 @@ def test_every_program_of_a_guide_is_run() -> None:
     for page in PAGES:
         if page.parent.name == "guides":
             text = page.read_text()
-            # one is about options; of the other tests/launch runs what it shows
-            elsewhere = page.name in ("together.md", "launch.md")
+            # one is about options; what the others show is run by tests/launch, tests/test_examples
+            elsewhere = page.name in ("together.md", "launch.md", "whole_script.md")
             assert programs_in(text) or elsewhere, f"{page.name} has no program"
             if shown := len(re.findall(r"^```python *$", text, re.M)):
                 left_out[_name(page)] = shown
@@ -234,6 +235,8 @@ def test_a_wrong_output_and_an_old_diagram_are_noticed() -> None:
     assert regenerated(wrong, _without_ranks) == wrong.replace("3", "2")
     old = "<!-- states:begin -->\nSHARDED --> GONE\n<!-- states:end -->"
     assert "GONE" not in regenerated(old, _without_ranks)
+    file = "<!-- file examples/train.py:begin -->\nGONE\n<!-- file:end -->"
+    assert "GONE" not in regenerated(file, _without_ranks)
 
 
 def test_a_program_that_should_raise_and_does_not_is_noticed() -> None:
@@ -251,8 +254,7 @@ def test_a_broken_link_is_noticed() -> None:
 
 
 def test_every_row_of_what_works_names_its_tests() -> None:
-    works = (ROOT / "README.md").read_text().partition("## What works today")[2]
-    rows = re.findall(r"^\| ([^|]*?) \|", works.partition("\n## ")[0], re.M)
+    rows = re.findall(r"^\| ([^|]+?) \|", (ROOT / "docs/features.md").read_text(), re.M)
     tested = re.findall(r"^\| (.*?) \| (.*) \|$", (ROOT / "tests/README.md").read_text(), re.M)[1:]
     assert [row for row, _ in tested] == [row for row in rows if row != "Not there yet"]
     for _, files in tested:
@@ -262,3 +264,22 @@ def test_every_row_of_what_works_names_its_tests() -> None:
             found = ROOT / "tests" / name if "/" in name else folder / name
             assert found.exists(), name
             folder = found if found.is_dir() else found.parent
+
+
+def test_every_figure_of_readme_beside_fsdp2_is_one_of_the_benchmarks() -> None:
+    """In the row of a claim that the same benchmark measures."""
+    rows = re.findall(
+        r"^\| (.+) \| (.+) \| `python benchmarks/(\w+\.py).*` \|$",
+        (ROOT / "README.md").read_text(),
+        re.M,
+    )
+    assert len(rows) >= 6
+    claims = (ROOT / "benchmarks" / "README.md").read_text().splitlines()
+    for what, figures, benchmark in rows:
+        said = [line for line in claims if line.startswith("|") and f"`{benchmark}" in line]
+        for figure in re.findall(r"\d\.\d+", figures):
+            assert any(figure in line for line in said), (what, figure)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150

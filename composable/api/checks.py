@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -320,6 +321,33 @@ def warn_of_gradients(parameters: Sequence[Managed[nn.Parameter]]) -> None:
         )
 
 
+# Of meshes of one rank; a warning for each call of the verb would be one for each layer.
+_WARNED: Final[WeakSet[dist.ProcessGroup]] = WeakSet()
+
+
+def warn_of_one_rank(
+    verb: str, module: nn.Module, mesh: DeviceMesh, parameters: Sequence[Managed[nn.Parameter]]
+) -> None:
+    """Log that a mesh of one rank shards nothing and averages nothing, while there are more ranks.
+
+    Not for parameters that are tensor-parallel over others, since the mesh is then a slice.
+    """
+    world = dist.get_world_size()
+    if mesh.size() > 1 or world == 1 or (group := mesh.get_group(0)) in _WARNED:
+        return
+    tensors = [each.tensor for each in parameters]
+    if any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in tensors):
+        return
+    _WARNED.add(group)
+    logger.warning(
+        "%s: the mesh has one rank, and the world has %d: the %s is %s over this rank alone, and"
+        " its gradients are not averaged with others. That is right for what this rank alone has,"
+        " as a stage of a pipeline. Else pass a mesh of more ranks; in Lightning,"
+        " ModelParallelStrategy(data_parallel_size=%d, tensor_parallel_size=1)",
+        verb, world, type(module).__name__, _DONE[verb], world,
+    )  # fmt: skip
+
+
 def warn_of_padding(units: Iterable[Unit]) -> None:
     """Log the first large parameter that leaves ranks empty, and what to write: experts that are
     stacked in one parameter, and that `shard_placement_fn` or FSDP2's defaults shard by experts.
@@ -395,6 +423,14 @@ def _verb_of_torch(module: nn.Module) -> str:
     return next((name for name in (SHARD, REPLICATE) if name in applied), "")
 
 
+_BY_ACCELERATE: Final = {
+    SHARD: "accelerate, and the Trainer of transformers, take it as it is, and save it, if they are"
+    " asked for FSDP2 after composable.fsdp2.install()",
+    REPLICATE: "With accelerate, prepare it by accelerator.prepare_model(model,"
+    " evaluation_mode=True), which does not wrap",
+}
+
+
 class _RefusesDDP:
     """In place of the names that DDP reads from a module to ignore: the call that would wrap the
     module raises.
@@ -407,8 +443,7 @@ class _RefusesDDP:
         raise ClashError(
             f"DistributedDataParallel around {self._module}: {self._verb} averages its gradients"
             " already, and they would be averaged twice. Do not wrap it: train the module as it"
-            " is. With accelerate, prepare it by accelerator.prepare_model(model,"
-            " evaluation_mode=True), which does not wrap"
+            f" is. {_BY_ACCELERATE[self._verb]}"
         )
 
 

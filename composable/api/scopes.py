@@ -130,6 +130,11 @@ def reshard(module: nn.Module, *, recurse: bool = True) -> None:
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
         PhaseError: inside of a forward of a unit.
+
+    Example:
+        >>> unshard(model)
+        >>> evaluate(model)
+        >>> reshard(model)
     """
     units = units_in("reshard", module, sharded=True, recurse=recurse)
     end_interrupted(units)

@@ -174,8 +174,8 @@ def declare_part(
             placements do not fit.
 
     Example:
-        >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))  # doctest: +SKIP
-        >>> declare_part(column, tp, [Shard(0)])  # doctest: +SKIP
+        >>> column = nn.Parameter(torch.empty(4 // tp.size(), 2))
+        >>> declare_part(column, tp, [Shard(0)])
     """
     if type(parameter) is not nn.Parameter or not isinstance(mesh, DeviceMesh):
         raise AnnotationError(

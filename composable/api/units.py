@@ -9,7 +9,7 @@ has a record of its own; that call finds its plan in `_planned`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,6 +99,17 @@ class UnitPlan:
 # many tokens, and LayerDrop calls each layer on every rank.
 _MANAGED: Final = "_is_fsdp_managed_module"
 
+_OBSERVERS: Final[list[Callable[[str, Sequence[UnitPlan]], None]]] = []
+
+
+def observe_annotations(notify: Callable[[str, Sequence[UnitPlan]], None]) -> Callable[[], None]:
+    """Call this after each call of a verb, with its name and the plans of its units; returns what
+    ends it.
+    """
+    _OBSERVERS.append(notify)
+    return lambda: _OBSERVERS.remove(notify)
+
+
 # The plan for the call of a verb that is about to begin. A context variable: verbs may run in other
 # threads.
 _planned: Final[ContextVar[UnitPlan | None]] = ContextVar("composable_planned_unit", default=None)
@@ -152,8 +163,10 @@ def annotate(
                 synchronise(name, over, sync_module_states, members, [], [""] * len(members))
     for plan in plans:
         _note_meshes(name, plan)
-    if name == SHARD and mesh_plan is not None:
-        checks.warn_of_gradients(parameters)
+    if mesh_plan is not None:
+        checks.warn_of_one_rank(name, modules[0], mesh_plan.mesh, parameters)
+        if name == SHARD:
+            checks.warn_of_gradients(parameters)
     for plan in reversed(plans[1:]):  # the innermost first
         token = _planned.set(plan)
         try:
@@ -167,6 +180,8 @@ def annotate(
     )
     if name == SHARD and any(plan.settings["grouping"].on_host for plan in plans):
         arguments.warn_of_no_offload(comm.device)
+    for notify in _OBSERVERS:
+        notify(name, plans)
 
 
 def _planned_units(

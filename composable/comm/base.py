@@ -75,6 +75,14 @@ def observe_launches(
     return end
 
 
+_WHEN: Final[list[Callable[[], str]]] = []
+
+
+def tell_when(tell: Callable[[], str]) -> None:
+    """Add this to errors of collectives: " in the backward of step 3", or nothing."""
+    _WHEN.append(tell)
+
+
 class Work(Protocol):
     """A collective in flight. What it reads and writes must stay as it is until `wait` returns."""
 
@@ -402,8 +410,9 @@ class GroupComm(ABC):
         the collective's name, what to do, and what every rank launched last.
         """
         said = first_line(error) or type(error).__name__
+        when = "".join(tell() for tell in _WHEN)
         return CommunicationError(
-            f"rank {self._name}: the {launch} failed:"
+            f"rank {self._name}: the {launch} failed{when}:"
             f" {said}\n{_cure(error)}\n{self._ledger.report()}"
         )
 

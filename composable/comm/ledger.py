@@ -5,14 +5,18 @@ backward among all.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from threading import Thread
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary, ref
@@ -27,7 +31,7 @@ from composable.comm.shared_launches import (
     next_digest,
     shared_launches,
 )
-from composable.errors import RanksDisagreeError, few
+from composable.errors import RanksDisagreeError, few, first_line
 from composable.torch_private import bytes_in, on_collectives, store_of
 
 DEBUG_VARIABLE: Final = "COMPOSABLE_DEBUG"  # "1" in the environment of all ranks
@@ -83,6 +87,8 @@ class Ledger:
         self.shared: SharedLaunches | None = None
         self._has_looked = False  # for memory to share, at the first launch that is compared
         self._has_warned = False
+        self._publish("process", [_host(), os.getpid()])
+        self._publish("end", "")  # an earlier process of this rank may have left one
 
     def note(self, launch: Launch, collective: str = "", tensors: Sequence[object] = ()) -> None:
         """Called before each launch.
@@ -158,13 +164,15 @@ class Ledger:
         if store is None:
             return lines[0]
         found: dict[int, Launches] = {me: (self.count, tuple(self.texts))}
+        ends: dict[int, str] = {}
         # In a thread, because a store whose server hangs answers no question, and has no timeout
         # for that.
-        thread = Thread(target=self._exchange, args=(store, found), daemon=True)
+        thread = Thread(target=self._exchange, args=(store, found, ends), daemon=True)
         thread.start()
         thread.join(REPORT_SECONDS + 1.0)
         # a thread that hangs may go on to write
         found = {name: found[name] for name in self._names if name in found}
+        ends = {name: ends[name] for name in self._names if name in ends and name not in found}
         lines += _by_text(
             {
                 name: f" launched last: {texts[-1]} (its launch {n})"
@@ -172,13 +180,16 @@ class Ledger:
                 if name != me
             }
         )
+        lines += _by_text(ends)
         silent = f": no report within {REPORT_SECONDS:g} s: ended, or did not fail so far"
-        lines += _by_text({name: silent for name in self._names if name not in found})
+        lines += _by_text({name: silent for name in self._names if name not in {**found, **ends}})
         difference = _first_difference(found, until=min(count for count, _ in found.values()))
         return "\n".join([*lines, difference] if difference else lines)
 
-    def _exchange(self, store: Any, found: dict[int, Launches]) -> None:
-        """Publish this rank's launches, and put those of the others into `found` as they come."""
+    def _exchange(self, store: Any, found: dict[int, Launches], ends: dict[int, str]) -> None:
+        """Publish this rank's launches, and put those of the others into `found` as they come, and
+        into `ends` which have ended.
+        """
         deadline = time.monotonic() + REPORT_SECONDS
         keys = [f"composable/ledger/{rank}" for rank in range(len(self._names))]
         missing = {rank for rank in range(len(self._names)) if rank != self._rank}
@@ -194,7 +205,54 @@ class Ledger:
                         count, texts = json.loads(text)
                         found[self._names[rank]] = (count, texts)
                         missing.remove(rank)
+                    elif end := _end_of(store, rank):
+                        ends[self._names[rank]] = f" has ended: {end}"
+                        missing.remove(rank)
                 time.sleep(0.05)
+
+    def tell_end(self, how: str) -> None:
+        """The process of this rank is about to end."""
+        self._publish("end", how)
+
+    def _publish(self, what: str, value: object) -> None:
+        group = self._group()
+        store = None if group is None else store_of(group)
+        if store is not None:
+            with suppress(Exception):  # the store may have ended; reports say less then
+                store.set(f"composable/{what}/{self._rank}", json.dumps(value))
+
+
+def _end_of(store: Any, rank: int) -> str:
+    """How the process of another rank has ended; empty if it runs, or nothing is known."""
+    said, process = f"composable/end/{rank}", f"composable/process/{rank}"
+    if store.check([said]) and (how := json.loads(store.get(said))):
+        return str(how)
+    if store.check([process]):
+        host, number = json.loads(store.get(process))
+        if host == _host() and _is_gone(number):
+            return "its process is gone, killed or ended by os._exit"
+    return ""
+
+
+@cache
+def _host() -> str:
+    """Where numbers of processes mean the same."""
+    space = ""
+    with suppress(OSError):  # of systems without it
+        space = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {space}"
+
+
+def _is_gone(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    with suppress(OSError):  # one that has ended stays until its parent has waited for it
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    return False
 
 
 def _first_difference(by_rank: Mapping[int, Launches], until: int) -> str | None:
@@ -260,6 +318,16 @@ def ledger_of(group: dist.ProcessGroup) -> Ledger:
 
 
 # --- of all groups -------------------------------------------------------------------------------
+
+
+@atexit.register
+def _tell_ends() -> None:
+    """Tell the other ranks, who may wait for this one, that it ends, and by which error."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # that was printed
+    said = f"by {type(error).__name__}: {first_line(error)}" if error else "without an error"
+    for ledger in list(_LEDGERS.values()):
+        ledger.tell_end(said)
+
 
 _compared = False  # whether launches are compared now
 

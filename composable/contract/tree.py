@@ -164,12 +164,23 @@ def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
 
     For modules annotated as one unit, return the first of them. `replicate`d subtrees are left out
     with everything in them, except that `root` itself may be replicated.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> get_fully_sharded_modules(model)[0] is model
+        True
     """
     return [module for module, _ in _units(root, SHARD, stop=(REPLICATE,))]
 
 
 def get_states(root: nn.Module) -> list[Any]:
-    """Return the `Unit` of each of `get_fully_sharded_modules(root)`."""
+    """Return the `Unit` of each of `get_fully_sharded_modules(root)`.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> len(get_states(model)) == len(get_fully_sharded_modules(model))
+        True
+    """
     return [state for _, state in _units(root, SHARD, stop=(REPLICATE,))]
 
 
@@ -177,6 +188,11 @@ def get_handles(root: nn.Module) -> list[Any]:
     """Return the param groups of each of `get_states(root)`.
 
     There is one entry per unit, also for a unit without parameters.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> for groups in get_handles(model):
+        ...     print([len(group.params) for group in groups])
     """
     return [state.groups for state in get_states(root)]
 
@@ -185,6 +201,11 @@ def get_root_states(root: nn.Module) -> list[Any]:
     """Return the units of the topmost fully sharded modules in `root`.
 
     These are its own, or those of the subtrees if it has none.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> get_root_states(model) == get_states(model)[:1]
+        True
     """
     units = get_states(root)
     inside = {

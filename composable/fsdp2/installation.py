@@ -11,6 +11,7 @@ from torch.distributed import fsdp
 
 from composable.errors import ClashError
 from composable.fsdp2.module import FSDPModule
+from composable.fsdp2.on_cpus import USE_CPU, pairs_of_accelerate
 from composable.fsdp2.verb import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from composable.torch_private import classes_of_fsdp2, exchange_in_modules, modules_with
 
@@ -29,12 +30,28 @@ _LEFT_ALONE: Final = (
 
 
 class Installation:
-    """What `install` returns. As a context manager it removes itself at the end of its body."""
+    """What `install` returns. As a context manager it removes itself at the end of its body.
+
+    Example:
+        >>> with install():
+        ...     trainer.train()
+    """
 
     def __init__(self) -> None:
         # modules that import from composable.fsdp2 by themselves
         self._have_ours = set(_modules_with({id(ours): None for _, ours in _PAIRS}))
         self._is_installed = True
+        self._of_accelerate: list[tuple[Any, Any]] = []
+        self._used_cpu: str | None = None
+
+    def _take_cpus(self) -> None:
+        """Let accelerate shard on CPUs, too."""
+        if not self._of_accelerate:
+            self._used_cpu = os.environ.get(USE_CPU)
+        os.environ[USE_CPU] = "true"
+        self._of_accelerate = pairs_of_accelerate()
+        by_id = {id(theirs): ours for theirs, ours in self._of_accelerate}
+        exchange_in_modules(modules_with(by_id), by_id)
 
     def remove(self) -> None:
         """Put torch's objects back, also in modules that were imported in the meantime.
@@ -47,6 +64,11 @@ class Installation:
             back = {id(ours): torchs for torchs, ours in _PAIRS}
             names = [name for name in _modules_with(back) if name not in self._have_ours]
             exchange_in_modules(names, back)
+            if self._of_accelerate:
+                back = {id(ours): theirs for theirs, ours in self._of_accelerate}
+                exchange_in_modules(modules_with(back), back)
+                os.environ.pop(USE_CPU, None)
+                os.environ |= {} if self._used_cpu is None else {USE_CPU: self._used_cpu}
 
     def __enter__(self) -> Installation:
         return self
@@ -58,7 +80,7 @@ class Installation:
 _installed: Installation | None = None
 
 
-def install() -> Installation:
+def install(*, cpu: bool = False) -> Installation:
     """Put composable in the place of FSDP2 for all that this process imports and has imported.
 
     `fully_shard`, `FSDPModule`, `register_fsdp_forward_method` and `share_comm_ctx` of
@@ -67,6 +89,10 @@ def install() -> Installation:
     on stderr, on rank 0, says in which. Policies and handles are torch's own classes. FSDP2's own
     code is not changed. Called again, it replaces what was imported in between, and returns the
     same handle: a script and a library that it uses may both call it.
+
+    Args:
+        cpu: let accelerate, and trainers that prepare by it, shard on CPUs, where they offer no
+            FSDP by themselves. For trying a script.
 
     Returns:
         A handle whose `remove()` puts torch's objects back.
@@ -91,6 +117,8 @@ def install() -> Installation:
     by_id = {id(torchs): ours for torchs, ours in _PAIRS}
     names = _modules_with(by_id)
     exchange_in_modules(names, by_id)
+    if cpu:
+        installed._take_cpus()
     if names and os.environ.get("RANK", "0") == "0":
         replaced = ", ".join(ours.__name__ for _, ours in _PAIRS)
         print(

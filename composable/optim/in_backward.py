@@ -45,6 +45,13 @@ class OptimizerInBackward(Optimizer):
     Attributes:
         after_step: called at the end of each backward that has stepped any of the parameters; once,
             if several have it.
+
+    Example:
+        >>> fully_shard(model, policy={Block})
+        >>> optimizer = apply_optimizer_in_backward(
+        ...     torch.optim.AdamW, model.parameters(), {"lr": 1e-3}
+        ... )
+        >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)
     """
 
     def __init__(self, stepper: Optimizer) -> None:

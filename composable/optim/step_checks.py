@@ -17,7 +17,7 @@ inside of such scopes each rank may call units in an order of its own.
 from __future__ import annotations
 
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,11 +30,12 @@ from torch.optim.optimizer import (
 )
 
 from composable.comm import is_distributed
+from composable.comm.base import tell_when
 from composable.compilation import untraced
 from composable.contract.values import parameters_of
 from composable.engine.edits.written import written
 from composable.engine.params.param import labels_of
-from composable.engine.step.root import UNLANDED, land_held
+from composable.engine.step.root import ROOTS, UNLANDED, Phase, land_held
 from composable.engine.step.unit import Unit, unit_of
 from composable.errors import OptimizerError
 from composable.features.split_backwards import refuse_split
@@ -116,8 +117,34 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     _managed[optimizer] = managed, _with_gradients(managed), kept
 
 
+# How often the optimizer has stepped that steps first in each step; there may be several.
+_steps = 0
+_first: ref[Optimizer] | None = None
+
+
+def _when() -> str:
+    """For errors of collectives: the part of which step runs now."""
+    of = f" of step {_steps}"
+    phases = [root.phase for root in ROOTS]
+    if Phase.BACKWARD in phases:
+        return f" in the backward{of}"
+    if any(root.running for root in ROOTS):
+        return f" in the forward{of}"
+    if Phase.WAITING in phases:
+        return f" after the forward{of}"
+    return "" if _first is None else f" in step {_steps}"
+
+
+tell_when(_when)
+
+
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    global _steps, _first
+    if _first is None or (first := _first()) is None:
+        _steps, _first = 1, ref(optimizer)
+    elif first is optimizer:
+        _steps += 1
     managed, before, kept = _managed.pop(optimizer, ([], [], []))
     # Those without a gradient were not stepped: a graph that needs their values stays valid. Some
     # optimizers drop gradients as they go, and a closure may have brought them.

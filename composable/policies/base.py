@@ -19,6 +19,14 @@ class Policy(ABC):
     """A rule for which modules to annotate. The same policy works for every verb.
 
     A policy of one's own derives from this and defines `select`.
+
+    Example::
+
+        class EveryOther(Policy):
+            def select(self, root):
+                return {block: {} for block in root.blocks[::2]}
+
+        checkpoint(model, policy=EveryOther())
     """
 
     @abstractmethod

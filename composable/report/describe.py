@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from composable.comm import is_distributed, world_group
 from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
 from composable.contract.contract import registry
@@ -104,6 +105,9 @@ class Description(Table[UnitRow]):
         rows: the units.
         elsewhere: other verbs, and the FQNs of modules that they are on and that are no units.
         not_offloaded: the FQNs of modules on which `offload_activations` has no effect.
+        on_one_rank: the FQNs of units whose mesh has one rank, while the world has more: nothing is
+            sharded, and no gradients are averaged. Units of tensor-parallel parameters are not
+            among them.
     """
 
     header = (
@@ -114,6 +118,7 @@ class Description(Table[UnitRow]):
 
     elsewhere: dict[str, tuple[str, ...]] = field(default_factory=dict)
     not_offloaded: tuple[str, ...] = ()
+    on_one_rank: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values.
@@ -124,6 +129,7 @@ class Description(Table[UnitRow]):
             "units": [asdict(row) for row in self.rows],
             "elsewhere": {verb: list(names) for verb, names in self.elsewhere.items()},
             "not_offloaded": list(self.not_offloaded),
+            "on_one_rank": list(self.on_one_rank),
             "total": self._total(),
         }
 
@@ -144,6 +150,11 @@ class Description(Table[UnitRow]):
             notes.append(
                 f"{OFFLOAD}: nothing is copied where modules are on the CPU:"
                 f" {few(self.not_offloaded)}"
+            )
+        if self.on_one_rank:
+            notes.append(
+                "over one rank, while the world has more: nothing is sharded, and gradients are not"
+                f" averaged: {few(list(map(unit_name, self.on_one_rank)))}"
             )
         for offload, meaning in _OFFLOADED.items():
             if found := [unit_name(row.unit) for row in self.rows if row.offload == offload]:
@@ -228,7 +239,17 @@ def describe(
     if rest and annotation_of(module) is None:
         name = "(rest)" if elsewhere else NOT_ANNOTATED
         others.append(_row(name, [module], list(registry(module)), rest))
-    return Description((*rows.values(), *others), elsewhere, tuple(not_offloaded))
+    alone = tuple(row.unit for unit, row in rows.items() if _is_on_one_rank(unit))
+    return Description((*rows.values(), *others), elsewhere, tuple(not_offloaded), alone)
+
+
+def _is_on_one_rank(unit: Unit) -> bool:
+    """Whether a unit is this rank's alone, though there are others."""
+    mesh = unit.mesh_info.mesh
+    if mesh is None or mesh.size() > 1 or not is_distributed() or world_group().size() == 1:
+        return False
+    at_rest = [param.at_rest for param in unit.params]
+    return not any(isinstance(each, DTensor) and each.device_mesh.size() > 1 for each in at_rest)
 
 
 def _offloads_nothing(module: nn.Module) -> bool:

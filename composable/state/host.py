@@ -31,6 +31,11 @@ class HostOffload:
         module: whose buffers rest there.
         units: whose shards do.
         optimizers: whose state does.
+
+    Example:
+        >>> handle = offload_to_host(model, optimizer)
+        >>> rollouts = engine.generate(prompts)
+        >>> handle.restore()
     """
 
     def __init__(

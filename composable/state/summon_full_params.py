@@ -89,7 +89,7 @@ def summon_full_params(
             registered a hook on one.
 
     Example:
-        >>> with summon_full_params(model, rank0_only=True):
+        >>> with summon_full_params(model, rank0_only=True), torch.no_grad():
         ...     if rank == 0:
         ...         model.head.weight[:, :10].zero_()
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-DEFAULT_STEPS: Final = 200
+DEFAULT_STEPS: Final = 120
 MORE_STEPS: Final = 100
 HEAD_WIDTH: Final = 32
 

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from composable.comm import Comm, Work
 from composable.comm.launch import Launch
-from composable.forecast import forecast
+from composable.forecast import Forecast, forecast
 from examples.demo.memory import MemoryTrace
 from examples.demo.model import ADAMW, loss_of, shapes
 from examples.demo.options import Options
@@ -55,10 +55,10 @@ class Measured:
     sizes: list[int]
 
 
-def prediction_table(options: Options, annotate: Any, measured: Measured) -> Table:
-    """The forecast of a rank's step, beside the step. This process has no process group."""
+def forecast_of(options: Options, annotate: Any) -> Forecast:
+    """The forecast of a rank's step. This process has no process group."""
     rows = options.batch_size // options.ranks
-    found = forecast(
+    return forecast(
         partial(shapes, options),
         annotate,
         lambda: tuple(torch.zeros(2, rows, options.context, dtype=torch.int64)),
@@ -67,6 +67,11 @@ def prediction_table(options: Options, annotate: Any, measured: Measured) -> Tab
         optimizer=partial(torch.optim.AdamW, **ADAMW),
         loss=lambda model, batch: loss_of(model, *batch),
     )
+
+
+def prediction_table(options: Options, annotate: Any, measured: Measured) -> Table:
+    """The forecast of a rank's step, beside the step."""
+    found = forecast_of(options, annotate)
     totals = list(map(sum, measured.trace.totals))
     sent = sum(each.nbytes for each in found.collectives)
     table = table_of("", "forecast", "measured")

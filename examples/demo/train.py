@@ -92,7 +92,7 @@ def train(options: Options) -> Measured:
         run.say(f"un-annotated model: {count} steps in one process on the whole batch ...")
         if dist.get_rank() == 0:
             baseline, trace = run.baseline(count)
-            traces.append(("un-annotated, 1 process, whole batch", trace))
+            traces.append(("un-annotated, 1 process:\nthe whole batch", trace))
         box = [baseline]
         dist.broadcast_object_list(box)
         baseline = box[0]
@@ -106,7 +106,8 @@ def train(options: Options) -> Measured:
     run.heading("Memory of a rank")
     run.details.print(_memory_table(trace, options.ranks))
     if dist.get_rank() == 0:
-        traces.append((f"annotated, rank 0 of {options.ranks}", trace))
+        part = f"1/{options.ranks} of the batch, recomputed, sharded"
+        traces.append((f"annotated, rank 0 of {options.ranks}:\n{part}", trace))
         losses, memory = options.out / "losses.png", options.out / "memory.png"
         draw_losses(losses, run.progress.losses, run.progress.validation, baseline, options.ranks)
         draw_memory(memory, traces)

@@ -8,6 +8,7 @@ Each life then has a store of its own; a shared one holds the addresses of ranks
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def main(folder):
     last = os.path.join(folder, "last")
     if os.path.exists(last):  # written when a checkpoint was whole
         weights, state = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": state, "step": start}
+        saved: dict[str, Any] = {"model": weights, "optimizer": state, "step": start}
         with open(last) as file:
             dcp.load(saved, checkpoint_id=os.path.join(folder, file.read()))
         set_state_dict(

@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable import fully_shard
 
@@ -30,7 +31,9 @@ def main(mesh=None):
         if rank == 0:
             print(f"step {step}: loss {mean:.4f}", flush=True)
     if rank == 0:
-        print("mesh", model[0].weight.device_mesh.mesh.tolist(), flush=True)
+        weight = next(model.parameters())
+        assert isinstance(weight, DTensor)
+        print("mesh", weight.device_mesh.mesh.tolist(), flush=True)
     dist.destroy_process_group()
 
 

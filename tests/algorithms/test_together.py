@@ -120,14 +120,23 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.micro_batches = micro_batches
 
-    def step(self, number: int, fails: Callable[[Model], Any] = lambda _: nullcontext()) -> str:
-        """Returns why the step was lost; nothing if it was not."""
+    def step(
+        self,
+        number: int,
+        fails: Callable[[Model], Any] = lambda _: nullcontext(),
+        says: str = "",
+    ) -> str:
+        """Returns why the step was lost; nothing if it was not. `says`: what this rank calls `lose`
+        with, between the last forward and its backward.
+        """
         torch.manual_seed(number)
         with together(self.model, give_up_after=2) as step, fails(self.model):
             for micro_batch in range(self.micro_batches):
                 last = micro_batch == self.micro_batches - 1
                 with no_sync(self.model, enabled=not last):
                     loss = self.model(_batch(10 * number + micro_batch)).square().mean()
+                    if says and last:
+                        step.lose(says)
                     loss.backward()
             clip_grad_norm_(self.model.parameters(), 1.0)
         if not step.lost:
@@ -273,6 +282,58 @@ def _while_ranks_are_compared(name: str, _: object) -> None:
 @spmd(ranks=2)
 def test_while_ranks_are_compared(name: str) -> None:
     _while_ranks_are_compared(name)
+
+
+# --- a rank says that it is to be lost ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in ANNOTATIONS if name != "hybrid"])
+@spmd(ranks=[2, 3])
+def test_a_step_that_a_rank_gives_up_is_lost_on_all_ranks_from_the_first_on(name: str) -> None:
+    trainer = Trainer(ANNOTATIONS[name], micro_batches=2)
+    reference = Trainer(ANNOTATIONS[name], micro_batches=2)
+    rank, fails = dist.get_rank(), PLACES["in the forward of unit 'blocks.2'"]
+    for number in range(6):
+        said = number % dist.get_world_size()
+        assert trainer.step(10 + number, says="a spike" if rank == said else "") == (
+            f"rank {said}: a spike"
+        )
+        assert trainer.step(number) == reference.step(number) == ""
+    # one says so, and another one raises; then each of them says so
+    why = trainer.step(20, fails if rank == 0 else lambda _: nullcontext(), "bad" if rank else "")
+    assert why.startswith("rank 0: MemoryError")
+    assert why.endswith(
+        "as planned" + "".join(f"; rank {r}: bad" for r in range(1, dist.get_world_size()))
+    )
+    assert trainer.step(6) == reference.step(6) == ""
+    assert trainer.step(21, says="bad") == "; ".join(
+        f"rank {each}: bad" for each in range(dist.get_world_size())
+    )
+    assert trainer.step(7) == reference.step(7) == ""
+    for mine, expected in zip(trainer.state(), reference.state(), strict=True):
+        assert torch.equal(mine, expected)
+
+
+@spmd(ranks=2)
+def test_steps_given_up_in_a_row_are_an_error_and_behind_the_scope_it_is_too_late() -> None:
+    trainer, reference = Trainer(ANNOTATIONS["shards"]), Trainer(ANNOTATIONS["shards"])
+    says = "a spike" if dist.get_rank() else ""
+    assert trainer.step(0, says=says)
+    with pytest.raises(StepLostError, match=r"2 steps in a row .* The last one: rank 1: a spike"):
+        trainer.step(1, says=says)
+    trainer.optimizer.zero_grad()
+    assert trainer.step(2) == reference.step(2) == ""
+    with together(trainer.model) as step:
+        trainer.model(_batch(2)).sum().backward()
+        step.lose("twice")
+        step.lose("")
+    trainer.optimizer.zero_grad()
+    assert step.why == "rank 0: twice; rank 0: ; rank 1: twice; rank 1: "
+    with pytest.raises(PhaseError, match=r"lose\('late'\) was called outside of the scope"):
+        step.lose("late")
+    assert trainer.step(3) == reference.step(3) == ""  # what is left out is no step
+    both = [all_full([*each.model.parameters()]) for each in (trainer, reference)]
+    assert all(map(torch.equal, *both))
 
 
 # --- what is raised ------------------------------------------------------------------------------

@@ -125,6 +125,54 @@ def test_the_command_prints_the_table_and_runs_on_a_host(pool: Pool, tmp_path: P
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
+_SCRIPT = """
+import sys
+import torch
+from torch import nn
+from composable import fully_shard, watch
+
+WIDTH = 4
+
+
+def scaled(x, model):  # `model` is no global here
+    return x / model
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return scaled(self.linear(x), 0.0)
+
+
+folder = sys.argv[1]
+model = fully_shard(nn.Sequential(Block()), policy={Block})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with watch(model, folder=folder):
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_classes_of_the_script_itself_are_defined_without_running_it(tmp_path: Path) -> None:
+    script, folder = tmp_path / "train.py", tmp_path / "incidents"
+    script.write_text(_SCRIPT)
+    subprocess.run([sys.executable, str(script), str(folder)], check=True)
+    (incident,) = folder.iterdir()
+    text = replay(incident)
+    assert text.splitlines()[-1] == "first: forward of rank 0: output 0 is not finite"
+    script.write_text(_SCRIPT.replace("class Block", "class Other"))
+    with pytest.raises(
+        ReplayError, match=r"Block cannot be made from the script .*train\.py: KeyE"
+    ):
+        replay(incident)
+    script.unlink()
+    with pytest.raises(ReplayError, match=r"has classes of the script .*train\.py, which is not"):
+        replay(incident)
+
+
 def _one_kind_once(folder: str) -> None:
     model = fully_shard(nn.Linear(2, 2).to(current_device()))
     optimizer = SGD(model.parameters(), lr=0.1)

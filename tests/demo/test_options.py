@@ -103,12 +103,12 @@ for command_line in sys.argv[1:]:
     return done.stdout
 
 
-def test_help_and_version_need_none_of_the_extras() -> None:
-    commands, version, _ = without_extras("composable.__main__", "--help", "--version").split(
-        "---\n"
-    )
+def test_help_version_and_doctor_need_none_of_the_extras() -> None:
+    printed = without_extras("composable.__main__", "--help", "--version", "doctor")
+    commands, version, report, _ = printed.split("---\n")
     assert "forecast" in commands
     assert version == f"composable {composable.__version__}\n"
+    assert report.startswith("composable ")
     assert "--resume" in without_extras("examples.demo.__main__", "--help")
 
 

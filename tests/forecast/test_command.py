@@ -32,6 +32,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "vit": {
         "architectures": ["ViTForImageClassification"], "hidden_size": 64,
         "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "image_size": 32, "patch_size": 8,
+    },
+    "whisper": {
+        "architectures": ["WhisperForConditionalGeneration"], "d_model": 64, "vocab_size": 100,
+        "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+        "num_mel_bins": 16, "max_source_positions": 30, "max_target_positions": 20,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
     },
 }  # fmt: skip
 
@@ -98,7 +106,7 @@ def test_a_configuration_of_transformers_is_forecast_as_the_model_that_it_names(
     first, second = capsys.readouterr().out.splitlines()[:2]
     assert first.startswith("LlamaForCausalLM, 117,440 parameters in bfloat16, AdamW with state in")
     assert second == "H100, 8 ranks: fits"
-    assert main([*shared, "--policy", "Block"]) == 1
+    assert main([*shared, "--policy", "Block"]) == 2
     assert "--policy Block: the model has" in capsys.readouterr().err
     assert main([*config("bert"), "--batch", "2"]) == 0
     said = capsys.readouterr().out
@@ -112,13 +120,18 @@ def test_a_configuration_of_transformers_is_forecast_as_the_model_that_it_names(
 def test_a_model_that_takes_no_tokens_is_refused_in_a_line_or_forecast_by_inputs(
     config: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    vit = config("vit")
-    assert main(vit) == 2
-    said = capsys.readouterr().err
-    assert "ViTForImageClassification takes no input_ids: say by --inputs" in said
-    assert said.count("\n") == 1
-    assert main([*vit, "--inputs", "pixel_values=2x3x224x224", "labels=2:int64"]) == 0
-    assert "a rank's batch: pixel_values 2 x 3 x 224 x 224; labels 2\n" in capsys.readouterr().out
+    for kind, what, batch in (
+        ("vit", "ViTForImageClassification", "pixel_values 8 x 3 x 32 x 32; labels 8"),
+        ("whisper", "WhisperForConditionalGeneration", "input_features 8 x 16 x 60; labels 8 x 20"),
+    ):
+        command = config(kind)
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert f"{what} takes no input_ids: say by --inputs" in said
+        assert said.count("\n") == 1
+        example = said.partition("e.g. ")[2].partition(". It takes")[0].split()
+        assert main([*command, *example]) == 0  # as it is asked to
+        assert f"a rank's batch: {batch}\n" in capsys.readouterr().out
     # the dtype that parameters have
     assert main(["forecast", f"{HERE}:Pixels", "--ranks", "2", "--inputs", "pixels=2x3x8x8"]) == 0
     assert capsys.readouterr().out.startswith("Pixels, ")
@@ -126,8 +139,76 @@ def test_a_model_that_takes_no_tokens_is_refused_in_a_line_or_forecast_by_inputs
     said = capsys.readouterr().err
     assert "transformers has no model ViTConfig that predicts tokens; name the class" in said
     assert len(said) < 300
-    assert main([*config("bert"), "--tokens", "4000"]) == 1
+    assert main([*config("bert"), "--inputs", "input_ids=1x4000:int64"]) == 1
     assert "the model does not run: The expanded size of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])  # by positions that it learns, and by angles
+def test_more_tokens_than_a_model_is_made_for_are_refused(
+    kind: str, config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = config(kind, max_position_embeddings=48)
+    assert main([*command, "--tokens", "48"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--tokens", "49"]) == 2
+    said = capsys.readouterr().err
+    assert "--tokens 49: the model is made for 48 tokens (max_position_embeddings" in said
+    assert said.count("\n") == 1
+
+
+def test_a_name_on_a_hub_stands_for_its_configuration(
+    config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    here = config("llama")[2]
+    read = transformers.AutoConfig.from_pretrained
+
+    def from_hub(name: str) -> Any:
+        if name != "someone/a-model":
+            raise OSError(f"{name} is not cached\nand more")
+        return read(here)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_hub)
+    command = ["forecast", "--ranks", "8", "--tokens", "32", "--hf"]
+    assert main([*command, "someone/a-model"]) == 0
+    assert capsys.readouterr().out.startswith("LlamaForCausalLM, 117,440 parameters")
+    for name, why in (
+        (
+            "someone/another",
+            "no such file or folder is here, and the hub did not give it: someone/",
+        ),
+        ("nowhere.json", "there is no such file"),
+        ("/nowhere/at/all", "there is no such file"),
+    ):
+        assert main([*command, name]) == 2
+        said = capsys.readouterr().err
+        assert f"--hf {name}: {why}" in said
+        assert said.count("\n") == 1
+
+
+def test_a_suggestion_ends_and_says_what_it_has_not_tried(
+    config: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*config("bert"), "--tokens", "32", "--suggest"]) == 0
+    printed = capsys.readouterr()
+    *_, last = printed.out.splitlines()
+    assert last == (
+        "not tried: tensor parallel, for which the model has no plan (tp_plan=); pipelines, an"
+        " offload_policy, and other batches"
+    )
+
+    def make() -> nn.Module:
+        return nn.Sequential(Block(), Block())
+
+    tried: list[str] = []
+    ask = {"ranks": 16, "progress": tried.append}
+    found = suggest(make, lambda: torch.zeros(2, 16), most=1, **ask)  # type: ignore[arg-type]
+    assert len(found.comparison.forecasts) == 1
+    assert found.not_tried[-2:] == (
+        "plans beyond most=1 forecasts", "pipelines, an offload_policy, and other batches",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="most=0 must be a number of forecasts"):
+        suggest(make, lambda: torch.zeros(2, 16), ranks=16, most=0)
 
 
 def test_code_of_a_suggestion_for_a_model_of_transformers_runs_as_pasted(
@@ -161,19 +242,20 @@ def test_code_of_a_suggestion_for_a_model_of_transformers_runs_as_pasted(
         (["--tokens", "-5"], "--tokens: needs a whole number of at least 1, got '-5'"),
         (["--dtype", "int8"], "--dtype: invalid choice: 'int8' (choose from"),
         (["--memory", "0GB"], "--memory: '0GB': write a size like 80GB or 40GiB"),
-        (["--device", "h1000"], "no device 'h1000' is known, only a100"),
+        (["--device", "h1000"], "--device: invalid choice: 'h1000' (choose from"),
         (["--inputs", "x=0x3"], "--inputs: 'x=0x3': write a name, sizes"),
         (["--inputs", "x=3:foo"], "--inputs: 'x=3:foo': write a name, sizes"),
         (["--inputs", "x=3", "--batch", "2"], "leave --batch and --tokens out"),
         (["--plot", "step.xyz"], "--plot step.xyz: the name must end like .png; known are"),
         (["--plot", "/nowhere/step.png"], "--plot /nowhere/step.png: there is no directory"),
+        (["--policy", "Bloc"], "--policy Bloc: the model has Block, Conv2d"),
         (["--hf", "nowhere.json"], "name a function that makes the model, or --hf config.json"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_in_a_line(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status(["forecast", f"{HERE}:Pixels", "--ranks", "2", *options]) in (1, 2)
+    assert status(["forecast", f"{HERE}:Pixels", "--ranks", "2", *options]) == 2
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1

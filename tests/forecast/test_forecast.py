@@ -454,6 +454,22 @@ def test_what_saves_memory_costs_what_it_costs() -> None:
     assert recomputed.computing > plain.computing
 
 
+def test_of_one_rank_no_value_is_read() -> None:
+    def annotate(model: Decoder) -> None:
+        replicate(model.embedding)
+        fully_shard(model, policy={Block})
+
+    # what a message would hold is memory that nobody wrote to: here it is NaN
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = forecast(
+            Decoder, annotate, lambda: torch.zeros(TOKENS, dtype=torch.int64), ranks=1, device="cpu"
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found.messages == 0
+
+
 def test_links_between_nodes_are_slower_than_inside_of_them() -> None:
     h100 = DEVICES["h100"]
     assert h100.bandwidth(list(range(8))) == h100.links

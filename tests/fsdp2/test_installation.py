@@ -129,9 +129,11 @@ def test_a_process_in_which_fsdp2_has_sharded_modules_is_refused(pool: Pool) -> 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ([], "no script to run; call it as python -m composable.fsdp2 script.py [args], or -m"),
+        ([], "no script to run; call it as python -m composable.fsdp2 [--cpu] script.py [args]"),
         (["-m"], "no script to run; call it as"),
         (["--help"], "no script to run; call it as"),
+        (["--cpu"], "no script to run; call it as"),
+        (["--cpu", "nowhere.py"], "there is no script 'nowhere.py'"),
         (["nowhere.py", "x"], "there is no script 'nowhere.py'"),
         (["-m", "no_such_module"], "there is no module named 'no_such_module'"),
         (["-m", "no_such.module"], "there is no module named 'no_such.module'"),
@@ -145,6 +147,60 @@ def test_the_runner_says_in_one_line_what_it_cannot_run(
     assert said.startswith(f"composable.fsdp2: {why}")
     assert said.count("\n") == 1
     assert fsdp.fully_shard is _TORCHS["fully_shard"]
+
+
+def test_with_cpu_accelerate_shards_on_cpus_until_the_handle_is_removed(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = pytest.importorskip("accelerate.state")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "no")
+    theirs = state.AcceleratorState
+    handle = fsdp2.install(cpu=True)
+    assert fsdp2.install(cpu=True) is handle
+    assert state.AcceleratorState is not theirs
+    assert issubclass(state.AcceleratorState, theirs)
+    assert os.environ["ACCELERATE_USE_CPU"] == "true"
+    handle.remove()
+    assert state.AcceleratorState is theirs
+    assert os.environ["ACCELERATE_USE_CPU"] == "no"
+
+
+_NOT_CALLED: Final = (
+    "nothing has called fully_shard of torch.distributed.fsdp, or of composable. docs/"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "world", "version", "why"),
+    [
+        (None, False, "2", 2, _NOT_CALLED),
+        ("MULTI_GPU", False, "2", 2, "accelerate was not asked for FSDP. docs/guides/trainers.md"),
+        ("NO", True, "1", 2, "there is one process. Start several by torchrun"),
+        ("NO", True, "2", 2, "accelerate offers FSDP on accelerators only, and found none: each"),
+        ("MULTI_CPU", True, "2", 2, "accelerate offers FSDP on accelerators only, and its ranks"),
+        ("FSDP", True, "2", 1, "accelerate was asked for FSDP1. Ask for FSDP2"),
+        ("FSDP", True, "2", 2, _NOT_CALLED),
+    ],
+)
+def test_the_runner_says_why_nothing_was_sharded(
+    kind: str | None, asked: bool, world: str, version: int, why: str, trainer: Any,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    partial = types.SimpleNamespace(_shared_state={"distributed_type": kind} if kind else {})
+    plugin = types.SimpleNamespace(fsdp_version=version)
+    state = types.SimpleNamespace(_shared_state={"fsdp_plugin": plugin})
+    accelerate = types.SimpleNamespace(PartialState=partial, AcceleratorState=state)
+    monkeypatch.setitem(sys.modules, "accelerate.state", accelerate)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(asked))
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(3)")
+    with pytest.raises(SystemExit):
+        main([str(script)])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"composable.fsdp2: nothing was sharded: {why}")
 
 
 # --- whole programs ------------------------------------------------------------------------------
@@ -162,6 +218,12 @@ def _assert_runs_as_fsdp2(printed: str, theirs: str) -> None:
     assert "class FSDPSequential\n" in theirs  # FSDP2 swaps it, composable does not
     assert "class Sequential\n" in printed
     assert len(_INSTALLED.findall(printed)) == 1
+    assert re.search(
+        r"^composable\.fsdp2: \d+ units with [\d,]+ parameters sharded over 2 ranks, last"
+        r" Sequential$",
+        printed,
+        re.M,
+    )
 
 
 def test_the_runner_runs_a_script_with_its_arguments(pool: Pool) -> None:

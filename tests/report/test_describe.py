@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable import (
     checkpoint,
@@ -24,7 +26,8 @@ from composable import (
     unshard,
 )
 from composable.report.describe import readable_bytes
-from tests.helpers.world import Pool, spmd
+from tests.helpers.logged import logged
+from tests.helpers.world import Pool, current_device, spmd
 
 
 class Block(nn.Module):
@@ -264,3 +267,28 @@ def test_ignored_parameters_have_a_row_of_their_own() -> None:
     assert sum(row.numel for row in describe(model).rows) == sum(
         parameter.numel() for parameter in model.parameters()
     )
+
+
+@spmd(ranks=2)
+def test_a_mesh_of_one_rank_in_a_world_of_more_is_said_by_a_warning_and_by_describe() -> None:
+    device = current_device().type
+    for verb in (fully_shard, replicate):
+        alone = init_device_mesh(device, (2, 1), mesh_dim_names=("pp", "dp"))["dp"]
+        model = _model()
+        with logged() as lines:
+            for module in (model[0], model):  # as layer by layer
+                verb(module, mesh=alone)
+        assert [line.partition(":")[0] for line in lines] == ["WARNING"]
+        assert "the mesh has one rank, and the world has 2: the Block is" in lines[0]
+        found = describe(model)
+        assert found.on_one_rank == ("", "0")
+        assert "over one rank, while the world has more: nothing is sharded" in str(found)
+        assert found.to_dict()["on_one_rank"] == ["", "0"]
+    both = init_device_mesh(device, (1, 2), mesh_dim_names=("dp", "tp"))
+    column = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(column, both["tp"], {"0": ColwiseParallel()})
+    for model, mesh in ((column, both["dp"]), (_model(), None)):
+        with logged() as lines:
+            fully_shard(model, mesh=mesh)
+        assert lines == []
+        assert describe(model).on_one_rank == ()

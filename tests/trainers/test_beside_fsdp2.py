@@ -14,9 +14,9 @@ import pytest
 
 from tests.helpers.launched import launched
 from tests.helpers.world import Pool
-from tests.trainers.programs.__main__ import GUIDE, NEEDS, OPTIONS, PROGRAMS
+from tests.trainers.programs.__main__ import BY_HAND, GUIDE, NEEDS, OPTIONS, PROGRAMS
 
-_ALL: Final = {**PROGRAMS, **OPTIONS, **GUIDE}
+_ALL: Final = {**PROGRAMS, **OPTIONS, **GUIDE, **BY_HAND}
 _MODULE: Final = "tests.trainers.programs"
 # of float32; bf16 rounds before the sum
 _ROUNDING: Final = 1e-5
@@ -42,8 +42,9 @@ def outcomes(
 
     @cache
     def over(backend: str) -> dict[str, Outcome]:
-        command = (_MODULE,) if backend == "FSDP2" else ("composable.fsdp2", "-m", _MODULE)
-        run = [name for name in names if backend != "FSDP2" or name not in GUIDE]
+        over_fsdp2 = backend == "FSDP2"
+        command = (_MODULE,) if over_fsdp2 else ("composable.fsdp2", "--cpu", "-m", _MODULE)
+        run = [name for name in names if not (over_fsdp2 and name in (*GUIDE, *BY_HAND))]
         folder = tmp_path_factory.mktemp(backend)
         printed = launched(pool, 2, *command, str(folder), *run)
         (line,) = [line for line in printed.splitlines() if line.startswith(f"{backend} {{")]
@@ -111,12 +112,26 @@ def test_a_trainer_with_other_options_gives_the_numbers_of_fsdp2(
     _compare(name, outcomes)
 
 
+@pytest.mark.unsampled
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_model_annotated_by_hand_is_evaluated_saved_and_resumed(
+    name: str, outcomes: Outcomes
+) -> None:
+    _skip_without(name)
+    numbers, _, failed = outcomes("composable", name)
+    assert not failed, failed
+    assert list(numbers) == ["trained on", "eval_loss", "loaded", "resumed"]
+    _assert_exact("composable", numbers)
+    assert 3.0 < numbers["eval_loss"][0] < 4.3  # that of chance is 4.16
+
+
 @pytest.mark.parametrize("name", GUIDE)
 def test_the_programs_of_the_guide_run(name: str, outcomes: Outcomes) -> None:
     _skip_without(name)
     numbers, _, failed = outcomes("composable", name)
     assert not failed, failed
     (files,) = numbers["files"]
-    assert {"state", "weights", "trained", "final", "adapter", "t5"} <= set(files)
-    skips = sum(numbers["skipped"])
-    assert skips == sum(find_spec(package) is None for package in ("trl", "lightning_fabric"))
+    assert {"state", "weights", "trained", "final", "adapter", "t5", "by-hand"} <= set(files)
+    may_miss = ("trl", "lightning_fabric", "pytorch_lightning")
+    missing = {package for package in may_miss if find_spec(package) is None}
+    assert {*_flat(numbers["missing"])} == missing

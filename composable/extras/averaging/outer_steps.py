@@ -185,6 +185,11 @@ class LocalSteps:
     Attributes:
         outer: the outer optimizer. Schedules may change its learning rate.
         steps: of the inner optimizers so far.
+
+    Example:
+        >>> rounds = local_steps(model, optimizer, every=50)
+        >>> rounds.outer.param_groups[0]["lr"] = 0.5
+        >>> rounds.remove()
     """
 
     def __init__(

@@ -16,15 +16,26 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from composable.errors import ComposableError, few, first_line
+from composable.errors import ComposableError, ForecastError, few, first_line
 from composable.extras.forecast.devices import DEVICES
 from composable.extras.forecast.forecast import forecast
-from composable.extras.forecast.plans import Plan, compare, device_with, repeated, suggest
+from composable.extras.forecast.plans import (
+    MOST,
+    Plan,
+    compare,
+    device_with,
+    repeated,
+    suggest,
+)
 
 UNITS: Final = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 TOKENS: Final = 2048
 PROGRAM: Final = "python -m composable forecast"
+STATUS: Final = (
+    "Exit status: 0 if it is answered, also where the model does not fit; 1 if the model does not"
+    " run, or nothing that --suggest tried fits; 2 if something was asked for that cannot be done."
+)
 
 MakeBatch = Callable[[], Any]
 
@@ -40,7 +51,11 @@ def add_model(parser: argparse.ArgumentParser, dtype: str) -> None:
         dtype: of the parameters, where neither the user nor a configuration names one; in words.
     """
     parser.add_argument("model", nargs="?", help="package.module:function that makes the model")
-    parser.add_argument("--hf", type=Path, help="config.json of a transformers model, instead")
+    parser.add_argument(
+        "--hf",
+        metavar="CONFIG",
+        help="config.json of a transformers model, its folder, or its name on a hub, instead",
+    )
     parser.add_argument("--ranks", type=number(int, 1), required=True, help="of the world")
     parser.add_argument("--policy", help="class name of the units (default: what repeats most)")
     parser.add_argument(
@@ -51,6 +66,7 @@ def add_model(parser: argparse.ArgumentParser, dtype: str) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = STATUS
     add_model(parser, "bfloat16")
     parser.add_argument("--batch", type=number(int, 1), help="sequences per rank (default: 1)")
     parser.add_argument("--tokens", type=number(int, 1), help=f"per sequence (default: {TOKENS})")
@@ -59,16 +75,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=input_of,
         metavar="NAME=SIZES",
-        help="what a rank passes to the model instead of tokens, by name, e.g."
-        " pixel_values=8x3x224x224 labels=8:int64 (default: of the parameters' dtype)",
+        help="what a rank passes to the model instead of tokens, by name: of a vision model"
+        " pixel_values=8x3x224x224 labels=8:int64, of a speech model"
+        " input_features=8x80x3000 labels=8x448:int64 (default: of the parameters' dtype)",
     )
-    parser.add_argument("--device", default="h100", help=f"one of {', '.join(DEVICES)}")
+    parser.add_argument(
+        "--device", default="h100", choices=tuple(DEVICES), metavar="NAME",
+        help=f"one of {', '.join(DEVICES)}",
+    )  # fmt: skip
     parser.add_argument("--memory", type=bytes_of, help="of the device, e.g. 80GB")
     parser.add_argument("--plot", type=Path, help="a picture, e.g. forecast.png")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", action="store_true", help="recompute every unit")
     which.add_argument("--compare", action="store_true", help="the usual plans, side by side")
-    which.add_argument("--suggest", action="store_true", help="search for the fastest that fits")
+    which.add_argument(
+        "--suggest",
+        action="store_true",
+        help=f"search for the fastest that fits, by {MOST} forecasts at most",
+    )
 
 
 def bytes_of(text: str) -> int:
@@ -123,6 +147,9 @@ def run(options: Any) -> int:
         return 2
     try:
         found = _found(options, make, make_batch)
+    except Refused as refused:
+        print(f"{PROGRAM}: {refused}", file=sys.stderr)
+        return 2
     except (ComposableError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
@@ -148,7 +175,14 @@ def _found(options: Any, make: Callable[[], nn.Module], make_batch: MakeBatch) -
     device = device_with(options.memory, options.device)
     shared: dict[str, Any] = {"ranks": options.ranks, "device": device, "progress": _say}
     with torch.device("meta"):
-        blocks = blocks_of(make(), options.policy)
+        model = make()
+    try:
+        blocks = blocks_of(model, options.policy)
+    except ForecastError as error:
+        raise Refused(
+            f"no class of modules repeats in the {type(model).__name__}: say by --policy which one"
+            " the units are of"
+        ) from error
     if options.suggest:
         return suggest(make, make_batch, block=blocks[0] if options.policy else None, **shared)
     if options.compare:
@@ -254,14 +288,17 @@ def configured(options: Any) -> tuple[Any, Any, torch.dtype]:
     """A class of transformers, that the configuration names, else a causal one; the configuration;
     and the dtype of the parameters.
     """
-    path = options.hf / "config.json" if options.hf.is_dir() else options.hf
-    if not path.is_file():
+    path = Path(options.hf)
+    path = path / "config.json" if path.is_dir() else path
+    on_hub = not path.is_file() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", options.hf)
+    if not path.is_file() and (not on_hub or path.suffix == ".json"):
         raise Refused(f"--hf {options.hf}: there is no such file")
     try:
         transformers = import_module("transformers")
-        config = transformers.AutoConfig.from_pretrained(str(path))
+        config = transformers.AutoConfig.from_pretrained(options.hf if on_hub else str(path))
     except (OSError, ImportError, ValueError, KeyError) as error:
-        raise Refused(f"--hf {options.hf}: {first_line(error)}") from error
+        here = "no such file or folder is here, and the hub did not give it: " if on_hub else ""
+        raise Refused(f"--hf {options.hf}: {here}{first_line(error)}") from error
     config.use_cache = False
     dtype = getattr(torch, options.dtype) if options.dtype else config.dtype or torch.bfloat16
     names = list(config.architectures or ())
@@ -292,11 +329,17 @@ def _of_config(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
     if missing := [name for name in ("input_ids", "labels") if name not in wanted]:
         raise Refused(
             f"{kind.__name__} takes no {' and no '.join(missing)}: say by --inputs what it is"
-            " trained on, e.g. --inputs pixel_values=8x3x224x224 labels=8:int64. It takes"
+            f" trained on, e.g. --inputs {example_of(kind, config)}. It takes"
             f" {few([name for name in wanted if name not in ('self', 'kwargs')])}"
         )
-    most = getattr(config, "max_position_embeddings", None) or TOKENS
-    sizes = options.batch or 1, options.tokens or min(TOKENS, most)
+    most = getattr(config, "max_position_embeddings", None)
+    if most and options.tokens and options.tokens > most:
+        raise Refused(
+            f"--tokens {options.tokens}: the model is made for {most} tokens"
+            " (max_position_embeddings in its configuration). Ask for fewer, or change the"
+            " configuration, with what its positions need for longer ones"
+        )
+    sizes = options.batch or 1, options.tokens or min(TOKENS, most or TOKENS)
 
     def make_batch() -> dict[str, Tensor]:
         tokens = torch.zeros(sizes, dtype=torch.int64)
@@ -305,10 +348,30 @@ def _of_config(options: Any) -> tuple[Callable[[], nn.Module], MakeBatch]:
     return make, make_batch
 
 
+def example_of(kind: Any, config: Any) -> str:
+    """What `--inputs` may be for a model that takes no tokens, of a batch of 8."""
+    name = kind.main_input_name
+    edge = getattr(config, "image_size", None) or 224
+    sizes = {
+        "pixel_values": (getattr(config, "num_channels", 3), edge, edge),
+        "input_features": (
+            getattr(config, "num_mel_bins", 80),
+            2 * getattr(config, "max_source_positions", 1500),
+        ),
+        "input_values": (16000,),
+    }
+    said = [f"{name}={'x'.join(map(str, (8, *sizes[name])))}" if name in sizes else f"{name}=SIZES"]
+    if "labels" in signature(kind.forward).parameters:
+        classes = "Classification" in kind.__name__
+        length = getattr(config, "max_target_positions", None) or 128
+        said.append("labels=8:int64" if classes else f"labels=8x{length}:int64")
+    return " ".join(said)
+
+
 def blocks_of(model: nn.Module, name: str | None) -> tuple[type[nn.Module], ...]:
     if name is None:
         return repeated(model)
     kinds = {type(module).__name__: type(module) for module in model.modules()}
     if name not in kinds:
-        raise ValueError(f"--policy {name}: the model has {few(sorted(kinds), 20)}")
+        raise Refused(f"--policy {name}: the model has {few(sorted(kinds), 20)}")
     return (kinds[name],)

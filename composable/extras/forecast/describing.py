@@ -78,6 +78,9 @@ def run(options: Any) -> int:
         annotate = annotate or _plan_of(make, options.policy)
         with simulated_model(make, annotate, ranks=options.ranks, mesh=mesh) as model:
             found = describe(model, by=options.by)
+    except Refused as refused:
+        print(f"{PROGRAM}: {refused}", file=sys.stderr)
+        return 2
     except (ComposableError, ValueError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1

@@ -54,6 +54,10 @@ class Device:
         accelerator: whether it has streams; a host computes and waits.
         margin: part of a forecast's peak that programs took beyond it, at most: kernels' workspaces
             and what the allocator's blocks are larger than what was asked for.
+
+    Example:
+        >>> small = dataclasses.replace(DEVICES["h100"], name="4 of a node", per_node=4)
+        >>> forecast(make_model, annotate, make_batch, ranks=8, device=small)
     """
 
     name: str

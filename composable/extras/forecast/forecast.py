@@ -34,6 +34,7 @@ from composable.extras.forecast.machine import (
     Machine,
     MemoryKind,
     VirtualComm,
+    VirtualLocalComm,
     form_group,
     note_unknown,
     tensors_in,
@@ -288,8 +289,10 @@ def _simulated(machine: Machine) -> Iterator[None]:
     def on_group(group: dist.ProcessGroup) -> Comm:
         return VirtualComm(group, machine, traits_of(device, group.size()))
 
+    alone = cache(VirtualLocalComm)
+
     def virtual(comm: Comm) -> Comm:
-        return comm if comm.group is None else on_group(comm.group)
+        return alone(comm.device) if comm.group is None else on_group(comm.group)
 
     with (
         comms_wrapped_by(virtual),

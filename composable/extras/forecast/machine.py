@@ -29,6 +29,7 @@ from composable.comm.base import Columns, GroupComm, Traits, Work
 from composable.comm.choose import PAIRS_UP_TO
 from composable.comm.host import GenericComm, PointToPointComm
 from composable.comm.launch import Launch
+from composable.comm.local import LocalComm
 from composable.errors import ForecastError
 from composable.extras.forecast.devices import Device
 from composable.memory.elastic import keeps_idle_memory
@@ -374,6 +375,14 @@ class Event(Mark):
 
 
 # --- collectives --------------------------------------------------------------------------------
+
+
+class VirtualLocalComm(LocalComm):
+    """One rank alone: what it copies has no values, either."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.traits = replace(self.traits, simulated=True)
 
 
 class VirtualComm(GroupComm):

@@ -33,6 +33,8 @@ from composable.torch_private import SHARDS
 
 WORTHWHILE: Final = 0.02  # of a step, or of a model: less is not looked into
 SHOWN: Final = 8  # rows of a table
+MOST: Final = 24  # forecasts that a search makes
+_NEVER_TRIED: Final = "pipelines, an offload_policy, and other batches"
 NOT_SHARED: Final[Mapping[str, int]] = {}
 
 
@@ -44,6 +46,11 @@ class Comparison:
         forecasts: by the name of the plan.
         shares: of tensor-parallel plans that are compared with others, how many ranks share their
             rows. As many of their steps count as one, so that all plans take as many rows.
+
+    Example:
+        >>> plans = {"shard": fully_shard, "replicate": replicate}
+        >>> found = compare(make_model, plans, make_batch, ranks=8)
+        >>> fastest = next(iter(found.forecasts))
     """
 
     forecasts: Mapping[str, Forecast]
@@ -166,6 +173,10 @@ class Plan:
         tp: ranks that share rows, each with a part of the weights.
         experts: each of these has whole experts, in place of a part of every one.
         tp_plan: torch's styles by name, for `parallelize_module`; None: the model's own plan.
+
+    Example:
+        >>> plan = suggest(make_model, make_batch, ranks=8).plan
+        >>> print(plan.verb, plan.recomputed)
     """
 
     verb: str
@@ -312,15 +323,21 @@ class Suggestion:
         plan: what it stands for.
         forecast: of it.
         comparison: all plans that were tried.
+        not_tried: what was left out, and why.
+
+    Example:
+        >>> found = suggest(make_model, make_batch, ranks=8)
+        >>> print(found.code)
     """
 
     code: str
     plan: Plan
     forecast: Forecast
     comparison: Comparison
+    not_tried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.code}\n\n{self.comparison}"
+        return f"{self.code}\n\n{self.comparison}\n{_said(self.not_tried)}"
 
 
 def suggest(
@@ -334,6 +351,7 @@ def suggest(
     half: bool | None = None,
     tp_plan: Mapping[str, ParallelStyle] | None = None,
     progress: Callable[[str], object] | None = None,
+    most: int = MOST,
     **options: Any,
 ) -> Suggestion:
     """Search for the fastest way to train a model that fits.
@@ -353,12 +371,18 @@ def suggest(
             model of transformers has, for its weights and for its experts. Tensor parallel over
             two ranks or more of a node is tried where nothing fits, or messages are waited for.
         progress: called with each plan before it is tried, and every few seconds with what runs.
+        most: how many forecasts the search makes before it ends with what it has found.
         options: as for `forecast`.
 
     Raises:
         ForecastError: nothing that was tried fits, or no class of modules repeats; in the message
             how much the smallest plan needs.
+
+    Example:
+        >>> print(suggest(make_model, make_batch, ranks=64, device="h100"))
     """
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:  # type: ignore[redundant-expr]
+        raise ValueError(f"suggest: most={most!r} must be a number of forecasts, at least 1")
     found = device_with(memory, device)
     with torch.device("meta"):
         model = make_model()
@@ -378,17 +402,26 @@ def suggest(
             ranks=ranks, mesh=plan.mesh(ranks), device=found, progress=progress, **options,
         )  # fmt: skip
 
-    search = _Search(run, found.usable, count)
+    search = _Search(run, found.usable, count, most)
     lean = Plan("fully_shard", blocks, half=half, tp_plan=tp_plan)
-    search.find(lean, ranks, found.per_node, whole)
-    for each in _tensor_parallel(lean, model, ranks, found):
-        if not search.waits:
-            break
-        try:
-            search.find(each, ranks // each.tp, found.per_node // each.tp, whole // each.tp)
-        except (RuntimeError, ValueError, AssertionError) as error:  # as it would on the device
-            if progress is not None:
-                progress(f"{each} does not run: {first_line(error)}")
+    not_tried = []
+    try:
+        search.find(lean, ranks, found.per_node, whole)
+        several = list(_tensor_parallel(lean, model, ranks, found))
+        if not several and search.waits and min(found.per_node, ranks) > 1:
+            not_tried.append("tensor parallel, for which the model has no plan (tp_plan=)")
+        for each in several:
+            if not search.waits:
+                break
+            try:
+                search.find(each, ranks // each.tp, found.per_node // each.tp, whole // each.tp)
+            except (RuntimeError, ValueError, AssertionError) as error:  # as it would on the device
+                not_tried.append(f"{each}, which does not run")
+                if progress is not None:
+                    progress(f"{each} does not run: {first_line(error)}")
+    except _Enough:
+        not_tried.append(f"plans beyond most={most} forecasts")
+    not_tried.append(_NEVER_TRIED)
     comparison = _ranked(
         {str(plan): each for plan, each in search.tried.items()},
         {str(plan): plan.tp for plan in search.tried},
@@ -398,11 +431,15 @@ def suggest(
         least = min(each.peak for each in search.tried.values())
         raise ForecastError(
             f"suggest: nothing that was tried fits into {amount(search.limit)}; the least is"
-            f" {amount(least)}. Use more ranks, a smaller batch, or CPUOffloadPolicy, which"
-            f" was not tried\n{comparison}"
+            f" {amount(least)}. Use more ranks, a smaller batch, or an offload_policy\n"
+            f"{comparison}\n{_said(not_tried)}"
         )
     code = plan.code(ranks, "cuda" if found.accelerator else "cpu")
-    return Suggestion(code, plan, search.tried[plan], comparison)
+    return Suggestion(code, plan, search.tried[plan], comparison, tuple(not_tried))
+
+
+def _said(not_tried: Sequence[str]) -> str:
+    return f"not tried: {'; '.join(not_tried)}"
 
 
 def _tensor_parallel(lean: Plan, model: nn.Module, ranks: int, device: Device) -> Iterator[Plan]:
@@ -419,6 +456,10 @@ def _tensor_parallel(lean: Plan, model: nn.Module, ranks: int, device: Device) -
         tp *= 2
 
 
+class _Enough(Exception):
+    """The search has made as many forecasts as it may."""
+
+
 class _Search:
     """Note [Search]
     A forecast of a large model takes seconds, so few are made. What recomputing one block saves and
@@ -431,14 +472,17 @@ class _Search:
         limit: bytes.
     """
 
-    def __init__(self, run: Callable[[Plan], Forecast], limit: int, count: int) -> None:
+    def __init__(self, run: Callable[[Plan], Forecast], limit: int, count: int, most: int) -> None:
         self.tried: dict[Plan, Forecast] = {}
         self.limit = limit
+        self._most = most
         self._run = run
         self._count = count
 
     def look(self, plan: Plan) -> Forecast:
         if plan not in self.tried:
+            if len(self.tried) >= self._most:
+                raise _Enough
             self.tried[plan] = self._run(plan)
         return self.tried[plan]
 

@@ -28,6 +28,10 @@ class Subject:
         optimizer: the name of its class; None: there is none.
         state: numbers in the optimizer's state, by dtype, without counters of steps.
         batch: names, which may be empty, and shapes of one rank's tensors.
+
+    Example:
+        >>> found = forecast(make_model, annotate, make_batch, ranks=8)
+        >>> print(found.subject.model, found.subject.parameters)
     """
 
     model: str
@@ -66,6 +70,11 @@ class Collective:
         ranks: how many take part.
         count: messages.
         nbytes: in sum, of what is gathered, reduced or sent, as a whole.
+
+    Example:
+        >>> found = forecast(make_model, annotate, make_batch, ranks=8)
+        >>> for messages in found.collectives:
+        ...     print(messages.unit, messages.kind, messages.count, messages.nbytes)
     """
 
     kind: str
@@ -97,6 +106,10 @@ class Forecast:
         collectives: of one step, by unit and kind.
         memory: moments, in seconds from the beginning of the step, and bytes by kind.
         streams: what ran when, on which stream.
+
+    Example:
+        >>> found = forecast(make_model, annotate, make_batch, ranks=8)
+        >>> print(found.peak / 2**30, "GiB", found.seconds, "s")
     """
 
     subject: Subject

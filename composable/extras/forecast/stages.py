@@ -43,6 +43,16 @@ class Pipeline:
             what it receives is there when it wants it.
         forwards: seconds of one micro-batch on each stage, with what it waits for messages.
         backwards: the same of backward.
+
+    Example:
+        >>> found = forecast_stages(
+        ...     make_stage,
+        ...     lambda part, mesh: fully_shard(part, mesh=mesh["dp"]),
+        ...     make_batch,
+        ...     mesh={"pp": 4, "dp": 2},
+        ...     micro_batches=8,
+        ... )
+        >>> peaks = [stage.peak for stage in found.stages]
     """
 
     schedule: str

@@ -10,7 +10,9 @@ step says why.
 |--------------|------------------------------------------|------------------------------------|
 | has raised   | `reset`, then the launches that are left | votes "lost", and says why         |
 |              | of the step before                       |                                    |
-| has not      | nothing; its gradients get zeros         | votes; if the step is lost, puts   |
+| has said     | nothing; its gradients get zeros         | votes "lost", and says why         |
+| `lose(why)`  |                                          |                                    |
+| has neither  | nothing; its gradients get zeros         | votes; if the step is lost, puts   |
 |              |                                          | buffers back                       |
 
 Launches are observed where all are made (`comm/base.py`); nothing in the engine knows of this file.
@@ -68,6 +70,7 @@ _COMPARISONS: Final = (
 )  # fmt: skip
 _SUMS: Final = ("reduce_scatter", "all_reduce")  # to which a rank can add zeros
 _VOTE: Final = Launch("vote on the step")
+_KEEP, _SAID, _RAISED = range(3)  # what a rank votes; the largest vote counts
 # What may begin in the scope: a rank that gives the step up is as far with it as one that does not.
 _IN_STEPS: Final = (
     "together", "no_sync", "reduce_gradients", "unshard", "reshard", "keep_unsharded", "reset",
@@ -191,6 +194,9 @@ class together:
     zeros for gradients; the exception is not raised. At the end the ranks vote, by one message of
     two integers, for which the host waits.
 
+    A rank that sees by itself that the step is bad calls `lose`. It goes on computing, as the
+    others do, and the step is lost at the end. This works in any step, also in the first ones.
+
     After a lost step gradients are of no use: call `zero_grad()` on all ranks. Buffers of the model
     are as they were before the step, on all ranks; random number generators are not.
 
@@ -207,7 +213,7 @@ class together:
 
     Attributes:
         lost: the step was lost, on all ranks alike. Known when the scope has ended.
-        why: what ranks raised, and where; the same on all ranks.
+        why: what ranks said or raised, and where; the same on all ranks.
 
     Raises:
         NotAnnotatedError: no annotated module in `module`.
@@ -236,7 +242,34 @@ class together:
         self._model, self._give_up_after = unwrapped(module), give_up_after
         self._units = units_in(module, caller="together")
         self._comm = self._units[0].mesh_info.all
+        self._said: list[str] = []
         self._refuse()
+
+    def lose(self, why: str) -> None:
+        """Give this step up on all ranks, from any one of them, or from several.
+
+        Nothing is raised, and nothing is sent: compute on to the end of the scope, with all
+        forwards and backwards, since the other ranks do. There all ranks have `lost` and `why`.
+
+        Args:
+            why: what this rank has seen, for `why`.
+
+        Raises:
+            PhaseError: the scope is not open. This is raised on the ranks that call it.
+
+        Example:
+            >>> with composable.together(model) as step:
+            ...     loss = loss_of(model, batch)
+            ...     loss.backward()
+            ...     if loss.item() > 10 * usual:
+            ...         step.lose(f"the loss is {loss.item():.1f}")
+        """
+        if self not in _OPEN:
+            raise PhaseError(
+                f"together: lose({why!r}) was called outside of the scope. Ranks decide on a step"
+                " where the scope ends: call it before"
+            )
+        self._said.append(why)
 
     def _refuse(self) -> None:
         for unit in self._units:
@@ -297,7 +330,7 @@ class together:
             )
         self._refuse()  # what has changed since it was made
         self.lost, self.why = False, ""
-        self._refused = None
+        self._refused, self._said = None, []
         self._record = _RECORDS.setdefault(self._units[0], _Record())
         self._launched: list[_Launched] = []
         self._where = _Where(self)
@@ -390,9 +423,10 @@ class together:
         try:
             for each in self._record.launches[len(launched) :] if error is not None else ():
                 self._again(*each)
-            mine = [int(error is not None), self.look_for_writes()]
+            vote = _RAISED if error is not None else _SAID if self._said else _KEEP
+            mine = [vote, self.look_for_writes()]
             self._at_rest.clear()
-            (everywhere, fewest), (anywhere, most) = self._comm.min_max(mine, _VOTE)
+            (least, fewest), (decision, most) = self._comm.min_max(mine, _VOTE)
         except CommunicationError as failure:
             if error is not None:
                 failure.add_note(
@@ -402,14 +436,16 @@ class together:
                 )
             raise
         buffers, self._buffers = self._buffers, []
-        if anywhere and fewest != most:  # in a good step all ranks have written, or may go on so
+        if decision and fewest != most:  # in a good step all ranks have written, or may go on so
             self._refuse_written(most - 1, error)
-        if not anywhere:
-            self._record.launches, self._record.lost = launched, 0
+        if decision != _RAISED:  # the step was whole on all ranks
+            self._record.launches = launched
+        if decision == _KEEP:
+            self._record.lost = 0
             return False
         self._end_unshard()
         _put_back(buffers)
-        return self._lose(error, everywhere=bool(everywhere))
+        return self._lose(error, everywhere=least == _RAISED)
 
     def _end_unshard(self) -> None:
         """Free what `unshard()` has gathered.
@@ -491,9 +527,13 @@ class together:
         seen = self._where
         where = (seen.place if error is seen.raised else seen.now) or "outside of all units"
         seen.raised = None
-        mine = error and f"{type(error).__name__} {where}: {first_line(error)}"
+        mine = [*self._said]
+        if error is not None:
+            mine.append(f"{type(error).__name__} {where}: {first_line(error)}")
         said = self._comm.all_gather_objects(mine, Launch("exchange of why the step is lost"))
-        self.why = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(said) if text)
+        self.why = "; ".join(
+            f"rank {rank}: {text}" for rank, texts in enumerate(said) for text in texts
+        )
         lose_step(self._units)
         if everywhere:
             return False

@@ -21,10 +21,11 @@ from composable.contract.methods import Method
 from composable.errors import first_line
 from composable.extras.watch.calls import ModuleCall, by_index
 from composable.extras.watch.findings import Finding
+from composable.extras.watch.script import main_of_process
 from composable.seams import Unit, hooks_of, stepped_in_backward, units_in
 from composable.torch_private import local_tensor
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 _OURS: Final = ("_composable_", "__deepcopy__", "__reduce_ex__")  # what annotations leave
 
 
@@ -111,6 +112,7 @@ def _of_call(unit: Unit, names: Mapping[Unit, str], call: ModuleCall) -> dict[st
         "outputs": by_index(call.outputs),
         "module": module,
         "places": places,
+        "main": main_of_process(),
     }
 
 

@@ -22,6 +22,7 @@ from composable.errors import ReplayError, first_line
 from composable.extras.watch.calls import are_apart, as_called, by_index, digests_of
 from composable.extras.watch.checks import is_finite, range_of
 from composable.extras.watch.incident import FORMAT
+from composable.extras.watch.script import Script
 
 COLUMNS: Final = ("shard", "gather", "inputs", "forward", "backward", "reduction")
 _SOUND: Final = "sound"
@@ -167,8 +168,9 @@ def _gather(file: File, peers: Sequence[File]) -> str:
 
 def _compute(file: File, peers: Sequence[File], row: dict[str, str]) -> list[Tensor | None]:
     """Run forward and backward as this rank has; returns the gradients of the parameters."""
-    module = _unpickled(file["module"], "the model")
-    args, kwargs = _unpickled(file["inputs"], "its inputs")
+    script = Script(file["main"])
+    module = _unpickled(file["module"], "the model", script)
+    args, kwargs = _unpickled(file["inputs"], "its inputs", script)
     parameters = [
         nn.Parameter(_whole(number, peers), requires_grad=each["trains"])
         for number, each in enumerate(file["parameters"])
@@ -240,11 +242,13 @@ def _reduction(file: File, made: dict[int, list[Tensor | None]]) -> str:
     return _SOUND
 
 
-def _unpickled(value: Any, what: str) -> Any:
+def _unpickled(value: Any, what: str, script: Script) -> Any:
     if isinstance(value, str):
         raise ReplayError(f"{what} was not written: {value}")
     try:
-        return torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
+        return torch.load(
+            io.BytesIO(value), "cpu", weights_only=False, pickle_module=script.pickle_module
+        )
     except (ImportError, AttributeError) as error:
         raise ReplayError(
             f"{what} cannot be imported: {first_line(error)}. Run the command where its code can be"

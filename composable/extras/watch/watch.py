@@ -168,6 +168,12 @@ class Watch:
             cannot be compared.
         overflows: steps in which gradients had infinities because a loss scaler had scaled them.
         observer: what this rank sees.
+
+    Example:
+        >>> watching = watch(model)
+        >>> loss_of(model, batch).backward()
+        >>> for finding in watching.findings:
+        ...     print(finding)
     """
 
     def __init__(

@@ -13,6 +13,7 @@ import warnings
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch.distributed import fsdp
 
 from composable.torch_private import classes_of_fsdp2
 from tests.trainers.programs.recording import Record, start_over
@@ -49,6 +50,13 @@ OPTIONS: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 
 GUIDE: Final = {"the guide": ("of_the_guide", "run", {})}
 
+# Over composable alone.
+BY_HAND: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
+    "Trainer, annotated by hand": ("by_hand", "by_trainer", {}),
+    "SFTTrainer, annotated by hand": ("by_hand", "by_sft", {}),
+    "accelerate, annotated by hand": ("by_hand", "by_accelerate", {}),
+}
+
 # What must be installed.
 NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "with_accelerate": ("accelerate", "transformers"),
@@ -57,18 +65,20 @@ NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "with_trl": ("trl", "datasets", "accelerate", "transformers"),
     "with_fabric": ("lightning_fabric",),
     "as_torchtitan_calls": (),
+    "by_hand": ("trl", "datasets", "accelerate", "transformers"),
     "of_the_guide": ("peft", "accelerate", "transformers"),
 }
 
 
 def _program(name: str) -> tuple[str, str, dict[str, Any]]:
-    return {**PROGRAMS, **OPTIONS, **GUIDE}[name]
+    return {**PROGRAMS, **OPTIONS, **GUIDE, **BY_HAND}[name]
 
 
 def main(folder: str, names: list[str]) -> None:
     warnings.simplefilter("ignore")
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if any("accelerate" in NEEDS[_program(name)[0]] for name in names):
+    over_fsdp2 = not fsdp.fully_shard.__module__.startswith("composable.")
+    if over_fsdp2 and any("accelerate" in NEEDS[_program(name)[0]] for name in names):
         ranks = importlib.import_module("tests.trainers.programs.cpu_ranks")
         ranks.take_cpu_ranks_for_accelerators()
     outcomes = {}

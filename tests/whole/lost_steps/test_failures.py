@@ -275,7 +275,8 @@ def test_when_one_rank_ends_the_others_are_notified_of_what_they_waited_for(
     assert texts["1"].startswith(f"died with exit code {3 if how == 'ends' else -9}")
     for rank in "02":
         said = re.search(
-            rf"^rank {rank}: the [a-z -]* of unit '[\w.()]+'.* failed: \S",
+            rf"^rank {rank}: the [a-z -]* of unit '[\w.()]+'.* failed in the (forward|backward) of"
+            r" step \d+: \S",
             texts[rank],
             re.MULTILINE,
         )
@@ -284,7 +285,7 @@ def test_when_one_rank_ends_the_others_are_notified_of_what_they_waited_for(
         assert "look for the first error among all ranks" in cure
         assert re.match(rf"Last launches of rank {rank} \(\d+ in all\): ", mine)
         assert re.search(
-            r"rank (0, |)1(, 2|): no report within 1 s: ended, or did not fail so far",
+            r"rank (0, |)1(, 2|) has ended: its process is gone, killed or ended by os\._exit",
             "".join(rest),
         ), texts[rank]
 
